@@ -1,0 +1,30 @@
+# `make demo` draws a picture with the bundled model; `make test` runs all tests. Both install what they need in .venv.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo-ready
+	$(BIN)/ballast demo
+
+test: lint
+	$(BIN)/python -m pytest tests
+
+lint: .venv/test-ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.venv/demo-ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/test-ready: .venv/demo-ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv demo.png timeline.png

@@ -1,0 +1,153 @@
+"""`ballast demo | generate | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .memory.sizes import format_bytes
+
+DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
+DEMO_PROMPT = "a red circle on a blue background, left"
+_SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0 if all went well, 1 for an error that has been told in one line."""
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return arguments.run(arguments)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        if os.environ.get("BALLAST_TRACEBACK"):
+            raise
+        print(f"ballast: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ballast: stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ballast", description="Run diffusion transformers that do not fit in VRAM.")
+    commands = parser.add_subparsers(required=True, metavar="demo | generate | doctor")
+
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps, or sim for the simulated GPU")
+    shared.add_argument("--vram", help="budget such as 8GB; with --device sim the size of the simulated card")
+    shared.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
+    shared.add_argument("--seed", type=int, default=0)
+    shared.add_argument("--strategy", default="auto", help="auto, resident, leafwise or cpu")
+
+    demo = commands.add_parser("demo", parents=[shared], help="draw a picture with the bundled model")
+    demo.add_argument("--prompt", default=DEMO_PROMPT, help='such as "a green square on a white background, right"')
+    demo.add_argument("--steps", type=int, default=20)
+    demo.add_argument("--guidance", type=float, default=4.0)
+    demo.add_argument("--out", type=Path, default=Path("demo.png"))
+    demo.add_argument("--timeline", type=Path, default=Path("timeline.png"))
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", parents=[shared], help="run a diffusers pipeline folder")
+    generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--negative", default="")
+    generate.add_argument("--width", type=int)
+    generate.add_argument("--height", type=int)
+    generate.add_argument("--frames", type=int, help="frames of a video")
+    generate.add_argument("--steps", type=int, default=28)
+    generate.add_argument("--guidance", type=float)
+    generate.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
+    generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
+    generate.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
+    generate.set_defaults(run=_generate)
+
+    doctor = commands.add_parser("doctor", help="say what this machine has, and what is missing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .memory.accelerator import resolve_device
+
+    if arguments.device == "auto" and resolve_device().type == "cpu":
+        print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or _SIM_BYTES}, in the CPU.")
+        arguments.device = "sim"
+    arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
+    arguments.width = arguments.height = arguments.frames = None
+    # A cache of its own, so that the encoder is seen to come and go each time.
+    with tempfile.TemporaryDirectory() as cache_dir:
+        return _generate(arguments, Path(cache_dir))
+
+
+def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
+    from tqdm import tqdm
+
+    from .memory import simulated
+    from .pipelines import open_pipeline
+
+    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
+        simulated.enable(total=arguments.vram or _SIM_BYTES)
+    pipe = open_pipeline(
+        arguments.model, arguments.device, arguments.vram, arguments.ram, arguments.dtype, cache_dir=cache_dir
+    )
+    conditioning = pipe.encode(arguments.prompt, arguments.negative)
+    with tqdm(total=arguments.steps, desc="sample", unit="step") as bar:
+        latents = pipe.sample(
+            conditioning,
+            width=arguments.width,
+            height=arguments.height,
+            steps=arguments.steps,
+            guidance=arguments.guidance,
+            seed=arguments.seed,
+            frames=arguments.frames,
+            strategy=arguments.strategy,
+            on_step=lambda step, steps, latents: bar.update(),
+        )
+    written = save_images(pipe.decode(latents), arguments.out)
+    if arguments.timeline:
+        pipe.manager.timeline.picture().save(arguments.timeline)
+        written.append(arguments.timeline)
+    print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
+    return 0
+
+
+def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
+    """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
+
+    A video becomes an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
+    """
+    from PIL import Image
+
+    written = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for number, item in enumerate((images * 255).round().byte().numpy()):
+        path = out.with_stem(f"{out.stem}-{number}") if number else out
+        frames = [Image.fromarray(frame) for frame in (item if item.ndim == 4 else item[None])]
+        if len(frames) > 1 and path.suffix in (".webp", ".gif"):
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // 24, loop=0)
+            written.append(path)
+        elif len(frames) > 1:
+            for index, frame in enumerate(frames):
+                written.append(path.with_stem(f"{path.stem}-{index:04}"))
+                frame.save(written[-1])
+        else:
+            frames[0].save(path)
+            written.append(path)
+    return written
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(f"{'ok  ' if finding.ok else 'MISS'}  {finding.what:<12} {finding.detail}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

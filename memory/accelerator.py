@@ -1,0 +1,129 @@
+"""One device, seen the same way on CUDA, ROCm, XPU, MPS, the CPU and the simulated accelerator."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import psutil
+import torch
+
+from . import simulated
+from .sizes import format_bytes
+
+MB = 2**20
+
+
+class Accelerator:
+    """Memory counters of one torch device, in bytes.
+
+    On the CPU there is nothing to manage: `is_cpu` is true, sizes are those of RAM and the counters read 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cpu = device.type == "cpu"
+        self._module: ModuleType | None = None if self.is_cpu else torch.get_device_module(device)
+
+    @property
+    def name(self) -> str:
+        """What the maker calls it, such as "NVIDIA GeForce RTX 4070"."""
+        describe = getattr(self._module, "get_device_name", None)
+        return describe(self.device) if describe else self.device.type.upper()
+
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        if self.is_cpu:
+            return psutil.virtual_memory().total
+        if self.device.type == "mps":
+            return torch.mps.recommended_max_memory()
+        return self._mem_get_info()[1]
+
+    def free_bytes(self) -> int:
+        """Memory that an allocation could get now, this process's own cached blocks included."""
+        if self.is_cpu:
+            return psutil.virtual_memory().available
+        if self.device.type == "mps":
+            return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+        cached = self._count("memory_reserved") - self._count("memory_allocated")
+        return self._mem_get_info()[0] + max(0, cached)
+
+    def allocated_bytes(self) -> int:
+        """Bytes in live tensors of this process."""
+        if self.device.type == "mps":
+            return torch.mps.current_allocated_memory()
+        return self._count("memory_allocated")
+
+    def take_peak_bytes(self) -> int:
+        """Highest `allocated_bytes` since the last call of this; the present value where the backend keeps no peak.
+
+        On the simulated device this leaves `torch.sim.max_memory_allocated()` alone; elsewhere the backend has only
+        one peak, which starts anew.
+        """
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated.take_interval_peak()
+        peak = max(self._count("max_memory_allocated"), self.allocated_bytes())
+        reset = getattr(self._module, "reset_peak_memory_stats", None)
+        if reset:
+            reset(self.device)
+        return peak
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        if self._module is not None:
+            self._module.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done."""
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        elif self._module is not None:
+            self._module.synchronize(self.device)
+
+    def default_reserve_bytes(self) -> int:
+        """What is left to the desktop and other programs when the user names no budget."""
+        if self.device.type in ("cpu", simulated.DEVICE_TYPE):
+            return 0
+        if self.device.type == "mps":
+            return 1024 * MB
+        return (600 if sys.platform == "win32" else 400) * MB
+
+    def _count(self, counter: str) -> int:
+        read = getattr(self._module, counter, None)
+        return int(read(self.device)) if read else 0
+
+    def _mem_get_info(self) -> tuple[int, int]:
+        assert self._module is not None
+        return self._module.mem_get_info(self.device)
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self.device}, {self.name}, {format_bytes(self.total_bytes())})"
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """The torch device that a user's word means, with its index.
+
+    "auto" is the first GPU that torch sees, else the CPU. "sim" switches the simulated accelerator on if need be.
+    Raises ValueError for a device that is not there.
+    """
+    if str(device) == "auto":
+        for kind in ("cuda", "xpu", "mps"):
+            if getattr(torch, kind).is_available():
+                return resolve_device(kind)
+        return torch.device("cpu")
+    if str(device).split(":")[0] == simulated.DEVICE_TYPE and not simulated.is_enabled():
+        simulated.enable()
+    try:
+        found = torch.device(device)
+        if found.type == "cpu":
+            return torch.device("cpu")
+        module = torch.get_device_module(found)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {str(device)!r}. Use auto, cpu, cuda, xpu, mps or sim.") from error
+    if not module.is_available():
+        raise ValueError(f"device {str(device)!r} is not available here. Run `ballast doctor` to see what is.")
+    if found.index is None:
+        found = torch.device(found.type, 0 if found.type == "mps" else module.current_device())
+    if found.index >= module.device_count():
+        raise ValueError(f"device {str(device)!r} does not exist: there are {module.device_count()} of its kind.")
+    return found

@@ -1,0 +1,94 @@
+"""The only file that talks to `comfy.model_management`. Outside ComfyUI every function here does nothing."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+log = logging.getLogger("ballast")
+
+# What the host reads on the model patchers in its list, as known from ComfyUI 0.3.64 to 0.33.0.
+KNOWN_MEMBERS = frozenset(
+    """
+    parent model load_device offload_device clone_base_uuid dynamic_pins is_dynamic is_clone clone
+    model_size loaded_size loaded_ram_size pinned_memory_size current_loaded_device model_dtype model_patches_to
+    model_patches_models model_mmap_residency get_nested_additional_models lowvram_patch_counter get_ram_usage
+    get_free_memory partially_load partially_unload partially_unload_ram unregister_inactive_pins detach
+    """.split()
+)
+
+
+def model_management() -> ModuleType | None:
+    """The host's memory manager, if this process is a ComfyUI."""
+    return sys.modules.get("comfy.model_management")
+
+
+def device() -> torch.device | None:
+    """The device that the host runs models on."""
+    mm = model_management()
+    return mm.get_torch_device() if mm else None
+
+
+def reserve_bytes() -> int | None:
+    """VRAM that the host leaves to others (`--reserve-vram`)."""
+    mm = model_management()
+    return int(mm.extra_reserved_memory()) if mm else None
+
+
+def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
+    """Ask the host to move its own models away until so many bytes are free."""
+    mm = model_management()
+    if mm and wanted_on == mm.get_torch_device() and mm.get_free_memory(wanted_on) < wanted_bytes:
+        mm.free_memory(wanted_bytes + mm.extra_reserved_memory(), wanted_on)
+
+
+def free_all() -> int:
+    """Ask the host to unload all its models. Returns the bytes of its device that became free."""
+    mm = model_management()
+    if not mm:
+        return 0
+    on = mm.get_torch_device()
+    before = mm.get_free_memory(on)
+    mm.unload_all_models()
+    mm.soft_empty_cache()
+    return max(0, int(mm.get_free_memory(on) - before))
+
+
+def throw_if_interrupted() -> None:
+    """Raise the host's own exception if the user pressed stop."""
+    if mm := model_management():
+        mm.throw_exception_if_processing_interrupted()
+
+
+def version(root: Path) -> str | None:
+    """The version of the ComfyUI in a folder, read without importing it."""
+    file = root / "comfyui_version.py"
+    if not file.is_file():
+        return None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    return None
+
+
+def unknown_members(root: Path) -> set[str]:
+    """Members that the ComfyUI in a folder reads on its model patchers and that this pack does not know.
+
+    Its `model_management.py` is read as text, never imported.
+    """
+    tree = ast.parse((root / "comfy" / "model_management.py").read_text(encoding="utf-8"))
+    patchers = {"model", "model_patcher", "patcher", "loaded_model", "lm"}
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        # `loaded.model.method(...)`: the patcher is the `.model` of an entry of the host's list.
+        if isinstance(owner, ast.Attribute) and owner.attr in patchers:
+            found.add(node.func.attr)
+    return found - KNOWN_MEMBERS

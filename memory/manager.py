@@ -1,0 +1,378 @@
+"""MemoryManager: who holds the memory of one device.
+
+There is one manager for each device of the process, and it is the only global state of the pack. It refers to units
+weakly: whoever opened a pipeline owns its units, and when the pipeline goes, they go. What the manager keeps on the
+device is bounded by the budget, what it keeps in RAM by the RAM budget.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import psutil
+import torch
+from torch import nn
+
+from . import host
+from .accelerator import Accelerator, resolve_device
+from .errors import DoesNotFitError, is_out_of_memory, release_frames
+from .eviction import Use, choose_evictions
+from .placement import PLACEMENTS
+from .report import Report, UnitReport
+from .sizes import format_bytes, parse_bytes
+from .timeline import Resident, Timeline
+from .unit import ROLES, ManagedModel, Role
+
+STRATEGIES = ("auto", *PLACEMENTS)
+_RAM_RESERVE_BYTES = 2 * 2**30
+
+_managers: dict[torch.device, MemoryManager] = {}
+_managers_lock = threading.Lock()
+
+
+def manager(device: str | torch.device = "auto") -> MemoryManager:
+    """The one manager of a device."""
+    found = resolve_device(device)
+    with _managers_lock:
+        if found not in _managers:
+            _managers[found] = MemoryManager(found)
+        return _managers[found]
+
+
+def managers() -> list[MemoryManager]:
+    """All managers that exist by now."""
+    return list(_managers.values())
+
+
+class MemoryManager:
+    """Loads units onto one device within a budget, and takes them away again. Use `manager()` to get it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.accelerator = Accelerator(device)
+        self.device = device
+        self.timeline = Timeline(self.accelerator, self._residents)
+        self.disk_bytes_read = 0
+        self.device_bytes_in = 0
+        self._units: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
+        self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        self._future: list[weakref.ref[ManagedModel]] | None = None
+        self._vram_bytes: int | None = None
+        self._ram_bytes: int | None = None
+        self._clock = itertools.count(1)
+        self._lock = threading.RLock()
+
+    # Budgets
+
+    def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
+        """Set the budgets: bytes, "6GB", or None for what is free less the reserve."""
+        self._vram_bytes = None if vram is None else parse_bytes(vram)
+        self._ram_bytes = None if ram is None else parse_bytes(ram)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """VRAM left to others."""
+        reserved = host.reserve_bytes()
+        return self.accelerator.default_reserve_bytes() if reserved is None else reserved
+
+    @property
+    def budget_bytes(self) -> int:
+        """VRAM that the pack may hold: what it holds and what is free, less the reserve, within the user's limit."""
+        held = sum(unit.resident_bytes for unit in self._units)
+        available = max(0, held + self.accelerator.free_bytes() - self.reserve_bytes)
+        return available if self._vram_bytes is None else min(available, self._vram_bytes)
+
+    @property
+    def ram_budget_bytes(self) -> int:
+        """RAM that host copies may hold."""
+        held = sum(unit.host_bytes for unit in self._units)
+        available = max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
+        return available if self._ram_bytes is None else self._ram_bytes
+
+    # Units
+
+    def adopt(self, unit: ManagedModel) -> ManagedModel:
+        """Take a unit under management. The caller keeps it alive."""
+        self._units.add(unit)
+        return unit
+
+    def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
+        """Keep a unit on the device, once it is there, until it is unpinned."""
+        unit.pinned = pinned
+
+    def schedule(self, units: Sequence[ManagedModel] | None) -> None:
+        """The units that will run, in order, as far as the graph tells; None when it is not known.
+
+        Each `use` strikes its unit from the front.
+        """
+        with self._lock:
+            self._future = None if units is None else [weakref.ref(unit) for unit in units]
+
+    @contextmanager
+    def use(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> Iterator[nn.Module]:
+        """A lease: the unit's module, in place and ready to run under inference mode, until the block ends.
+
+        `strategy` names a placement, or leaves the choice to the manager; with `alone` every other unit that may leave
+        does so first. The unit stays in place afterwards, free to be evicted; if the block raises, it leaves.
+        Raises DoesNotFitError when no placement fits the budget.
+        """
+        self.acquire(unit, strategy, alone=alone)
+        try:
+            with torch.inference_mode():
+                yield unit.module
+        except BaseException as error:
+            release_frames(error)
+            self.release(unit, evict=True)
+            raise
+        else:
+            self.release(unit)
+
+    def acquire(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> None:
+        """Put a unit in place and count a lease. `release` must follow."""
+        if strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        with self._lock:
+            self.adopt(unit)
+            unit.runs_on(self._execution_device(strategy))
+            self._strike(unit)
+            unit.last_use = next(self._clock)
+            unit.leases += 1
+            try:
+                if unit.placement and unit.leases == 1 and strategy not in ("auto", unit.placement.name):
+                    self._evict(unit)
+                if alone:
+                    for other in self._evictable(unit):
+                        self._evict(other)
+                if unit.placement is None:
+                    self._load(unit)
+                    self._place(unit, strategy)
+                self._called[unit] = self.timeline.record("call", unit).allocated_bytes
+            except BaseException:
+                self.release(unit, evict=True)
+                raise
+
+    def release(self, unit: ManagedModel, *, evict: bool = False) -> None:
+        """End a lease; with `evict` the unit leaves the device when it was the last one."""
+        with self._lock:
+            unit.leases -= 1
+            if (before := self._called.pop(unit, None)) is not None:
+                peak = self.timeline.record("ran", unit).peak_bytes
+                leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
+                unit.working_bytes = max(unit.working_bytes, peak - before - leaf)
+            if evict and unit.leases == 0:
+                self._evict(unit)
+            if unit.leases == 0 and unit.placement is None:
+                self._keep_ram_budget(unit)
+
+    @contextmanager
+    def stage(
+        self, name: str, units: Sequence[ManagedModel], strategy: str = "auto", *, alone: bool = True, keep: bool = False
+    ) -> Iterator[None]:
+        """A graph step: each unit comes when its module is called, and all are gone when the block ends.
+
+        With `alone` at most one unit is on the device at a time. With `keep` they stay when the block ends well, to be
+        evicted when others need the room. However the block ends, nothing that it was leased stays leased.
+        """
+        with ExitStack() as exits:
+            for unit in units:
+                self.adopt(unit)
+                unit.runs_on(self._execution_device(strategy))
+                exits.callback(self._lease_each_call(unit, strategy, alone))
+            record = self.timeline.begin(name, units, self.budget_bytes)
+            try:
+                with torch.inference_mode():
+                    yield
+            except BaseException as error:
+                keep = False
+                release_frames(error)
+                raise
+            finally:
+                exits.close()
+                with self._lock:
+                    for unit in units:
+                        if not (keep or unit.pinned or unit.leases):
+                            self._evict(unit)
+                            self._keep_ram_budget(unit)
+                self.accelerator.empty_cache()
+                self.timeline.finish(record, units)
+
+    def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
+        """Evict units that are neither leased nor pinned, least recently used first.
+
+        `roles` restricts them; with `bytes` it stops when so much is free. Returns the bytes of the device really freed.
+        """
+        wanted = set(ROLES if roles is None else roles)
+        if unknown := wanted - set(ROLES):
+            raise ValueError(f"unknown roles {', '.join(sorted(unknown))}. Roles are {', '.join(ROLES)}.")
+        with self._lock:
+            before = self.accelerator.allocated_bytes()
+            for unit in self._evictable():
+                if bytes is not None and before - self.accelerator.allocated_bytes() >= bytes:
+                    break
+                if unit.role in wanted:
+                    self._evict(unit)
+            gc.collect()
+            self.accelerator.empty_cache()
+            return max(0, before - self.accelerator.allocated_bytes())
+
+    def report(self) -> Report:
+        """Units, tiers, bytes and budgets, as they are now."""
+        with self._lock:
+            units = sorted(self._units, key=lambda unit: (unit.label, unit.name))
+            return Report(
+                device=str(self.device),
+                budget_bytes=self.budget_bytes,
+                reserve_bytes=self.reserve_bytes,
+                allocated_bytes=self.accelerator.allocated_bytes(),
+                free_bytes=self.accelerator.free_bytes(),
+                ram_budget_bytes=self.ram_budget_bytes,
+                disk_bytes_read=self.disk_bytes_read,
+                device_bytes_in=self.device_bytes_in,
+                units=tuple(_report_unit(unit) for unit in units),
+            )
+
+    # Mechanism; all under the lock
+
+    def _residents(self) -> tuple[Resident, ...]:
+        placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
+        return tuple(Resident(unit.name, unit.role, unit.resident_bytes) for unit in placed)
+
+    def _lease_each_call(self, unit: ManagedModel, strategy: str, alone: bool):  # noqa: ANN202
+        """Lease the unit for the time of each call of its module. Returns what takes the hooks off again."""
+        leased = 0
+
+        def before(module: nn.Module, args: tuple) -> None:
+            nonlocal leased
+            self.acquire(unit, strategy, alone=alone)
+            leased += 1
+
+        def after(module: nn.Module, args: tuple, output: object) -> None:
+            nonlocal leased
+            if leased:
+                leased -= 1
+                self.release(unit)
+
+        hooks = [
+            unit.module.register_forward_pre_hook(before, prepend=True),
+            unit.module.register_forward_hook(after, always_call=True),
+        ]
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+            while leased:
+                after(unit.module, (), None)
+
+        return undo
+
+    def _execution_device(self, strategy: str) -> torch.device:
+        return torch.device("cpu") if strategy == "cpu" else self.device
+
+    def _evictable(self, wanted: ManagedModel | None = None) -> list[ManagedModel]:
+        """Units that may leave the device, least recently used first."""
+        free = [u for u in self._units if u.placement and u is not wanted and not u.leases and not u.pinned]
+        return sorted(free, key=lambda unit: unit.last_use)
+
+    def _strike(self, unit: ManagedModel) -> None:
+        for i, ref in enumerate(self._future or []):
+            if ref() is unit:
+                del self._future[: i + 1]  # type: ignore[index]
+                return
+
+    def _uses(self, size: str) -> list[Use] | None:
+        if self._future is None:
+            return None
+        return [Use(u, getattr(u, size), u.working_bytes) for ref in self._future if (u := ref()) is not None]
+
+    def _load(self, unit: ManagedModel) -> None:
+        self._keep_ram_budget(unit, wanted_bytes=0 if unit.tier == "host" else unit.size_bytes)
+        read = unit.load()
+        self.disk_bytes_read += read
+        if read:
+            self.timeline.record("load", unit, read)
+
+    def _keep_ram_budget(self, wanted: ManagedModel, wanted_bytes: int = 0) -> None:
+        """Drop host copies until those left, and `wanted_bytes` more, keep the RAM budget."""
+        capacity = self.ram_budget_bytes
+        holding = sorted((u for u in self._units if u.host_bytes), key=lambda unit: unit.last_use)
+        droppable = {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
+        fixed = sum(u.host_bytes for u in holding if u not in droppable)
+        use = Use(None if wanted in droppable else wanted, wanted_bytes)
+        for unit in choose_evictions(droppable, capacity - fixed, use, self._uses("size_bytes")):
+            self.timeline.record("drop", unit, unit.drop())
+
+    def _place(self, unit: ManagedModel, strategy: str) -> None:
+        kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
+        if kinds == ["auto"]:
+            kinds = self._fitting_placements(unit)
+        for attempt, kind in enumerate(kinds):
+            try:
+                self._make_room(unit, kind)
+                placement = PLACEMENTS[kind](unit.module, self.device)
+                placement.place()
+            except Exception as error:
+                if not is_out_of_memory(error) or attempt + 1 == len(kinds):
+                    raise
+                release_frames(error)
+                self.free()
+            else:
+                unit.placement = placement
+                self.device_bytes_in += placement.resident_bytes
+                self.timeline.record("place", unit, placement.resident_bytes)
+                return
+
+    def _fitting_placements(self, unit: ManagedModel) -> list[str]:
+        """Placements whose need the budget holds once everything that may leave has left, best first."""
+        fixed = [u for u in self._units if u.placement and u is not unit and (u.leases or u.pinned)]
+        room = self.budget_bytes - sum(u.resident_bytes for u in fixed)
+        needs = {"resident": unit.size_bytes, "leafwise": unit.leaf_bytes}
+        fitting = [kind for kind, need in needs.items() if need + unit.working_bytes <= room]
+        if fitting:
+            return fitting
+        pinned = [u for u in fixed if u.pinned]
+        could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
+        raise DoesNotFitError(
+            f"{unit.role} {unit.name} does not fit on {self.device}: it wants {format_bytes(unit.size_bytes)} resident or "
+            f"{format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a budget of "
+            f"{format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, room))} can be had. "
+            f"Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
+        )
+
+    def _make_room(self, unit: ManagedModel, kind: str) -> None:
+        """Evict what must leave, of ours by the policy and of the host's by its own."""
+        if kind == "cpu":
+            return
+        need = unit.size_bytes if kind == "resident" else unit.leaf_bytes
+        evictable = {u: u.resident_bytes for u in self._evictable(unit)}
+        others = sum(u.resident_bytes for u in self._units if u not in evictable and u is not unit)
+        use = Use(unit, need, unit.working_bytes)
+        for other in choose_evictions(evictable, self.budget_bytes - others, use, self._uses("size_bytes")):
+            self._evict(other)
+        host.make_room(need + unit.working_bytes, self.device)
+
+    def _evict(self, unit: ManagedModel) -> None:
+        if unit.placement is None:
+            return
+        placement, unit.placement = unit.placement, None
+        left = placement.resident_bytes
+        placement.remove()
+        self.timeline.record("evict", unit, left)
+
+
+def _report_unit(unit: ManagedModel) -> UnitReport:
+    return UnitReport(
+        name=unit.name,
+        label=unit.label,
+        role=unit.role,
+        tier=unit.tier,
+        placement=unit.placement.name if unit.placement else None,
+        size_bytes=unit.size_bytes,
+        resident_bytes=unit.resident_bytes,
+        host_bytes=unit.host_bytes,
+        leased=unit.leases > 0,
+        pinned=unit.pinned,
+    )

@@ -1,0 +1,141 @@
+"""How a leased unit sits: put in place, and taken away without copying a weight back.
+
+`resident`: all weights on the device. `leafwise`: each module's weights come for its own call and go again
+(accelerate's `cpu_offload`). `cpu`: the unit runs where its weights are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from .unit import Slot, own_slots, slots
+
+PlacementName = Literal["resident", "leafwise", "cpu"]
+
+# Modules that read their children's weights themselves, so that these must come along with them.
+_WHOLE_MODULES = ["MultiheadAttention"]
+
+
+class Placement:
+    """Base of all placements: remembers the host tensors, so that taking away is putting them back."""
+
+    name: ClassVar[PlacementName]
+    on_device: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.host_slots: list[Slot] = list(slots(module))
+        self.resident_bytes = 0
+
+    def place(self) -> None:
+        """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
+        try:
+            with torch.inference_mode():
+                self._place()
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take the unit off the device, with every stray tensor that its runs left behind."""
+        with torch.inference_mode():
+            self._remove()
+            for slot in self.host_slots:
+                slot.restore()
+            self.resident_bytes = 0
+            clear_strays(self.module, self.device)
+
+    def _place(self) -> None: ...
+
+    def _remove(self) -> None: ...
+
+    def _move(self, moving: list[Slot]) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for slot in moving:
+            if id(slot.tensor) not in copies:
+                copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)
+                self.resident_bytes += slot.tensor.nbytes
+            slot.set(copies[id(slot.tensor)])
+
+
+class Resident(Placement):
+    name = "resident"
+
+    def _place(self) -> None:
+        self._move(self.host_slots)
+
+
+class Leafwise(Placement):
+    name = "leafwise"
+
+    def _place(self) -> None:
+        from accelerate import cpu_offload
+
+        # The top module's own few tensors stay: its `forward` is already running when a unit is placed on demand.
+        self._move(list(own_slots(self.module)))
+        for child in self.module.children():
+            cpu_offload(
+                child, self.device, offload_buffers=True, state_dict=child.state_dict(), preload_module_classes=_WHOLE_MODULES
+            )
+
+    def _remove(self) -> None:
+        from accelerate.hooks import remove_hook_from_submodules
+
+        for child in self.module.children():
+            remove_hook_from_submodules(child)
+
+
+class Cpu(Placement):
+    name = "cpu"
+    on_device = False
+
+
+PLACEMENTS: dict[str, type[Placement]] = {kind.name: kind for kind in (Resident, Leafwise, Cpu)}
+
+
+def clear_strays(module: nn.Module, device: torch.device) -> None:
+    """Move to the host what a run left on the device outside parameters and buffers.
+
+    Models keep tensors in lists, deques, dicts and plain objects (rotary tables, the feature caches of causal VAEs) and
+    behind `functools.lru_cache`; `module.to()` knows none of them.
+    """
+    if callable(clear := getattr(module, "clear_cache", None)):
+        clear()
+    seen: set[int] = set()
+    for owner in module.modules():
+        for cls in type(owner).__mro__:
+            for attribute in vars(cls).values():
+                if callable(forget := getattr(attribute, "cache_clear", None)):
+                    forget()
+        for name, value in vars(owner).items():
+            if not name.startswith(("_parameters", "_buffers", "_modules")):
+                moved = _to_host(value, device, seen)
+                if moved is not value:
+                    vars(owner)[name] = moved
+
+
+def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
+    """`value` with every tensor on `device` replaced by its host copy; the same object if it could be kept."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu() if value.device == device else value
+    if id(value) in seen or isinstance(value, nn.Module | type | ModuleType):
+        return value
+    seen.add(id(value))
+    if isinstance(value, tuple):
+        items = [_to_host(item, device, seen) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    elif isinstance(value, dict | list | deque):
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            moved = _to_host(item, device, seen)
+            if moved is not item:
+                value[key] = moved
+    elif hasattr(value, "__dict__"):
+        _to_host(vars(value), device, seen)
+    return value

@@ -1,0 +1,70 @@
+"""What the manager says of itself: the units, where they are, and the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sizes import format_bytes
+from .unit import Role, Tier
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit: where it is, and its bytes."""
+
+    name: str
+    label: str
+    role: Role
+    tier: Tier
+    placement: str | None
+    size_bytes: int
+    resident_bytes: int
+    host_bytes: int
+    leased: bool
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of one manager. `str()` of it is a table."""
+
+    device: str
+    budget_bytes: int
+    reserve_bytes: int
+    allocated_bytes: int
+    free_bytes: int
+    ram_budget_bytes: int
+    disk_bytes_read: int
+    device_bytes_in: int
+    units: tuple[UnitReport, ...]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weights on the device."""
+        return sum(unit.resident_bytes for unit in self.units)
+
+    @property
+    def host_bytes(self) -> int:
+        """Weights in RAM."""
+        return sum(unit.host_bytes for unit in self.units)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.device}: {format_bytes(self.resident_bytes)} of weights in a budget of "
+            f"{format_bytes(self.budget_bytes)}, {format_bytes(self.free_bytes)} free; "
+            f"RAM: {format_bytes(self.host_bytes)} of weights"
+        )
+        rows = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
+        for unit in self.units:
+            state = ", ".join(word for word in ("leased" * unit.leased, "pinned" * unit.pinned) if word)
+            sizes = map(format_bytes, (unit.size_bytes, unit.resident_bytes, unit.host_bytes))
+            name = f"{unit.label}/{unit.name}" if unit.label else unit.name
+            rows.append((name, unit.role, unit.tier, unit.placement or "-", *sizes, state))
+        return head + "\n" + format_table(rows)
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of words in columns, the first row as a heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,0 +1,245 @@
+"""A simulated accelerator: `enable()` makes the device `sim:0` real to torch in this process, run by the CPU.
+
+Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memory has a cap and is counted byte by
+byte, copies are counted, and a virtual clock (see `simulated_card`) says how long work would take at stated rates.
+What a test may rely on, and what not:
+
+- Sizes are exact bytes of storages: no rounding, caching or fragmentation, and no workspace inside a kernel.
+- Values are the CPU's. Kernels and copies run at once, in the order of the calls, on whatever stream; only the clock
+  and `Stats.hazards` know of streams.
+- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not. `Tensor.pin_memory()` makes
+  a plain copy that says it is pinned; `torch.empty(..., pin_memory=True)` is refused by torch.
+- Random numbers come from the CPU's generators; `torch.Generator("sim")` does not exist. Nor do `torch.Stream`,
+  `torch.compile` and `torch.accelerator` for it: use `torch.sim`.
+- It is the process's one out-of-tree backend, and takes the place of a real card for `torch.accelerator` and pinning.
+
+See `simulated_tensor` for what a tensor cannot do.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import simulated_card as state
+from . import simulated_tensor as tensors
+from .simulated_card import Event, Stats, Stream, Transfer
+from .sizes import parse_bytes
+
+__all__ = [
+    "DEVICE_TYPE", "Event", "Stats", "Stream", "Transfer", "dry_run", "enable", "fail_after", "is_enabled",
+    "reset_stats", "stats", "supported", "take_interval_peak", "watch",
+]  # fmt: skip
+
+DEVICE_TYPE = "sim"
+KNOWN_GOOD = ("2.13",)
+
+_library: torch.library.Library | None = None
+_enabling = threading.Lock()
+
+
+def supported() -> str | None:
+    """None if this torch can run the simulated accelerator, else one line that says why not."""
+    if _library is not None:
+        return None
+    known = " or ".join(KNOWN_GOOD)
+    if ".".join(torch.__version__.split(".")[:2]) not in KNOWN_GOOD:
+        return f"the simulated accelerator is known to work on torch {known}; this is torch {torch.__version__}"
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        return f"this torch {torch.__version__} cannot register a device in Python; torch {known} from pytorch.org can"
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != "privateuseone" or hasattr(torch, DEVICE_TYPE):
+        return f"torch's one place for an out-of-tree device is taken by {taken!r} (torch {known} has just the one)"
+    return None
+
+
+def is_enabled() -> bool:
+    """Whether `sim:0` is a device in this process."""
+    return _library is not None
+
+
+def enable(
+    total: int | str = "256MB",
+    h2d_gbps: float = 25.0,
+    d2h_gbps: float = 25.0,
+    tflops: float | None = None,
+    reserved: int | str = 0,
+) -> None:
+    """Make the device `sim:0` real, or give the one that is there another size, other rates and fresh counters.
+
+    `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other programs).
+    `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12 operations per second
+    for matrix products, convolutions and attention, None for a device that computes in no time. Tensors already on
+    the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and ValueError for a
+    size or a rate that makes no sense.
+    """
+    total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
+    for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops)):
+        if rate is not None and not rate > 0:
+            raise ValueError(f"{name} must be above 0, not {rate}")
+    with _enabling:
+        reason = supported()
+        if reason:
+            raise RuntimeError(reason)
+        if _library is None:
+            _register()
+    flops = None if tflops is None else tflops * 1e12
+    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops)
+
+
+def stats() -> Stats:
+    """Counters since the last `reset_stats` or `enable`; inside `dry_run`, those of the dry run."""
+    return state.card.stats()
+
+
+def reset_stats() -> None:
+    """Counters and clock to zero, and the peak to what is held now."""
+    state.card.reset()
+
+
+def take_interval_peak() -> int:
+    """Highest allocated bytes since the last call of this. Leaves `stats().peak_bytes` alone."""
+    return state.card.take_interval_peak()
+
+
+@contextmanager
+def watch(fn: Callable[[Transfer], None]) -> Iterator[None]:
+    """Call `fn` on every copy to, from or within the device, in the thread that makes the copy."""
+    watchers = state.card.watchers
+    watchers.append(fn)
+    try:
+        yield
+    finally:
+        watchers.remove(fn)
+
+
+@contextmanager
+def fail_after(n_allocations: int) -> Iterator[None]:
+    """Let the n-th allocation from now (1 is the next), and only it, raise torch.OutOfMemoryError."""
+    if n_allocations < 1:
+        raise ValueError(f"allocations are counted from 1, not from {n_allocations}")
+    card = state.card
+    card.fail_in = n_allocations
+    try:
+        yield
+    finally:
+        card.fail_in = 0
+
+
+@contextmanager
+def dry_run(total: int | str | None = None) -> Iterator[None]:
+    """Run with shapes only: tensors made on `sim` meanwhile have no data, so models of any size run in no memory.
+
+    The run has books of its own, which `stats()` and `torch.sim` show while it lasts, and no cap unless `total` gives
+    one. Rates are the card's. What needs values (`item`, `nonzero`, copying to the CPU) raises RuntimeError. Tensors
+    do not pass in or out of it. It holds for the whole process: do no real work on `sim` in another thread meanwhile.
+    """
+    outer = state.card
+    inner = outer.dry_copy(None if total is None else parse_bytes(total))
+    state.card = inner
+    try:
+        yield
+    finally:
+        state.card = outer
+        outer.leave_out(inner.latest)
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `torch.sim.get_device_properties()` tells."""
+
+    name: str
+    total_memory: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 1
+
+
+def _total_bytes() -> int:
+    card = state.card
+    return card.allocated_bytes() if card.total_bytes is None else card.total_bytes
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    total = _total_bytes()
+    return max(0, total - state.card.reserved_bytes - state.card.allocated_bytes()), total
+
+
+def _set_device(device: Any) -> None:
+    if _index(device):
+        raise RuntimeError(f"invalid device ordinal {device}: there is only {DEVICE_TYPE}:0")
+
+
+def _index(device: Any) -> int:
+    return device if isinstance(device, int) else torch.device(device or DEVICE_TYPE).index or 0
+
+
+@contextmanager
+def _device(device: Any) -> Iterator[None]:
+    _set_device(device)
+    yield
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _stream(stream: Stream | None) -> AbstractContextManager[Any]:
+    return stream or nullcontext()
+
+
+def _backend() -> types.ModuleType:
+    """The module `torch.sim`, with the functions that torch, accelerate and diffusers look for."""
+    module = types.ModuleType("torch.sim", __doc__)
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _set_device,
+        "device": _device,
+        "get_device_name": lambda device=None: "Simulated accelerator",
+        "get_device_properties": lambda device=None: DeviceProperties("Simulated accelerator", _total_bytes()),
+        "get_device_capability": lambda device=None: (0, 0),
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "synchronize": lambda device=None: state.card.wait_until(state.card.latest),
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "memory_allocated": lambda device=None: state.card.allocated_bytes(),
+        "max_memory_allocated": lambda device=None: state.card.peak_bytes(),
+        "memory_reserved": lambda device=None: state.card.allocated_bytes(),
+        "max_memory_reserved": lambda device=None: state.card.peak_bytes(),
+        "reset_peak_memory_stats": lambda device=None: state.card.reset_peak(),
+        "mem_get_info": _mem_get_info,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+        "set_rng_state": lambda new_state, device=None: torch.default_generator.set_state(new_state.cpu()),
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: state.current_stream(),
+        "default_stream": lambda device=None: state.default_stream,
+        "stream": _stream,
+        "set_stream": state.set_stream,
+    }
+    vars(module).update(functions)
+    return module
+
+
+def _register() -> None:
+    """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`."""
+    global _library
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
+    tensors.set_device(torch.device(DEVICE_TYPE, 0))
+    library = torch.library.Library("aten", "IMPL")
+    tensors.register_kernels(library)
+    _library = library

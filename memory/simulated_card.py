@@ -1,0 +1,346 @@
+"""The books of a simulated accelerator: bytes held, bytes moved, and a virtual clock with streams and events.
+
+Nothing here touches a tensor's data. Time is virtual: it advances by what the card's stated rates say a copy or a
+kernel takes, never by what the CPU really took. Copies in one direction share one copy engine, as on a real card.
+There is one host clock for all threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy: `direction` is "h2d", "d2h" or "d2d"; `storage_ptr` names the storage on the device side."""
+
+    direction: str
+    nbytes: int
+    tensor_shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage_ptr: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a card has done since its counters were last reset. Times in seconds of the virtual clock.
+
+    `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds` are how
+    long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts operations that touched
+    a storage before work queued on another stream was done with it: on a real card, a data race.
+    """
+
+    allocated_bytes: int
+    peak_bytes: int
+    total_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    h2d_count: int
+    d2h_count: int
+    clock_seconds: float
+    h2d_seconds: float
+    d2h_seconds: float
+    compute_seconds: float
+    allocation_count: int
+    hazards: int
+
+
+class Allocation:
+    """Bytes of one storage. It lives on the storage object, so it goes when the last view of the storage goes."""
+
+    __slots__ = ("card", "nbytes", "used_until", "written_until")
+
+    def __init__(self, card: Card, nbytes: int) -> None:
+        self.card = card
+        self.nbytes = nbytes
+        self.written_until = self.used_until = 0.0
+
+    def __del__(self) -> None:
+        # The collector may run this anywhere, also inside the card's lock: so only leave a note.
+        self.card.freed.append(self.nbytes)
+
+
+class Card:
+    """One simulated card. `total_bytes` caps it (None: no cap); `dry` cards have shapes but no data."""
+
+    def __init__(self, total_bytes: int | None, dry: bool = False, now: float = 0.0) -> None:
+        self.dry = dry
+        self.raw_device = torch.device("meta" if dry else "cpu")
+        self.lock = threading.Lock()
+        self.freed: deque[int] = deque()
+        self.watchers: list[Callable[[Transfer], None]] = []
+        self.fail_in = 0
+        self.timed = False
+        self._allocated = self._peak = self._interval_peak = 0
+        self.host = self.latest = now
+        self._engines = {"h2d": now, "d2h": now}
+        self.configure(total_bytes, 0, 25e9, 25e9, None)
+
+    def configure(self, total: int | None, reserved: int, h2d: float, d2h: float, flops: float | None) -> None:
+        """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew."""
+        self.total_bytes, self.reserved_bytes, self.flops = total, reserved, flops
+        self._rates = {"h2d": h2d, "d2h": d2h}
+        self.timed = self.timed or flops is not None
+        self.reset()
+
+    def reset(self) -> None:
+        """Counters to zero and the peak to what is held now. Work under way is waited for first."""
+        with self.lock:
+            self._settle()
+            self._peak = self._interval_peak = self._allocated
+            # Streams and events keep absolute times, so the clock is not turned back: its zero moves.
+            self.host = self._zero = self.latest
+            self._moved = {"h2d": 0, "d2h": 0}
+            self._counts = {"h2d": 0, "d2h": 0}
+            self._busy = {"h2d": 0.0, "d2h": 0.0, "compute": 0.0}
+            self._allocations = self._hazards = 0
+
+    def _settle(self) -> None:
+        while self.freed:
+            self._allocated -= self.freed.popleft()
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Count a new storage. Raises torch.OutOfMemoryError, having counted nothing, if it does not fit."""
+        if not nbytes:
+            return Allocation(self, 0)
+        with self.lock:
+            self._settle()
+            if self.fail_in:
+                self.fail_in -= 1
+                if not self.fail_in:
+                    raise self._out_of_memory(nbytes)
+            held = self._allocated + nbytes
+            if self.total_bytes is not None and held + self.reserved_bytes > self.total_bytes:
+                raise self._out_of_memory(nbytes)
+            self._allocated = held
+            self._allocations += 1
+            if held > self._interval_peak:
+                self._interval_peak = held
+                if held > self._peak:
+                    self._peak = held
+        return Allocation(self, nbytes)
+
+    def _out_of_memory(self, nbytes: int) -> torch.OutOfMemoryError:
+        total = self._allocated if self.total_bytes is None else self.total_bytes
+        free = max(0, total - self.reserved_bytes - self._allocated)
+        return torch.OutOfMemoryError(
+            f"sim out of memory. Tried to allocate {format_bytes(nbytes)}. sim:0 has a total capacity of "
+            f"{format_bytes(total)} of which {format_bytes(free)} is free. This process has "
+            f"{format_bytes(self._allocated)} allocated."
+        )
+
+    def allocated_bytes(self) -> int:
+        """Bytes of live storages."""
+        with self.lock:
+            self._settle()
+            return self._allocated
+
+    def peak_bytes(self) -> int:
+        """Highest `allocated_bytes` since the last reset."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Start the peak anew at what is held now."""
+        with self.lock:
+            self._settle()
+            self._peak = self._interval_peak = self._allocated
+
+    def take_interval_peak(self) -> int:
+        """Highest `allocated_bytes` since the last call of this; leaves `peak_bytes` alone."""
+        with self.lock:
+            self._settle()
+            peak, self._interval_peak = self._interval_peak, self._allocated
+            return peak
+
+    def stats(self) -> Stats:
+        """A snapshot of all counters."""
+        with self.lock:
+            self._settle()
+            return Stats(
+                self._allocated, self._peak, self.total_bytes if self.total_bytes is not None else 0,
+                self._moved["h2d"], self._moved["d2h"], self._counts["h2d"], self._counts["d2h"],
+                self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["compute"],
+                self._allocations, self._hazards,
+            )  # fmt: skip
+
+    def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool) -> None:
+        """Count a copy that makes `tensor` (its shape and dtype are those of the destination).
+
+        `device_side` is the simulated tensor read from or written to. Copies within the device cost nothing.
+        """
+        nbytes = tensor.nbytes
+        if direction != "d2d":
+            with self.lock:
+                stream = current_stream()
+                start = max(self.host, stream.ready)
+                self._check(device_side.allocation, start, direction == "h2d")
+                seconds = nbytes / self._rates[direction]
+                end = max(start, self._engines[direction]) + seconds
+                stream.ready = self._engines[direction] = end
+                self._mark(device_side.allocation, end, direction == "h2d")
+                self._moved[direction] += nbytes
+                self._counts[direction] += 1
+                self._busy[direction] += seconds
+                if blocking:
+                    self.host = end
+                self.latest = max(self.latest, end)
+        if self.watchers:
+            pointer = device_side.raw.untyped_storage()._cdata
+            event = Transfer(direction, nbytes, tuple(tensor.shape), tensor.dtype, pointer)
+            for watcher in tuple(self.watchers):
+                watcher(event)
+
+    def compute(self, operations: int, reads: list[Allocation], writes: list[Allocation]) -> None:
+        """Put a kernel of so many operations on the current stream."""
+        with self.lock:
+            stream = current_stream()
+            start = max(self.host, stream.ready)
+            for allocation in reads:
+                self._check(allocation, start, False)
+            for allocation in writes:
+                self._check(allocation, start, True)
+            seconds = operations / self.flops if self.flops else 0.0
+            stream.ready = end = start + seconds
+            for allocation in reads:
+                self._mark(allocation, end, False)
+            for allocation in writes:
+                self._mark(allocation, end, True)
+            self._busy["compute"] += seconds
+            self.latest = max(self.latest, end)
+
+    def _check(self, allocation: Allocation, start: float, write: bool) -> None:
+        # On one stream `start` is never before the end of earlier work, so only other streams can trip this.
+        if allocation.written_until > start or (write and allocation.used_until > start):
+            self._hazards += 1
+
+    @staticmethod
+    def _mark(allocation: Allocation, end: float, write: bool) -> None:
+        allocation.used_until = max(allocation.used_until, end)
+        if write:
+            allocation.written_until = max(allocation.written_until, end)
+
+    def dry_copy(self, total_bytes: int | None) -> Card:
+        """A card of the same rates and time whose tensors have no data."""
+        copy = Card(total_bytes, True, self.latest)
+        copy.configure(total_bytes, 0, self._rates["h2d"], self._rates["d2h"], self.flops)
+        copy.timed = self.timed
+        return copy
+
+    def leave_out(self, until: float) -> None:
+        """Let time pass up to a moment without counting it."""
+        with self.lock:
+            self._zero += until - self.latest
+            self.host = self.latest = until
+
+    def wait_until(self, when: float) -> None:
+        """Let the host wait for a moment of the virtual clock."""
+        with self.lock:
+            self.host = max(self.host, when)
+            self.latest = max(self.latest, when)
+
+
+class Stream:
+    """A queue of device work; the counterpart of `torch.cuda.Stream`. Also a context manager."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.priority = priority
+        self.ready = card.host
+        self._outer: list[Stream] = []
+        card.timed = True  # from now on work can overlap, so reads and writes are followed
+
+    @property
+    def device(self) -> torch.device:
+        """The one device."""
+        return torch.device("sim", 0)
+
+    @property
+    def stream_id(self) -> int:
+        """A number of its own."""
+        return id(self)
+
+    def wait_event(self, event: Event) -> None:
+        """Work queued from now on starts after the event."""
+        self.ready = max(self.ready, event.time or 0.0)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Work queued from now on starts after all work queued on the other stream so far."""
+        self.ready = max(self.ready, stream.ready)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that happens when all work queued so far is done."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether all queued work is done at the host's present time."""
+        return self.ready <= card.host
+
+    def synchronize(self) -> None:
+        """Let the host wait for all queued work."""
+        card.wait_until(self.ready)
+
+    def __enter__(self) -> Stream:
+        self._outer.append(current_stream())
+        _local.stream = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _local.stream = self._outer.pop()
+
+
+class Event:
+    """A moment in a stream; the counterpart of `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self.time: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Set the moment to when the stream's work queued so far is done."""
+        self.time = max((stream or current_stream()).ready, card.host)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make a stream wait for the event."""
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether it has happened at the host's present time. True if never recorded."""
+        return self.time is None or self.time <= card.host
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        if self.time is not None:
+            card.wait_until(self.time)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the virtual clock to another event. Raises RuntimeError if either was not recorded."""
+        if self.time is None or end.time is None:
+            raise RuntimeError("both events must be recorded before their elapsed time is asked for")
+        return (end.time - self.time) * 1000.0
+
+
+card = Card(None)
+_local = threading.local()
+default_stream = Stream()
+card.timed = False
+
+
+def current_stream() -> Stream:
+    """The stream that this thread queues work on."""
+    return getattr(_local, "stream", default_stream)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Let this thread queue work on a stream from now on; None means the default stream."""
+    _local.stream = stream or default_stream

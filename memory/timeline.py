@@ -1,0 +1,153 @@
+"""What happened to the memory of one device: events, a record of each stage, and the picture drawn from them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from .accelerator import Accelerator
+from .report import format_table
+from .sizes import format_bytes
+from .unit import ManagedModel, Role, Tier
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+EventKind = Literal["load", "place", "call", "ran", "evict", "drop", "stage", "done"]
+
+_MAX_EVENTS = 20_000
+_MAX_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A unit's weights on the device at one moment."""
+
+    name: str
+    role: Role
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """One moment. `peak_bytes` is the highest allocation since the event before it."""
+
+    seconds: float
+    kind: EventKind
+    unit: str
+    bytes: int
+    allocated_bytes: int
+    peak_bytes: int
+    residents: tuple[Resident, ...]
+
+
+@dataclass
+class UnitRecord:
+    """What one stage did with one unit."""
+
+    name: str
+    tier_before: Tier
+    tier_after: Tier = "disk"
+    placement: str = "-"
+    bytes_in: int = 0
+
+
+@dataclass
+class StageRecord:
+    """One stage: its units, its peak in bytes, and how long it took."""
+
+    name: str
+    started: float
+    units: dict[str, UnitRecord]
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    budget_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line: what came in, the peak, the time."""
+        came = [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
+        return "; ".join([*came, f"peak {format_bytes(self.peak_bytes)}", f"{self.seconds:.1f} s"])
+
+
+class Timeline:
+    """Events of one device, the newest few thousand of them. `residents` tells what is on the device now."""
+
+    def __init__(self, accelerator: Accelerator, residents: Callable[[], tuple[Resident, ...]]) -> None:
+        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
+        self._accelerator = accelerator
+        self._residents = residents
+        self._stage: StageRecord | None = None
+
+    def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
+        """Note that something happened, with the memory as it is now."""
+        event = Event(
+            seconds=time.perf_counter(),
+            kind=kind,
+            unit=unit.name if unit else "",
+            bytes=bytes,
+            allocated_bytes=self._accelerator.allocated_bytes(),
+            peak_bytes=self._accelerator.take_peak_bytes(),
+            residents=self._residents(),
+        )
+        self.events.append(event)
+        if self._stage is not None:
+            self._stage.events.append(event)
+            self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
+            if kind == "place" and unit is not None and unit.placement and unit.name in self._stage.units:
+                mine = self._stage.units[unit.name]
+                mine.bytes_in += bytes
+                mine.placement = unit.placement.name
+        return event
+
+    def begin(self, name: str, units: Sequence[ManagedModel], budget_bytes: int) -> StageRecord:
+        """Open the record of a stage; events belong to it until `finish`."""
+        self.record("done")
+        records = {unit.name: UnitRecord(unit.name, unit.tier) for unit in units}
+        self._stage = StageRecord(name, time.perf_counter(), records, budget_bytes=budget_bytes)
+        self.stages.append(self._stage)
+        self.record("stage")
+        return self._stage
+
+    def finish(self, stage: StageRecord, units: Sequence[ManagedModel]) -> None:
+        """Close the record of a stage."""
+        self.record("done")
+        stage.seconds = time.perf_counter() - stage.started
+        for unit in units:
+            stage.units[unit.name].tier_after = unit.tier
+        self._stage = None
+
+    def clear(self) -> None:
+        """Forget all events and stages."""
+        self.events.clear()
+        self.stages.clear()
+
+    def table(self, stages: int = _MAX_STAGES) -> str:
+        """A row for each unit of each of the newest stages: tier before and after, bytes brought in, peak, seconds."""
+        rows = [("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "seconds")]
+        for stage in list(self.stages)[-stages:]:
+            peak, seconds = format_bytes(stage.peak_bytes), f"{stage.seconds:.2f}"
+            for i, unit in enumerate(stage.units.values()):
+                rows.append(
+                    (
+                        "" if i else stage.name,
+                        unit.name,
+                        unit.tier_before,
+                        unit.tier_after,
+                        unit.placement,
+                        format_bytes(unit.bytes_in),
+                        "" if i else peak,
+                        "" if i else seconds,
+                    )
+                )
+        return format_table(rows)
+
+    def picture(self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES) -> Image:
+        """VRAM over time in the newest stages, by unit, as an RGB picture."""
+        from .timeline_picture import draw_timeline
+
+        return draw_timeline(list(self.stages)[-stages:], width, height)

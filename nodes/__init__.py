@@ -1,0 +1,17 @@
+"""The nodes, thin: schema in, call, result out."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .decode import VaeDecode
+from .encode import TextEncode
+from .free import FreeVram
+from .load import LoadPipeline
+from .report import VramReport
+from .sample import Sampler
+
+
+class BallastExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [LoadPipeline, TextEncode, Sampler, VaeDecode, FreeVram, VramReport]

@@ -1,0 +1,69 @@
+"""PipelineReference: what travels between the nodes in place of weights, and where the pipelines it can name are."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import folder_paths
+from comfy_api.latest import io
+
+if TYPE_CHECKING:
+    from ..pipelines import StagedPipeline
+
+PipelineType = io.Custom("BALLAST_PIPELINE")
+ConditioningType = io.Custom("BALLAST_CONDITIONING")
+
+DEMO = "demo: shapes"
+_DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
+_MAX_DEPTH = 3
+
+_open: weakref.WeakValueDictionary[PipelineReference, StagedPipeline] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class PipelineReference:
+    """What to load, and with which budget. Small and immutable: the host may cache it for ever.
+
+    The pipeline behind it lives as long as a reference to it does; its weights are the manager's to evict.
+    """
+
+    folder: str
+    dtype: str
+    vram_bytes: int | None
+    device: str
+    keep: bool
+
+    def open(self) -> StagedPipeline:
+        """The pipeline; the same one for equal references."""
+        pipe = _open.get(self)
+        if pipe is None:
+            from ..pipelines import open_pipeline
+
+            cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
+            pipe = open_pipeline(
+                self.folder, self.device, self.vram_bytes, dtype=self.dtype, keep=self.keep, cache_dir=cache_dir
+            )
+            _open[self] = pipe
+        object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
+        return pipe
+
+    def __repr__(self) -> str:
+        return f"PipelineReference({Path(self.folder).name}, {self.dtype})"
+
+
+def find_pipelines() -> dict[str, Path]:
+    """Names to choose from, with their folders: the demo model, then all in ComfyUI's `models/diffusers` folders."""
+    found = {DEMO: _DEMO_FOLDER}
+    for root in folder_paths.get_folder_paths("diffusers"):
+        for path, folders, files in os.walk(root):
+            relative = Path(path).relative_to(root)
+            if "model_index.json" in files:
+                found.setdefault(relative.as_posix(), Path(path))
+                folders.clear()
+            elif len(relative.parts) >= _MAX_DEPTH:
+                folders.clear()
+    return found

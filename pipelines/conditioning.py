@@ -1,0 +1,77 @@
+"""Conditioning: what the text encoders make of one prompt pair, as named tensors on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+_LIST = "#"  # `name#3` in a file is item 3 of the list `name`
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Named tensors (or lists of them, where prompts differ in length) of one prompt and its negative.
+
+    Names are those of the pipeline's own arguments, such as `prompt_embeds` [B, tokens, channels]. `info` says what they
+    were made from.
+    """
+
+    tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._flat().values())
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Copies on a device, floating ones in `dtype` if given."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+        return {k: [move(t) for t in v] if isinstance(v, list) else move(v) for k, v in self.tensors.items()}
+
+    def save(self, path: Path) -> None:
+        """Write as safetensors."""
+        from safetensors.torch import save_file
+
+        save_file(self._flat(), path, metadata={"ballast": json.dumps(dict(self.info))})
+
+    @classmethod
+    def load(cls, path: Path) -> Conditioning:
+        """Read what `save` wrote. Raises an error of safetensors, or ValueError, if the file is damaged."""
+        from safetensors import safe_open
+
+        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+        with safe_open(path, framework="pt") as file:
+            info = json.loads((file.metadata() or {})["ballast"])
+            names = sorted(file.keys(), key=lambda name: (name.split(_LIST)[0], int((name.split(_LIST) + ["0"])[1])))
+            for name in names:
+                base, marker, _ = name.partition(_LIST)
+                if marker:
+                    tensors.setdefault(base, []).append(file.get_tensor(name))  # type: ignore[union-attr]
+                else:
+                    tensors[name] = file.get_tensor(name)
+        return cls(tensors, info)
+
+    def _flat(self) -> dict[str, torch.Tensor]:
+        flat = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, list):
+                flat |= {f"{name}{_LIST}{i}": tensor for i, tensor in enumerate(value)}
+            else:
+                flat[name] = value
+        return flat
+
+    def __repr__(self) -> str:
+        return f"Conditioning({', '.join(self.tensors)}; {self.info.get('prompt', '')[:60]!r})"
+
+
+def to_host(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor that shares memory with nothing."""
+    return value.detach().to("cpu", copy=True).contiguous()

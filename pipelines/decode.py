@@ -1,0 +1,102 @@
+"""The fp32 decode policy: whole, then tiled when memory runs out, then on the CPU. Never in half precision.
+
+`torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so) and
+so are the latents.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+
+from ..memory.errors import is_out_of_memory, release_frames
+from ..memory.manager import MemoryManager
+from ..memory.unit import ManagedModel
+
+log = logging.getLogger("ballast")
+
+_TILE_PIXELS = 512
+_NOT_FINITE = (
+    "{what} NaN or infinite values, which would be a black picture. Run the transformer in bfloat16 or float32 instead of "
+    "float16 (dtype='bf16'), and check that its files are whole."
+)
+
+
+def check_finite(tensor: torch.Tensor, what: str) -> None:
+    """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
+    if not torch.isfinite(tensor).all():
+        raise ValueError(_NOT_FINITE.format(what=what))
+
+
+def decode_latents(
+    manager: MemoryManager, vae: ManagedModel, latents: torch.Tensor, *, alone: bool, arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Pixels in -1..1, float32 on the CPU, in the layout of the VAE ([B,3,H,W] or [B,3,F,H,W]).
+
+    `latents` is what the VAE's `decode` takes ([B,C,h,w] or [B,C,f,h,w]); `arguments` are further ones of it.
+    """
+    check_finite(latents, "the latents hold")
+    attempts = [("auto", False), ("auto", True), ("cpu", False)]
+    for strategy, tiled in attempts:
+        try:
+            with manager.stage("decode", [vae]):
+                pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=alone, arguments=arguments)
+        except Exception as error:
+            if strategy == "cpu" or not is_out_of_memory(error):
+                raise
+            release_frames(error)
+            manager.free()
+            log.warning("Ballast: out of memory in decode; trying %s", "the CPU" if tiled else "tiles")
+        else:
+            check_finite(pixels, "the decoder made")
+            return pixels
+    raise AssertionError("unreachable")
+
+
+def _decode_once(
+    manager: MemoryManager,
+    vae: ManagedModel,
+    latents: torch.Tensor,
+    strategy: str,
+    tiled: bool,
+    *,
+    alone: bool,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    with manager.use(vae, strategy, alone=alone) as module:
+        device = manager.device if strategy != "cpu" else torch.device("cpu")
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        _set_tiling(module, tiled)
+        try:
+            return module.decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
+        finally:
+            _set_tiling(module, False)
+
+
+def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
+    """Switch a diffusers VAE's own tiling, where it has one, with tiles of at most 512 pixels."""
+    if not tiled:
+        if callable(disable := getattr(module, "disable_tiling", None)):
+            disable()
+        return
+    if not callable(enable := getattr(module, "enable_tiling", None)):
+        return
+    enable()
+    if "tile_sample_min_height" in inspect.signature(enable).parameters:
+        return  # the video VAEs' own tiles are 256 pixels or so
+    sample = getattr(module, "tile_sample_min_size", 0)
+    latent = getattr(module, "tile_latent_min_size", 0)
+    if sample > _TILE_PIXELS and latent:
+        module.tile_sample_min_size = _TILE_PIXELS  # type: ignore[assignment]
+        module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
+
+
+def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:
+    """[B,3,H,W] or [B,3,F,H,W] in -1..1 -> [B,H,W,3], or [B,F,H,W,3] for a video, in 0..1."""
+    images = (pixels / 2 + 0.5).clamp(0, 1)
+    if images.ndim == 5:
+        return images.permute(0, 2, 3, 4, 1).contiguous() if video else images[:, :, 0].permute(0, 2, 3, 1).contiguous()
+    return images.permute(0, 2, 3, 1).contiguous()

@@ -1,0 +1,135 @@
+"""The text-embedding cache, in RAM and on disk: the same prompt never loads an encoder again.
+
+Files are written beside their name and then renamed, so a reader never sees half of one; a damaged one is dropped. Both
+tiers give up the least recently used entries beyond their caps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..memory.sizes import format_bytes
+from .conditioning import Conditioning
+
+log = logging.getLogger("ballast")
+
+RAM_BYTES = 512 * 2**20
+DISK_BYTES = 4 * 2**30
+
+_shared: dict[Path, EmbeddingCache] = {}
+
+
+def default_directory() -> Path:
+    """`ballast/embeddings` under XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast" / "embeddings"
+
+
+def shared_cache(directory: Path | None = None) -> EmbeddingCache:
+    """The one cache of a folder in this process."""
+    folder = directory or default_directory()
+    return _shared.setdefault(folder, EmbeddingCache(folder))
+
+
+def cache_key(facts: dict[str, Any]) -> str:
+    """The digest of everything that decides an embedding. `facts` is plain data."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+class EmbeddingCache:
+    """Conditionings by key, within `ram_bytes` in memory and `disk_bytes` in `directory`."""
+
+    def __init__(self, directory: Path, ram_bytes: int = RAM_BYTES, disk_bytes: int = DISK_BYTES) -> None:
+        self.directory = directory
+        self.ram_bytes = ram_bytes
+        self.disk_bytes = disk_bytes
+        self._ram: OrderedDict[str, Conditioning] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> Conditioning | None:
+        """The conditioning of a key, from RAM or disk; None if there is none."""
+        with self._lock:
+            if key in self._ram:
+                self._ram.move_to_end(key)
+                return self._ram[key]
+        path = self._path(key)
+        try:
+            found = Conditioning.load(path)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, ValueError, KeyError, OSError) as error:
+            log.warning("Ballast: dropping a damaged entry of the embedding cache, %s (%s)", path.name, error)
+            self._unlink(path)
+            return None
+        self._remember(key, found)
+        return found
+
+    def put(self, key: str, conditioning: Conditioning) -> None:
+        """Keep a conditioning. A disk that cannot be written costs a warning, never the run."""
+        self._remember(key, conditioning)
+        path = self._path(key)
+        part: Path | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.directory, prefix=key[:8], suffix=".part")
+            os.close(handle)
+            part = Path(name)
+            conditioning.save(part)
+            part.replace(path)
+            self._trim_disk()
+        except (OSError, SafetensorError) as error:
+            log.warning("Ballast: the embedding cache in %s cannot be written: %s", self.directory, error)
+            if part:
+                self._unlink(part)
+
+    def clear(self) -> None:
+        """Forget everything, in RAM and on disk."""
+        with self._lock:
+            self._ram.clear()
+        for path in self.directory.glob("*.safetensors"):
+            self._unlink(path)
+
+    def _remember(self, key: str, conditioning: Conditioning) -> None:
+        with self._lock:
+            self._ram[key] = conditioning
+            self._ram.move_to_end(key)
+            while len(self._ram) > 1 and sum(c.nbytes for c in self._ram.values()) > self.ram_bytes:
+                self._ram.popitem(last=False)
+
+    def _trim_disk(self) -> None:
+        entries = []
+        for path in self.directory.glob("*.safetensors"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process trims as well
+                continue
+            entries.append((stat.st_mtime_ns, stat.st_size, path))
+        held = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries)[:-1]:
+            if held <= self.disk_bytes:
+                break
+            self._unlink(path)
+            held -= size
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.safetensors"
+
+    @staticmethod
+    def _unlink(path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("Ballast: cannot remove %s: %s", path, error)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingCache({self.directory}, up to {format_bytes(self.disk_bytes)})"

@@ -1,0 +1,283 @@
+"""Any diffusers pipeline, in three loads: encoders only, transformer only, VAE only.
+
+The pipeline's own code runs unmodified in each. In the sampling stage a stand-in takes the VAE's place: it answers what
+the pipeline asks of the VAE and catches what it would have decoded, so no family needs decode code of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .components import parse_dtype, pipeline_class, read_components, read_model_index
+from .conditioning import Conditioning
+from .staged import OnStep, Prompt, StagedPipeline
+
+# Arguments that the stages set themselves.
+_OURS = {
+    "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
+    "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
+    "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
+}  # fmt: skip
+_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+
+class GenericPipeline(StagedPipeline):
+    """A diffusers pipeline folder, staged."""
+
+    def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
+        index = read_model_index(folder)
+        self.pipeline_class = pipeline_class(index["_class_name"])
+        self.components = read_components(folder, index, parse_dtype(dtype))
+        self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
+        self._call = inspect.signature(self.pipeline_class.__call__).parameters
+        if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
+            raise ValueError(f"{self.pipeline_class.__name__} has no text stage or no VAE, and cannot be staged.")
+        self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
+        self.is_video = "num_frames" in self._call
+        super().__init__(folder, **shared)
+        units = [self.manager.adopt(c.unit(folder.name)) for c in self.components.values() if c.is_module]
+        self._units = {unit.name: unit for unit in units}
+        self.encoders = [unit for unit in units if unit.role == "text_encoder"]
+        self.denoisers = [unit for unit in units if unit.role in ("transformer", "other")]
+        self.decoder = self._units["vae"]
+        self.decoder_config = self.components["vae"].config
+
+    def _pipeline(self, device: torch.device, *names: str) -> Any:
+        """The stock pipeline with only the named components, and a stand-in for the VAE."""
+        parts: dict[str, Any] = dict.fromkeys(
+            name for name, parameter in inspect.signature(self.pipeline_class.__init__).parameters.items()
+            if name != "self" and parameter.default is inspect.Parameter.empty
+        )  # fmt: skip
+        parts |= {k: v for k, v in self._config.items() if k in inspect.signature(self.pipeline_class.__init__).parameters}
+        for name in names:
+            parts[name] = self._units[name].module if name in self._units else self._tool(name)
+        parts["vae"] = StandInVae(self.decoder.module, device)
+        # The device is the manager's: an offloaded module says `cpu` or `meta` when it is asked.
+        on_device = property(lambda _: device)
+        staged = type(
+            self.pipeline_class.__name__,
+            (self.pipeline_class,),
+            {"__module__": self.pipeline_class.__module__, "_execution_device": on_device, "device": on_device},
+        )
+        pipe = staged(**parts)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _tool(self, name: str) -> Any:
+        """A component without weights. Schedulers keep state, so each run gets its own."""
+        if name.startswith("scheduler"):
+            return self.components[name].create()
+        return self._cached_tool(name)
+
+    @functools.cached_property
+    def _cached_tool(self) -> Callable[[str], Any]:
+        return functools.cache(lambda name: self.components[name].create())
+
+    def _without_weights(self, *prefixes: str) -> list[str]:
+        return [n for n, c in self.components.items() if not c.is_module and n.startswith(prefixes)]
+
+    # Encode
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        _check_known(options, self._encode_prompt, f"{self.pipeline_class.__name__}.encode_prompt")
+
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+        import diffusers
+        import transformers
+
+        text = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
+        return {
+            "format": 1,
+            "pipeline": self.pipeline_class.__name__,
+            "libraries": [diffusers.__version__, transformers.__version__],
+            "files": {c.name: c.identity() for c in text if not c.name.startswith("scheduler")},
+            "dtypes": {c.name: str(c.run_dtype) for c in text if c.is_module},
+            "options": {name: repr(value) for name, value in options.items()},
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "negative_prompt": negative_prompt if isinstance(negative_prompt, str) else list(negative_prompt),
+        }
+
+    def _encode(
+        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
+        pipe = self._pipeline(device, *(unit.name for unit in self.encoders), *tools)
+        arguments = self._encode_defaults() | options | {"device": device}
+        names = returned_names(self.pipeline_class.encode_prompt)
+
+        def run(**texts: Any) -> dict[str, Any]:
+            given = {k: v for k, v in (arguments | texts).items() if k in self._encode_prompt}
+            result = pipe.encode_prompt(**given)
+            return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+
+        if "negative_prompt" in self._encode_prompt:
+            named = run(prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=True)
+        else:
+            named = run(prompt=prompt)
+            if any(f"negative_{name}" in self._call for name in named):
+                named |= {f"negative_{name}": value for name, value in run(prompt=negative_prompt).items()}
+        return {name: value for name, value in named.items() if value is not None and name in self._call}
+
+    def _encode_defaults(self) -> dict[str, Any]:
+        """What the pipeline's own call would pass on: its defaults, and None for what has none."""
+        defaults = {}
+        for name, parameter in self._encode_prompt.items():
+            if name in self._call and self._call[name].default is not inspect.Parameter.empty:
+                defaults[name] = self._call[name].default
+            elif parameter.default is inspect.Parameter.empty and name != "self":
+                defaults[name] = None
+        return defaults
+
+    # Sample
+
+    def _sample_arguments(
+        self,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        name = self.pipeline_class.__name__
+        known = {k: v for k, v in self._call.items() if "embeds" not in k}
+        extra = {"guidance_scale"} if "true_cfg_scale" in self._call else set()
+        _check_known(options, known, f"{name}.__call__", extra)
+        arguments: dict[str, Any] = {"num_inference_steps": steps, **options}
+        for key in ("prompt", "negative_prompt"):
+            if key in self._call:
+                arguments[key] = None
+        if guidance is not None:
+            scales = [s for s in ("true_cfg_scale", "guidance_scale", "guider") if s in self._call or s in self.components]
+            if not scales:
+                raise ValueError(f"{name} takes no guidance.")
+            arguments[scales[0]] = guidance
+        pipe = self._pipeline(torch.device("cpu"))
+        multiple = _attribute(pipe, _SPATIAL, 8) * self._patch_size()
+        for key, size in (("width", width), ("height", height)):
+            if size is not None and (size < multiple or size % multiple):
+                near = max(multiple, round(size / multiple) * multiple)
+                raise ValueError(f"{key} is {size}; {name} takes multiples of {multiple}, such as {near}.")
+            if size is not None:
+                arguments[key] = size
+        if frames is not None:
+            if not self.is_video:
+                raise ValueError(f"{name} makes pictures, not videos: leave frames out.")
+            step = _attribute(pipe, _TEMPORAL, 1)
+            if frames < 1 or (frames - 1) % step:
+                near = max(0, round((frames - 1) / step)) * step + 1
+                raise ValueError(f"frames is {frames}; {name} takes multiples of {step} and one more, such as {near}.")
+            arguments["num_frames"] = frames
+        return arguments
+
+    def _patch_size(self) -> int:
+        """Latent pixels on a side of one token."""
+        transformer, vae = (self.components[n].config if n in self.components else {} for n in ("transformer", "vae"))
+        patch = transformer.get("patch_size") or transformer.get("all_patch_size") or 1
+        patch = patch[-1] if isinstance(patch, list) else patch
+        packed = transformer.get("in_channels") == 4 * vae.get("latent_channels", 0)
+        return 2 if patch == 1 and packed else patch
+
+    def _denoise(
+        self, cond: Conditioning, arguments: dict[str, Any], on_step: OnStep | None, device: torch.device
+    ) -> torch.Tensor:
+        tools = self._without_weights("")
+        names = [unit.name for unit in self.denoisers]
+        pipe = self._pipeline(device, *names, *(tool for tool in tools if not tool.startswith("tokenizer")))
+        self._prepare(pipe, arguments)
+        arguments = dict(arguments)
+        if (scale := arguments.pop("guider", None)) is not None:
+            pipe.guider = pipe.guider.new(guidance_scale=scale)
+        dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
+        if on_step is not None:
+            _report_steps(pipe.scheduler, on_step)
+        if arguments["latents"] is not None:
+            arguments["latents"] = arguments["latents"].to(device)
+        try:
+            pipe(**arguments, **cond.to(device, dtype), output_type="pt", return_dict=False)
+        except _DecodeCalledError as caught:
+            return caught.latents
+        raise RuntimeError(f"{self.pipeline_class.__name__} never called its VAE, and cannot be staged.")
+
+    def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
+        """Adjust the stock pipeline to one run. For families with quirks."""
+
+    # Decode
+
+    def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self.components["vae"].config.get("timestep_conditioning") and "temb" not in arguments:
+            return arguments | {"temb": torch.zeros(latents.shape[0])}
+        return arguments
+
+
+class StandInVae(nn.Module):
+    """Stands in for a VAE while the transformer runs: answers for it, and catches what it is asked to decode."""
+
+    def __init__(self, vae: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        object.__setattr__(self, "_vae", vae)  # not a child: its weights stay where they are
+        self.device = device
+        self.dtype = torch.float32
+
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _DecodeCalledError(latents)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_vae"], name)
+
+
+class _DecodeCalledError(Exception):
+    """Carries the latents out of a pipeline's call."""
+
+    def __init__(self, latents: torch.Tensor) -> None:
+        super().__init__("the pipeline reached its decoder")
+        self.latents = latents
+
+
+@functools.cache
+def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of what a function returns, read from its last `return a, b, c`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    last = max(returns, key=lambda value: value.lineno)
+    values = last.elts if isinstance(last, ast.Tuple) else [last]
+    if not all(isinstance(value, ast.Name) for value in values):
+        raise ValueError(f"{function.__qualname__} returns values without names, and cannot be staged.")
+    return tuple(value.id for value in values)  # type: ignore[attr-defined]
+
+
+def _check_known(options: dict[str, Any], parameters: Any, what: str, extra: set[str] | None = None) -> None:
+    known = {name for name in parameters if name not in _OURS} | (extra or set())
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(f"{what} has no argument {', '.join(unknown)}. It knows: {', '.join(sorted(known))}.")
+
+
+def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:
+    return next((int(value) for name in names if (value := getattr(pipe, name, None))), default)
+
+
+def _report_steps(scheduler: Any, on_step: OnStep) -> None:
+    """Call `on_step` after each step of a scheduler: the one thing that all pipelines do once a step."""
+    step = scheduler.step
+    taken = 0
+
+    @functools.wraps(step)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal taken
+        result = step(*args, **kwargs)
+        taken += 1
+        latents = result[0] if isinstance(result, tuple) else result.prev_sample
+        on_step(taken, len(scheduler.timesteps), latents)
+        return result
+
+    scheduler.step = reporting

@@ -1,0 +1,194 @@
+"""StagedPipeline: open -> encode -> sample -> decode, each stage loading what it needs and giving it back."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ..memory.manager import STRATEGIES, MemoryManager, manager
+from ..memory.sizes import format_bytes, parse_bytes
+from ..memory.unit import ManagedModel
+from .conditioning import Conditioning, to_host
+from .decode import check_finite, decode_latents, to_images
+from .embedding_cache import EmbeddingCache, cache_key, shared_cache
+
+log = logging.getLogger("ballast")
+
+Result = TypeVar("Result")
+OnStep = Callable[[int, int, torch.Tensor], None]
+Prompt = str | Sequence[str]
+
+
+class StagedPipeline(ABC):
+    """A pipeline whose encoders, transformer and decoder take turns on one device.
+
+    Made by `open_pipeline`. `keep=False` gives every byte back when a stage ends; with `keep=True` the transformer
+    stays on the device between runs for as long as nothing else needs the room.
+    """
+
+    is_video = False
+    decoder_config: dict[str, Any]
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str | torch.device,
+        vram: int | str | None,
+        ram: int | str | None,
+        keep: bool,
+        cache: EmbeddingCache | None,
+    ) -> None:
+        self.folder = folder
+        self.manager: MemoryManager = manager(device)
+        self.vram_bytes = None if vram is None else parse_bytes(vram)
+        self.ram_bytes = None if ram is None else parse_bytes(ram)
+        self.keep = keep
+        self.cache = cache or shared_cache()
+        self.encoders: list[ManagedModel] = []
+        self.denoisers: list[ManagedModel] = []
+        self.decoder: ManagedModel
+
+    def encode(self, prompt: Prompt, negative_prompt: Prompt = "", **options: Any) -> Conditioning:
+        """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
+
+        `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
+        """
+        self._check_options(options)
+        key = cache_key(self._encoding_facts(prompt, negative_prompt, options))
+        if found := self.cache.get(key):
+            return found
+
+        def run(device: torch.device) -> dict[str, Any]:
+            tensors = self._encode(prompt, negative_prompt, options, device)
+            return {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
+
+        tensors = self._run_stage("encode", self.encoders, run)
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "folder": self.folder.name}
+        conditioning = Conditioning(tensors, {name: str(value) for name, value in words.items()})
+        self.cache.put(key, conditioning)
+        return conditioning
+
+    def sample(
+        self,
+        cond: Conditioning,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int = 28,
+        guidance: float | None = None,
+        seed: int = 0,
+        frames: int | None = None,
+        strategy: str = "auto",
+        on_step: OnStep | None = None,
+        noise: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
+
+        Sizes are in pixels, None for the pipeline's own default. `guidance` is the scale of classifier-free guidance
+        (`true_cfg_scale` where the pipeline has one, else `guidance_scale`). `seed` gives the noise that the stock
+        pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise` gives it outright, in the layout of the
+        pipeline's `latents`. `strategy` is auto, resident, leafwise or cpu. `on_step(step, steps, latents)` is called
+        after each step, steps counted from 1; what it raises ends the run. `options` are further arguments of the
+        pipeline's own call.
+        """
+        if strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; it takes at least 1.")
+        arguments = self._sample_arguments(width, height, steps, guidance, frames, options)
+
+        def run(device: torch.device) -> torch.Tensor:
+            generator = torch.Generator("cpu").manual_seed(seed)
+            latents = self._denoise(cond, arguments | {"generator": generator, "latents": noise}, on_step, device)
+            return to_host(latents.float())
+
+        latents = self._run_stage("sample", self.denoisers, run, strategy, keep=self.keep)
+        check_finite(latents, "the transformer made")
+        return latents
+
+    def decode(self, latents: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Pictures from latents, decoded in float32: [B,H,W,3], for a video [B,F,H,W,3], float32 in 0..1 on the CPU.
+
+        `arguments` are further ones of the VAE's own `decode`.
+        """
+        self.manager.limit(self.vram_bytes, self.ram_bytes)
+        arguments = self._decode_arguments(latents, arguments)
+        pixels = decode_latents(self.manager, self.decoder, latents, alone=not self.keep, arguments=arguments)
+        return to_images(pixels, video=self.is_video)
+
+    def _run_stage(
+        self,
+        name: str,
+        units: list[ManagedModel],
+        run: Callable[[torch.device], Result],
+        strategy: str = "auto",
+        keep: bool = False,
+    ) -> Result:
+        """Run a stage; if the device runs out of memory, once more with everything else gone and the units leafwise."""
+        self.manager.limit(self.vram_bytes, self.ram_bytes)
+        for attempt in (strategy, "leafwise") if strategy in ("auto", "resident") else (strategy,):
+            device = torch.device("cpu") if attempt == "cpu" else self.manager.device
+            try:
+                with self.manager.stage(name, units, attempt, alone=not self.keep, keep=keep):
+                    return run(device)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                release_frames(error)
+                self.manager.free()
+                if attempt == "leafwise" or strategy == attempt == "cpu":
+                    raise self._out_of_memory(name, units, error) from None
+                log.warning("Ballast: out of memory in %s; trying again leafwise", name)
+        raise AssertionError("unreachable")
+
+    def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
+        working = max((unit.working_bytes for unit in units), default=0)
+        return DoesNotFitError(
+            f"{stage} ran out of memory on {self.manager.device} even leafwise: it works in {format_bytes(working)} beside "
+            f"its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. Choose a smaller size or fewer frames, "
+            f"or raise the vram budget. ({error})"
+        )
+
+    # What a family supplies
+
+    @abstractmethod
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raise TypeError for options that `_encode` does not know."""
+
+    @abstractmethod
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+        """Everything that decides the embeddings, as plain data."""
+
+    @abstractmethod
+    def _encode(
+        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Named embeddings, on any device."""
+
+    @abstractmethod
+    def _sample_arguments(
+        self,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Checked arguments of `_denoise`, before anything is loaded."""
+
+    @abstractmethod
+    def _denoise(
+        self, cond: Conditioning, arguments: dict[str, Any], on_step: OnStep | None, device: torch.device
+    ) -> torch.Tensor:
+        """Latents as the decoder takes them, on any device."""
+
+    def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the decoder's `decode`."""
+        return arguments

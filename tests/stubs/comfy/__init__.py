@@ -1,0 +1,1 @@
+"""Stand-in for the modules of ComfyUI that a node pack may import."""

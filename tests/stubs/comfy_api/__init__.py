@@ -1,0 +1,1 @@
+"""Stand-in for the node API of ComfyUI, for machines without a host."""

@@ -1,0 +1,143 @@
+"""Every family, staged on the simulated device, against the unmodified pipeline run whole on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import ballast
+import pytest
+import tiny
+import torch
+from ballast.memory import manager
+from torch.utils._pytree import tree_map_only
+
+REQUIRED = [
+    "flux", "sd3", "hidream", "lumina2", "wan", "ltx", "qwenimage", "zimage", "sana", "pixart_sigma", "chroma",
+    "cogvideox", "hunyuan_video", "auraflow", "mochi",
+]  # fmt: skip
+Folders = Callable[[str], Path]
+
+
+def stages(name: str, folder: Path, device: str, **opening: object) -> tuple[object, Callable, Callable, Callable]:
+    """An open pipeline of a family, and its three stages with the arguments that `tiny.stock` uses."""
+    family = tiny.FAMILIES[name]
+    pipe = ballast.open_pipeline(folder, device=device, **opening)
+
+    def encode() -> object:
+        return pipe.encode("a red boat", "blurry, grey" if family.negative else "", **family.encode_kwargs)
+
+    def sample(cond: object, guidance: float = family.guidance, **more: object) -> torch.Tensor:
+        width, height = family.size
+        return pipe.sample(
+            cond, width=width, height=height, steps=2, guidance=guidance, frames=family.frames, **family.call_kwargs, **more
+        )
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        temb = {"temb": torch.tensor([family.call_kwargs["decode_timestep"]])} if name == "ltx_timestep" else {}
+        return pipe.decode(latents, **temb)
+
+    return pipe, encode, sample, decode
+
+
+def test_all_asked_families_are_there() -> None:
+    assert set(REQUIRED) <= set(tiny.FAMILIES)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """Equal latents and pictures, no byte left after any stage, no weight copied back, never two units at once."""
+    folder = tiny_folders(name)
+    expected_latents, expected_picture = tiny.stock(folder)
+    pipe, encode, sample, decode = stages(name, folder, "sim")
+    weights: set[int] = set()
+    copied_back: list[int] = []
+
+    def watch(transfer) -> None:  # noqa: ANN001
+        if transfer.direction == "d2h":
+            copied_back.append(transfer.storage_ptr)
+        for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder):
+            if unit.placement is not None:
+                slots = (*unit.module.parameters(), *unit.module.buffers())
+                weights.update(t.untyped_storage().data_ptr() for t in slots if t.device.type == "sim")
+
+    peaks = []
+    with sim.watch(watch):
+        cond = encode()
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+        sim.reset_stats()
+        latents = sample(cond)
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+        sim.reset_stats()
+        picture = decode(latents)
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+
+    assert latents.shape == expected_latents.shape
+    assert picture.shape == expected_picture.shape
+    torch.testing.assert_close(latents, expected_latents.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(picture, expected_picture, atol=1e-5, rtol=0)
+    assert copied_back, "the conditioning and the latents are copied back"
+    assert not weights & set(copied_back), "a weight was copied back"
+    largest = max(unit.size_bytes + unit.working_bytes for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder))
+    assert max(peaks) >= largest * 0.98
+    for event in manager("sim").timeline.events:
+        assert len(event.residents) <= 1, f"{event.residents} at once"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_guidance_off_equals_stock(name: str, tiny_folders: Folders) -> None:
+    expected, _ = tiny.stock(tiny_folders(name), guidance=1.0)
+    _, encode, sample, _ = stages(name, tiny_folders(name), "cpu")
+    torch.testing.assert_close(sample(encode(), guidance=1.0), expected.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_whole_run_peaks_at_its_largest_stage(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """The peak of a run is that of one stock component alone on the device: its weights and its activations."""
+    _, encode, sample, decode = stages(name, tiny_folders(name), "sim")
+    decode(sample(encode()))
+    whole = torch.sim.max_memory_allocated()  # type: ignore[attr-defined]
+    assert whole <= 1.02 * max(_stock_peaks(tiny_folders(name), sim).values())
+
+
+def _stock_peaks(folder: Path, sim: ModuleType) -> dict[str, int]:
+    """For each module of the stock pipeline, the peak of the device when it alone is there and runs."""
+    calls: dict[str, tuple[Callable, tuple, dict]] = {}
+
+    def record(part: str, function: Callable) -> Callable:
+        def recording(*args: object, **kwargs: object) -> object:
+            calls[part] = (function, args, dict(kwargs))
+            return function(*args, **kwargs)
+
+        return functools.wraps(function)(recording)
+
+    from_pretrained = tiny.DiffusionPipeline.from_pretrained
+    modules: dict[str, torch.nn.Module] = {}
+
+    def open_recorded(*args: object, **kwargs: object) -> tiny.DiffusionPipeline:
+        pipe = from_pretrained(*args, **kwargs)
+        for part, module in pipe.components.items():
+            if isinstance(module, torch.nn.Module):
+                modules[part] = module
+                method = "decode" if part == "vae" else "forward"
+                setattr(module, method, record(part, getattr(module, method)))
+        return pipe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny.DiffusionPipeline, "from_pretrained", open_recorded)
+        tiny.stock(folder)
+    peaks = {}
+    for part, (function, args, kwargs) in calls.items():
+        modules[part].to("sim")
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("sim"), (args, kwargs))
+        sim.reset_stats()
+        with torch.inference_mode():
+            function(*moved[0], **moved[1])
+        peaks[part] = sim.stats().peak_bytes
+        modules[part].to("cpu")
+    return peaks
