@@ -23,8 +23,8 @@ COLOURS = {
 COLOUR_NAMES = tuple(COLOURS)
 MIDDLE_WORDS = ("center", "centre", "middle")
 
-# One label is (shape, colour, background, place), each an index into the tuples above.
-LABELS = [
+Label = tuple[int, int, int, int]  # shape, colour, background, place: each an index into the tuples above
+LABELS: list[Label] = [
     (shape, colour, back, place)
     for shape in range(len(SHAPES))
     for colour in range(len(COLOUR_NAMES))
@@ -55,8 +55,8 @@ PARTIAL_FORMS = (
 )
 
 
-def caption(label: tuple[int, int, int, int], rng: random.Random | None = None) -> str:
-    """Words for one label: the canonical form, or with `rng` one of the other phrasings about half the time."""
+def caption(label: Label, rng: random.Random | None = None) -> str:
+    """Words for one label: the canonical form, or with `rng` another phrasing about half the time."""
     shape, colour, back, place = label
     place_word, form = PLACES[place], FULL_FORMS[0]
     if rng is not None:
@@ -68,9 +68,17 @@ def caption(label: tuple[int, int, int, int], rng: random.Random | None = None) 
         elif chance > 0.45:
             form = rng.choice(FULL_FORMS[1:])
     where = f"in the {place_word}" if place_word in MIDDLE_WORDS else f"on the {place_word}"
-    return form.format(
-        colour=COLOUR_NAMES[colour], shape=SHAPES[shape], back=COLOUR_NAMES[back], place=place_word, where=where
-    )
+    words = {"colour": COLOUR_NAMES[colour], "back": COLOUR_NAMES[back], "shape": SHAPES[shape]}
+    return form.format(place=place_word, where=where, **words)
+
+
+def all_words() -> str:
+    """Every word that a caption can have, as one text."""
+    names = (*COLOUR_NAMES, *SHAPES, *PLACES, *MIDDLE_WORDS)
+    forms = [
+        form.format(colour="", back="", shape="", place="", where="") for form in FULL_FORMS + PARTIAL_FORMS
+    ]
+    return " ".join([*names, *forms, "in the", "on the"])
 
 
 def render(labels: torch.Tensor, generator: torch.Generator | None = None, size: int = SIZE) -> torch.Tensor:

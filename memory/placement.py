@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import deque
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +19,8 @@ from torch import nn
 from .unit import Slot, own_slots, slots
 
 PlacementName = Literal["resident", "leafwise", "cpu"]
+
+_LruCache = type(functools.lru_cache(len))
 
 # Modules that read their children's weights themselves, so that these must come along with them.
 _WHOLE_MODULES = ["MultiheadAttention"]
@@ -45,11 +50,14 @@ class Placement:
     def remove(self) -> None:
         """Take the unit off the device, with every stray tensor that its runs left behind."""
         with torch.inference_mode():
+            self._restore()
             self._remove()
-            for slot in self.host_slots:
-                slot.restore()
             self.resident_bytes = 0
             clear_strays(self.module, self.device)
+
+    def _restore(self) -> None:
+        for slot in self.host_slots:
+            slot.restore()
 
     def _place(self) -> None: ...
 
@@ -87,8 +95,10 @@ class Leafwise(Placement):
     def _remove(self) -> None:
         from accelerate.hooks import remove_hook_from_submodules
 
+        # The weights are back on the host by now, so the hooks find nothing to copy back.
         for child in self.module.children():
             remove_hook_from_submodules(child)
+        self._restore()
 
 
 class Cpu(Placement):
@@ -107,17 +117,26 @@ def clear_strays(module: nn.Module, device: torch.device) -> None:
     """
     if callable(clear := getattr(module, "clear_cache", None)):
         clear()
+    for cls in {cls for owner in module.modules() for cls in type(owner).__mro__}:
+        if not cls.__module__.startswith(("torch.", "builtins")):
+            _clear_function_caches(vars(cls))
+            _clear_function_caches(vars(sys.modules.get(cls.__module__, object)))
     seen: set[int] = set()
     for owner in module.modules():
-        for cls in type(owner).__mro__:
-            for attribute in vars(cls).values():
-                if callable(forget := getattr(attribute, "cache_clear", None)):
-                    forget()
         for name, value in vars(owner).items():
             if not name.startswith(("_parameters", "_buffers", "_modules")):
                 moved = _to_host(value, device, seen)
                 if moved is not value:
                     vars(owner)[name] = moved
+
+
+def _clear_function_caches(namespace: Mapping[str, Any]) -> None:
+    for function in list(namespace.values()):
+        # Either the cached function itself, or one wrapped in another, which then holds it in its closure.
+        cells = getattr(function, "__closure__", None) or ()
+        for cached in (function, *(cell.cell_contents for cell in cells)):
+            if isinstance(cached, _LruCache):
+                cached.cache_clear()
 
 
 def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:

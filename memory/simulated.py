@@ -1,17 +1,19 @@
 """A simulated accelerator: `enable()` makes the device `sim:0` real to torch in this process, run by the CPU.
 
-Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memory has a cap and is counted byte by
-byte, copies are counted, and a virtual clock (see `simulated_card`) says how long work would take at stated rates.
-What a test may rely on, and what not:
+Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memory has a cap and is counted
+byte by byte, copies are counted, and a virtual clock (see `simulated_card`) says how long work would take at
+stated rates. What a test may rely on, and what not:
 
 - Sizes are exact bytes of storages: no rounding, caching or fragmentation, and no workspace inside a kernel.
-- Values are the CPU's. Kernels and copies run at once, in the order of the calls, on whatever stream; only the clock
-  and `Stats.hazards` know of streams.
-- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not. `Tensor.pin_memory()` makes
-  a plain copy that says it is pinned; `torch.empty(..., pin_memory=True)` is refused by torch.
-- Random numbers come from the CPU's generators; `torch.Generator("sim")` does not exist. Nor do `torch.Stream`,
-  `torch.compile` and `torch.accelerator` for it: use `torch.sim`.
-- It is the process's one out-of-tree backend, and takes the place of a real card for `torch.accelerator` and pinning.
+- Values are the CPU's. Kernels and copies run at once, in the order of the calls, on whatever stream; only
+  the clock and `Stats.hazards` know of streams.
+- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not.
+  `Tensor.pin_memory()` makes a plain copy that says it is pinned; `torch.empty(..., pin_memory=True)` is
+  refused by torch.
+- Random numbers come from the CPU's generators; `torch.Generator("sim")` does not exist. Nor do
+  `torch.Stream`, `torch.compile` and `torch.accelerator` for it: use `torch.sim`.
+- It is the process's one out-of-tree device, and torch then takes it for the accelerator even where there is
+  a real card: keep the two in separate processes.
 
 See `simulated_tensor` for what a tensor cannot do.
 """
@@ -26,10 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from . import simulated_card as state
+from . import simulated_clock as clock
+from . import simulated_kernels as kernels
 from . import simulated_tensor as tensors
-from .simulated_card import Event, Stats, Stream, Transfer
+from .simulated_card import Stats, Transfer
+from .simulated_clock import Event, Stream
 from .sizes import parse_bytes
 
 __all__ = [
@@ -39,6 +45,7 @@ __all__ = [
 
 DEVICE_TYPE = "sim"
 KNOWN_GOOD = ("2.13",)
+_NAME = "Simulated accelerator"
 
 _library: torch.library.Library | None = None
 _enabling = threading.Lock()
@@ -48,14 +55,14 @@ def supported() -> str | None:
     """None if this torch can run the simulated accelerator, else one line that says why not."""
     if _library is not None:
         return None
-    known = " or ".join(KNOWN_GOOD)
+    known = f"the simulated accelerator is known to work on torch {', '.join(KNOWN_GOOD)}"
     if ".".join(torch.__version__.split(".")[:2]) not in KNOWN_GOOD:
-        return f"the simulated accelerator is known to work on torch {known}; this is torch {torch.__version__}"
-    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
-        return f"this torch {torch.__version__} cannot register a device in Python; torch {known} from pytorch.org can"
+        return f"{known}; this is torch {torch.__version__}"
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return f"{known}, but this build {torch.__version__} cannot register a device in Python"
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone" or hasattr(torch, DEVICE_TYPE):
-        return f"torch's one place for an out-of-tree device is taken by {taken!r} (torch {known} has just the one)"
+        return f"{known}, but here torch's one place for an out-of-tree device is taken by {taken!r}"
     return None
 
 
@@ -71,13 +78,13 @@ def enable(
     tflops: float | None = None,
     reserved: int | str = 0,
 ) -> None:
-    """Make the device `sim:0` real, or give the one that is there another size, other rates and fresh counters.
+    """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
-    `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other programs).
-    `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12 operations per second
-    for matrix products, convolutions and attention, None for a device that computes in no time. Tensors already on
-    the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and ValueError for a
-    size or a rate that makes no sense.
+    `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other
+    programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
+    operations per second for matrix products, convolutions and attention, None for a device that computes in
+    no time. Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see
+    `supported`), and ValueError for a size or a rate that makes no sense.
     """
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
     for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops)):
@@ -134,11 +141,12 @@ def fail_after(n_allocations: int) -> Iterator[None]:
 
 @contextmanager
 def dry_run(total: int | str | None = None) -> Iterator[None]:
-    """Run with shapes only: tensors made on `sim` meanwhile have no data, so models of any size run in no memory.
+    """Run with shapes only: tensors made on `sim` meanwhile have no data, so any model takes no memory.
 
-    The run has books of its own, which `stats()` and `torch.sim` show while it lasts, and no cap unless `total` gives
-    one. Rates are the card's. What needs values (`item`, `nonzero`, copying to the CPU) raises RuntimeError. Tensors
-    do not pass in or out of it. It holds for the whole process: do no real work on `sim` in another thread meanwhile.
+    The run has books of its own, which `stats()` and `torch.sim` show while it lasts, and no cap unless
+    `total` gives one. Rates are the card's. What needs values (`item`, `nonzero`, copying to the CPU) raises
+    RuntimeError. Tensors do not pass in or out of it. It holds for the whole process: do no real work on
+    `sim` in another thread meanwhile.
     """
     outer = state.card
     inner = outer.dry_copy(None if total is None else parse_bytes(total))
@@ -206,8 +214,8 @@ def _backend() -> types.ModuleType:
         "current_device": lambda: 0,
         "set_device": _set_device,
         "device": _device,
-        "get_device_name": lambda device=None: "Simulated accelerator",
-        "get_device_properties": lambda device=None: DeviceProperties("Simulated accelerator", _total_bytes()),
+        "get_device_name": lambda device=None: _NAME,
+        "get_device_properties": lambda device=None: DeviceProperties(_NAME, _total_bytes()),
         "get_device_capability": lambda device=None: (0, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
@@ -226,10 +234,10 @@ def _backend() -> types.ModuleType:
         "set_rng_state": lambda new_state, device=None: torch.default_generator.set_state(new_state.cpu()),
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda device=None: state.current_stream(),
-        "default_stream": lambda device=None: state.default_stream,
+        "current_stream": lambda device=None: clock.current_stream(),
+        "default_stream": lambda device=None: clock.default_stream,
         "stream": _stream,
-        "set_stream": state.set_stream,
+        "set_stream": clock.set_stream,
     }
     vars(module).update(functions)
     return module
@@ -238,8 +246,8 @@ def _backend() -> types.ModuleType:
 def _register() -> None:
     """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`."""
     global _library
-    torch.utils.backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
+    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
     tensors.set_device(torch.device(DEVICE_TYPE, 0))
     library = torch.library.Library("aten", "IMPL")
-    tensors.register_kernels(library)
+    kernels.register(library)
     _library = library

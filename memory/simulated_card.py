@@ -1,8 +1,8 @@
-"""The books of a simulated accelerator: bytes held, bytes moved, and a virtual clock with streams and events.
+"""The books of a simulated accelerator: bytes held, bytes moved, and a virtual clock.
 
-Nothing here touches a tensor's data. Time is virtual: it advances by what the card's stated rates say a copy or a
-kernel takes, never by what the CPU really took. Copies in one direction share one copy engine, as on a real card.
-There is one host clock for all threads.
+Nothing here touches a tensor's data. Time is virtual: it advances by what the card's stated rates say a copy
+or a kernel takes, never by what the CPU really took. Copies in one direction share one copy engine, as on a
+real card. There is one host clock for all threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,9 +33,10 @@ class Transfer:
 class Stats:
     """What a card has done since its counters were last reset. Times in seconds of the virtual clock.
 
-    `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds` are how
-    long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts operations that touched
-    a storage before work queued on another stream was done with it: on a real card, a data race.
+    `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
+    are how long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts
+    operations that touched a storage before work queued on another stream was done with it: on a real card, a
+    data race. `total_bytes` is 0 in a dry run without a cap.
     """
 
     allocated_bytes: int
@@ -55,7 +55,7 @@ class Stats:
 
 
 class Allocation:
-    """Bytes of one storage. It lives on the storage object, so it goes when the last view of the storage goes."""
+    """Bytes of one storage. It is kept by the storage object, so it goes when the last view goes."""
 
     __slots__ = ("card", "nbytes", "used_until", "written_until")
 
@@ -172,15 +172,15 @@ class Card:
                 self._allocations, self._hazards,
             )  # fmt: skip
 
-    def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool) -> None:
+    def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool, stream: Any) -> None:
         """Count a copy that makes `tensor` (its shape and dtype are those of the destination).
 
-        `device_side` is the simulated tensor read from or written to. Copies within the device cost nothing.
+        `device_side` is the simulated tensor read from or written to; `stream.ready` is when the stream is
+        free, and moves. Copies within the device cost nothing.
         """
         nbytes = tensor.nbytes
         if direction != "d2d":
             with self.lock:
-                stream = current_stream()
                 start = max(self.host, stream.ready)
                 self._check(device_side.allocation, start, direction == "h2d")
                 seconds = nbytes / self._rates[direction]
@@ -199,10 +199,9 @@ class Card:
             for watcher in tuple(self.watchers):
                 watcher(event)
 
-    def compute(self, operations: int, reads: list[Allocation], writes: list[Allocation]) -> None:
-        """Put a kernel of so many operations on the current stream."""
+    def compute(self, operations: int, reads: list[Allocation], writes: list[Allocation], stream: Any) -> None:
+        """Put a kernel of so many operations on a stream."""
         with self.lock:
-            stream = current_stream()
             start = max(self.host, stream.ready)
             for allocation in reads:
                 self._check(allocation, start, False)
@@ -248,99 +247,4 @@ class Card:
             self.latest = max(self.latest, when)
 
 
-class Stream:
-    """A queue of device work; the counterpart of `torch.cuda.Stream`. Also a context manager."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.priority = priority
-        self.ready = card.host
-        self._outer: list[Stream] = []
-        card.timed = True  # from now on work can overlap, so reads and writes are followed
-
-    @property
-    def device(self) -> torch.device:
-        """The one device."""
-        return torch.device("sim", 0)
-
-    @property
-    def stream_id(self) -> int:
-        """A number of its own."""
-        return id(self)
-
-    def wait_event(self, event: Event) -> None:
-        """Work queued from now on starts after the event."""
-        self.ready = max(self.ready, event.time or 0.0)
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Work queued from now on starts after all work queued on the other stream so far."""
-        self.ready = max(self.ready, stream.ready)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """An event that happens when all work queued so far is done."""
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        """Whether all queued work is done at the host's present time."""
-        return self.ready <= card.host
-
-    def synchronize(self) -> None:
-        """Let the host wait for all queued work."""
-        card.wait_until(self.ready)
-
-    def __enter__(self) -> Stream:
-        self._outer.append(current_stream())
-        _local.stream = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _local.stream = self._outer.pop()
-
-
-class Event:
-    """A moment in a stream; the counterpart of `torch.cuda.Event`."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
-        self.time: float | None = None
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Set the moment to when the stream's work queued so far is done."""
-        self.time = max((stream or current_stream()).ready, card.host)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make a stream wait for the event."""
-        (stream or current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        """Whether it has happened at the host's present time. True if never recorded."""
-        return self.time is None or self.time <= card.host
-
-    def synchronize(self) -> None:
-        """Let the host wait for the event."""
-        if self.time is not None:
-            card.wait_until(self.time)
-
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of the virtual clock to another event. Raises RuntimeError if either was not recorded."""
-        if self.time is None or end.time is None:
-            raise RuntimeError("both events must be recorded before their elapsed time is asked for")
-        return (end.time - self.time) * 1000.0
-
-
-card = Card(None)
-_local = threading.local()
-default_stream = Stream()
-card.timed = False
-
-
-def current_stream() -> Stream:
-    """The stream that this thread queues work on."""
-    return getattr(_local, "stream", default_stream)
-
-
-def set_stream(stream: Stream | None) -> None:
-    """Let this thread queue work on a stream from now on; None means the default stream."""
-    _local.stream = stream or default_stream
+card = Card(None)  # the one in use; `simulated.dry_run` puts another in its place for a while

@@ -69,7 +69,7 @@ def _draw(pipe: Lumina2Pipeline, prompts: list[str], **options: Any) -> list[Ima
     return images
 
 
-# ---------------------------------------------------------------------------------------------------- the judge
+# ------------------------------------------------------------------------------------------ the judge
 
 
 def test_the_grid_covers_every_value() -> None:
@@ -100,7 +100,7 @@ def test_the_judge_finds_nothing_in_a_plain_picture() -> None:
     assert verdict == Verdict(None, "blue", None, None, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------ the model
 
 
 def test_the_folder_is_small_and_all_weights_are_safetensors() -> None:
@@ -141,7 +141,8 @@ def test_the_pictures_show_what_the_prompts_say(pipe: Lumina2Pipeline) -> None:
     images = _draw(pipe, [data.caption(label) for label in GRID_LABELS])
     assert {image.size for image in images} == {(data.SIZE, data.SIZE)}
     verdicts = [judge(image, data.COLOURS) for image in images]
-    right = np.array([np.array(_found(v)) == np.array(_expected(label)) for v, label in zip(verdicts, GRID_LABELS)])
+    found = np.array([_found(verdict) for verdict in verdicts])
+    right = found == np.array([_expected(label) for label in GRID_LABELS])
     rates = dict(zip(("colour", "background", "place", "kind"), right.mean(0).tolist(), strict=True))
     rates["fit"] = float(np.median([verdict.fit for verdict in verdicts]))
     print(rates)

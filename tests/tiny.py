@@ -72,10 +72,12 @@ def family_of(folder: Path) -> Family:
 
 
 def proportions(folder: Path) -> dict[str, int]:
-    """Bytes of weights by component."""
+    """Bytes of weights by component, without the headers of the files."""
     sizes: dict[str, int] = {}
     for file in sorted(folder.glob("*/*.safetensors")):
-        sizes[file.parent.name] = sizes.get(file.parent.name, 0) + file.stat().st_size
+        with file.open("rb") as opened:
+            header = 8 + int.from_bytes(opened.read(8), "little")
+        sizes[file.parent.name] = sizes.get(file.parent.name, 0) + file.stat().st_size - header
     return sizes
 
 

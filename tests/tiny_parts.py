@@ -35,8 +35,8 @@ class Family:
     call_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for `__call__` only, staged or stock."""
     prepare: Callable[..., None] | None = None
-    """What to set on a loaded pipeline before it runs, staged or stock: `prepare(pipe)` for the family's own size,
-    `prepare(pipe, width, height)` for another."""
+    """What to set on a loaded pipeline before it runs, staged or stock: `prepare(pipe)` for the family's own
+    size, `prepare(pipe, width, height)` for another."""
     negative: bool = True
     """Whether the stock `__call__` takes a negative prompt."""
 

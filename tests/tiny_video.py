@@ -187,13 +187,6 @@ def hunyuan_video15() -> DiffusionPipeline:
     return pipe
 
 
-def hunyuan_video15_windows(pipe: DiffusionPipeline, *_size: int) -> None:
-    """Its token windows, a thousand and more in all, are attributes rather than arguments."""
-    pipe.tokenizer_max_length = TEXT_TOKENS
-    pipe.tokenizer_2_max_length = TEXT_TOKENS
-    pipe.vision_num_semantic_tokens = 8
-
-
 VIDEOS = [
     Family("wan", "WanPipeline", wan, frames=9),
     Family("ltx", "LTXPipeline", ltx, size=(96, 64), frames=17),
@@ -215,6 +208,5 @@ VIDEOS = [
         frames=9,
         guidance_name="guider",
         encode_kwargs={},
-        prepare=hunyuan_video15_windows,
     ),
 ]

@@ -1,0 +1,143 @@
+"""The virtual clock of the simulated accelerator: streams, events, and how many operations a kernel does."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import simulated_card as state
+
+
+class Stream:
+    """A queue of device work; the counterpart of `torch.cuda.Stream`. Also a context manager."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.priority = priority
+        self.ready = state.card.host
+        state.card.timed = True  # from now on work can overlap, so reads and writes are followed
+
+    @property
+    def device(self) -> torch.device:
+        """The one device."""
+        return torch.device("sim", 0)
+
+    @property
+    def stream_id(self) -> int:
+        """A number of its own."""
+        return id(self)
+
+    def wait_event(self, event: Event) -> None:
+        """Work queued from now on starts after the event."""
+        self.ready = max(self.ready, event.time or 0.0)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Work queued from now on starts after all work queued on the other stream so far."""
+        self.ready = max(self.ready, stream.ready)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that happens when all work queued so far is done."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether all queued work is done at the host's present time."""
+        return self.ready <= state.card.host
+
+    def synchronize(self) -> None:
+        """Let the host wait for all queued work."""
+        state.card.wait_until(self.ready)
+
+    def __enter__(self) -> Stream:
+        vars(_local).setdefault("outer", []).append(current_stream())
+        _local.stream = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _local.stream = _local.outer.pop()
+
+
+class Event:
+    """A moment in a stream; the counterpart of `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self.time: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Set the moment to when the stream's work queued so far is done."""
+        self.time = max((stream or current_stream()).ready, state.card.host)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make a stream wait for the event."""
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether it has happened at the host's present time. True if never recorded."""
+        return self.time is None or self.time <= state.card.host
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        if self.time is not None:
+            state.card.wait_until(self.time)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the virtual clock to another event. RuntimeError if either was not recorded."""
+        if self.time is None or end.time is None:
+            raise RuntimeError("both events must be recorded before their elapsed time is asked for")
+        return (end.time - self.time) * 1000.0
+
+
+_local = threading.local()
+default_stream = Stream()
+state.card.timed = False  # until there is a second stream
+
+
+def current_stream() -> Stream:
+    """The stream that this thread queues work on."""
+    return getattr(_local, "stream", default_stream)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Let this thread queue work on a stream from now on; None means the default stream."""
+    _local.stream = stream or default_stream
+
+
+def _attention(args: tuple, out: Any) -> int:
+    query, key, value = args[:3]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _convolution(args: tuple, out: Any) -> int:
+    transposed = len(args) > 6 and args[6] is True
+    return 2 * (args[0] if transposed else out).numel() * math.prod(args[1].shape[1:])
+
+
+def _product(args: tuple, out: Any) -> int:
+    return 2 * out.numel() * args[0].shape[-1]
+
+
+def _sum_and_product(args: tuple, out: Any) -> int:
+    return 2 * out.numel() * args[1].shape[-1]
+
+
+# Operations done by (arguments, result), for the operators that take time.
+OPERATIONS: dict[str, Callable[[tuple, Any], int]] = {
+    "aten::mm": _product,
+    "aten::bmm": _product,
+    "aten::linear": _product,
+    "aten::matmul": _product,
+    "aten::addmm": _sum_and_product,
+    "aten::baddbmm": _sum_and_product,
+    "aten::convolution": _convolution,
+    "aten::conv1d": _convolution,
+    "aten::conv2d": _convolution,
+    "aten::conv3d": _convolution,
+    "aten::scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,232 @@
+"""How each operator on simulated tensors is run: as a CPU kernel, as its parts, or specially."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import simulated_card as state
+from .simulated_clock import OPERATIONS, current_stream
+from .simulated_tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
+
+
+def _run(func: Any, raws: Any, kwargs: dict) -> Any:
+    if not state.card.dry:
+        return func(*raws, **kwargs)
+    try:
+        return func(*raws, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" in str(error).lower():
+            raise _no_data(func) from error
+        raise
+
+
+def _no_data(func: Any) -> RuntimeError:
+    return RuntimeError(f"{func} needs the values of a tensor, and in a dry run tensors have none")
+
+
+def _plain(func: Any, args: tuple, kwargs: dict) -> Any:
+    raws = [raw_of(arg, func) for arg in args]
+    if kwargs:
+        kwargs = {key: raw_of(value, func) for key, value in kwargs.items()}
+    result = _run(func, raws, kwargs)
+    out = wrap(result) if isinstance(result, torch.Tensor) else wrap_all(result)
+    if state.card.timed:
+        _clock(func, args, out, ())
+    return out
+
+
+def _whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A composite operator that is run as one; it may hand back its argument."""
+    raws = [raw_of(arg, func) for arg in args]
+    result = _run(func, raws, {key: raw_of(value, func) for key, value in kwargs.items()})
+    if result is raws[0]:
+        return args[0]
+    out = wrap_all(result)
+    if state.card.timed:
+        _clock(func, args, out, ())
+    return out
+
+
+def _decomposed(func: Any, args: tuple, kwargs: dict) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _mutating(func: Any) -> Handler:
+    """A handler for an operator that writes to arguments, as its schema says."""
+    arguments = func._schema.arguments
+    written = [(at, a.name) for at, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+
+    def alias(value: Any) -> int | None:
+        """Which of the written arguments a return value is."""
+        info = value.alias_info
+        if info is None:
+            return None
+        same = (arguments[at].alias_info.before_set == info.before_set for at, _ in written)
+        return next(n for n, found in enumerate(same) if found)
+
+    returned = [alias(value) for value in func._schema.returns]
+
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+        targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
+        for target in targets:
+            if isinstance(target, torch.Tensor) and type(target) is not SimTensor:
+                raise RuntimeError(f"{func} on sim:0 cannot write to a tensor on {target.device}")
+        raws = [raw_of(arg, func) for arg in args]
+        result = _run(func, raws, {key: raw_of(value, func) for key, value in kwargs.items()})
+        for target in targets:
+            if type(target) is SimTensor and target.raw.shape != target.shape:
+                raise NotImplementedError(f"{func} changes a shape in place, which sim:0 does not support")
+        if state.card.timed:
+            _clock(func, args, None, targets)
+        if len(returned) == 1:
+            return wrap_all(result) if returned[0] is None else targets[returned[0]]
+        results = zip(result or (), returned, strict=True)
+        return tuple(wrap_all(item) if n is None else targets[n] for item, n in results)
+
+    return handler
+
+
+def _with_device(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`zeros_like` and friends: `device=` says where the result goes."""
+    wanted = kwargs.get("device")
+    here = wanted is None or torch.device(wanted).type == "sim"
+    kwargs = {key: raw_of(value, func) for key, value in kwargs.items() if key != "pin_memory"}
+    kwargs["device"] = state.card.raw_device if here else wanted
+    result = _run(func, [raw_of(arg, func) for arg in args], kwargs)
+    return wrap_all(result) if here else result
+
+
+def _copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source = args[0], args[1]
+    blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    copy_between(target, source, blocking)
+    return target
+
+
+def copy_between(target: Any, source: Any, blocking: bool) -> None:
+    """Copy to, from or within the device, and count it: the bytes of the target, which is what crosses."""
+    to_sim, from_sim = type(target) is SimTensor, type(source) is SimTensor
+    if source.is_meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    if from_sim and state.card.dry and not to_sim:
+        raise _no_data(torch.ops.aten.copy_)
+    (target.raw if to_sim else target).copy_(source.raw if from_sim else source)
+    direction = "d2d" if to_sim and from_sim else "h2d" if to_sim else "d2h"
+    device_side = target if to_sim else source
+    state.card.transfer(direction, target, device_side, blocking, current_stream())
+    if state.card.timed and direction == "d2d":
+        _clock(torch.ops.aten.copy_.default, (source,), None, [target])
+
+
+def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    wanted = kwargs.get("device")
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    if wanted is None or torch.device(wanted).type == "sim":
+        return _plain(func, args, kwargs)
+    kwargs["device"] = wanted
+    if torch.device(wanted).type == "meta":
+        return func(args[0].raw, **kwargs)
+    if state.card.dry:
+        raise _no_data(func)
+    result = func(args[0].raw, **kwargs)
+    state.card.transfer("d2h", result, args[0], not kwargs.get("non_blocking", False), current_stream())
+    return result
+
+
+def read_item(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The number in a tensor of one element: a copy that the host waits for."""
+    if state.card.dry:
+        raise _no_data(func)
+    state.card.transfer("d2h", args[0], args[0], True, current_stream())
+    return args[0].raw.item()
+
+
+def data_may_be_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `tensor.data = value` works: SimTensor has a setter, other tensors take no SimTensor."""
+    return type(tensor) is SimTensor
+
+
+def _synchronous(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator whose result's shape or value the host waits for."""
+    result = _plain(func, args, kwargs)
+    current_stream().synchronize()
+    return result
+
+
+def _index(func: Any, args: tuple, kwargs: dict) -> Any:
+    return _plain(func, (args[0], _moved(args[1])), kwargs)
+
+
+def _moved(indices: Any) -> list:
+    """Indices, and only they, may lie on the CPU: as on a real card they are copied over."""
+    return [i.to("sim") if isinstance(i, torch.Tensor) and type(i) is not SimTensor else i for i in indices]
+
+
+def _index_write(func: Any) -> Handler:
+    write = _mutating(func) if func._schema.is_mutable else _plain
+    return lambda func, args, kwargs: write(func, (args[0], _moved(args[1]), *args[2:]), kwargs)
+
+
+# Composite operators that run as one. Cut up, most of them would make the same storages in more steps;
+# attention would make the whole score matrix, which no real card does.
+_WHOLE = {
+    "aten::scaled_dot_product_attention", "aten::linear", "aten::matmul", "aten::reshape", "aten::flatten",
+    "aten::unflatten", "aten::chunk", "aten::narrow", "aten::contiguous", "aten::type_as", "aten::dropout",
+    "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::layer_norm", "aten::group_norm", "aten::movedim",
+}  # fmt: skip
+
+_SPECIAL: dict[str, Handler] = {
+    "aten::copy_": _copy_,
+    "aten::_to_copy": _to_copy,
+    "aten::_local_scalar_dense": read_item,
+    "aten::index": _index,
+    "aten::nonzero": _synchronous,
+    "aten::masked_select": _synchronous,
+    "aten::equal": _synchronous,
+    "aten::_has_compatible_shallow_copy_type": lambda func, args, kwargs: data_may_be_set(*args),
+    "aten::is_pinned": lambda func, args, kwargs: False,
+}
+
+
+def plan(func: Any) -> Handler:
+    """Decide once per operator how it is run."""
+    name, handler = func._schema.name, None
+    if name in _SPECIAL:
+        handler = _SPECIAL[name]
+    elif name in ("aten::index_put_", "aten::_index_put_impl_", "aten::index_put"):
+        handler = _index_write(func)
+    elif name in _WHOLE:
+        handler = _whole
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        handler = _decomposed
+    elif func._schema.is_mutable:
+        handler = _mutating(func)
+    elif any(argument.name == "device" for argument in func._schema.arguments):
+        handler = _with_device
+    else:
+        handler = _plain
+    handlers[func] = handler
+    return handler
+
+
+def _clock(func: Any, args: tuple, out: Any, written: Any) -> None:
+    """Put an operator on the virtual clock. Only matrix products, convolutions and attention take time."""
+    reads = _allocations(args)
+    made = _allocations((out,))
+    if made and made[0] in reads:
+        return  # a view: no kernel
+    formula = OPERATIONS.get(func._schema.name) if state.card.flops else None
+    operations = formula(args, out) if formula else 0
+    state.card.compute(operations, reads, made + _allocations(written), current_stream())
+
+
+def _allocations(values: Any) -> list[state.Allocation]:
+    found = []
+    for value in values:
+        if type(value) is SimTensor:
+            found.append(value.allocation)
+        elif isinstance(value, (tuple, list)):
+            found += _allocations(value)
+    return found
