@@ -113,8 +113,7 @@ def train_transformer(
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps, 1.5e-3)
         picked = torch.randint(len(labels), (batch,), generator=generator)
         clean, noise = latents[picked], torch.randn(batch, *latents.shape[1:], generator=generator)
-        # Logit-normal, leaning to the noisy side, where place and shape are decided.
-        sigma = torch.sigmoid(torch.randn(batch, generator=generator) * 1.2 + 0.6)
+        sigma = torch.sigmoid(torch.randn(batch, generator=generator) * 1.1 + 0.2)
         mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
         tokens = pipe.tokenizer(
             [training_prompt(labels[i], rng) for i in picked.tolist()], padding="longest", return_tensors="pt"
@@ -157,6 +156,7 @@ def save(pipe: Lumina2Pipeline, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the pipeline to")
+    parser.add_argument("--resume", type=Path, help="such a folder to train further, all but its encoder")
     parser.add_argument("--vae-steps", type=int, default=1600)
     parser.add_argument("--decoder-steps", type=int, default=1500, help="further steps of the decoder alone")
     parser.add_argument("--vae-batch", type=int, default=16)
@@ -168,10 +168,11 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    pipe = build_pipeline()
+    pipe = Lumina2Pipeline.from_pretrained(args.resume) if args.resume else build_pipeline()
     for name in ("vae", "text_encoder", "transformer"):
         print(f"{name}: {sum(p.numel() for p in getattr(pipe, name).parameters()):,} parameters", flush=True)
-    train_vae(pipe.vae, args.vae_steps, args.vae_batch, False, generator)
+    if not args.resume:
+        train_vae(pipe.vae, args.vae_steps, args.vae_batch, False, generator)
     train_vae(pipe.vae, args.decoder_steps, args.vae_batch, True, generator)
     labels, latents = make_latents(pipe.vae, args.pictures, generator)
     train_transformer(pipe, labels, latents, args.steps, args.batch, generator)

@@ -7,12 +7,14 @@ device is bounded by the budget, what it keeps in RAM by the RAM budget.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -162,7 +164,7 @@ class MemoryManager:
             if (before := self._called.pop(unit, None)) is not None:
                 peak = self.timeline.record("ran", unit).peak_bytes
                 leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
-                unit.working_bytes = max(unit.working_bytes, peak - before - leaf)
+                unit.worked_in(peak - before - leaf)
             if evict and unit.leases == 0:
                 self._evict(unit)
             if unit.leases == 0 and unit.placement is None:
@@ -170,16 +172,25 @@ class MemoryManager:
 
     @contextmanager
     def stage(
-        self, name: str, units: Sequence[ManagedModel], strategy: str = "auto", *, alone: bool = True, keep: bool = False
+        self,
+        name: str,
+        units: Sequence[ManagedModel],
+        strategy: str = "auto",
+        *,
+        work: Hashable = None,
+        alone: bool = True,
+        keep: bool = False,
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        With `alone` at most one unit is on the device at a time. With `keep` they stay when the block ends well, to be
+        `work` tells sizes of work apart, so that what was measured for one is not expected of another. With `alone` at
+        most one unit is on the device at a time. With `keep` they stay when the block ends well, to be
         evicted when others need the room. However the block ends, nothing that it was leased stays leased.
         """
         with ExitStack() as exits:
             for unit in units:
                 self.adopt(unit)
+                unit.work = work
                 unit.runs_on(self._execution_device(strategy))
                 exits.callback(self._lease_each_call(unit, strategy, alone))
             record = self.timeline.begin(name, units, self.budget_bytes)
@@ -241,33 +252,21 @@ class MemoryManager:
         placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(Resident(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
-    def _lease_each_call(self, unit: ManagedModel, strategy: str, alone: bool):  # noqa: ANN202
-        """Lease the unit for the time of each call of its module. Returns what takes the hooks off again."""
-        leased = 0
+    def _lease_each_call(self, unit: ManagedModel, strategy: str, alone: bool) -> Callable[[], None]:
+        """Lease the unit for the time of each call of its module. Returns what undoes it."""
+        # Not torch's forward hooks: while those run, torch's own frames hold on to the inputs after an error.
+        forward = unit.module.forward
 
-        def before(module: nn.Module, args: tuple) -> None:
-            nonlocal leased
+        @functools.wraps(forward)
+        def leased(*args: Any, **kwargs: Any) -> Any:
             self.acquire(unit, strategy, alone=alone)
-            leased += 1
-
-        def after(module: nn.Module, args: tuple, output: object) -> None:
-            nonlocal leased
-            if leased:
-                leased -= 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
                 self.release(unit)
 
-        hooks = [
-            unit.module.register_forward_pre_hook(before, prepend=True),
-            unit.module.register_forward_hook(after, always_call=True),
-        ]
-
-        def undo() -> None:
-            for hook in hooks:
-                hook.remove()
-            while leased:
-                after(unit.module, (), None)
-
-        return undo
+        vars(unit.module)["forward"] = leased
+        return lambda: vars(unit.module).pop("forward", None)
 
     def _execution_device(self, strategy: str) -> torch.device:
         return torch.device("cpu") if strategy == "cpu" else self.device

@@ -7,7 +7,7 @@ CPU tensors that stay the truth, on the device tier they are (wholly or in part)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -78,7 +78,8 @@ class ManagedModel:
         self.pinned = False
         self.leases = 0
         self.last_use = 0
-        self.working_bytes = 0  # beside the weights, as measured in earlier runs
+        self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
+        self._working: dict[Hashable, int] = {}
         self._build = build
         self._read = read
         self._module: nn.Module | None = None
@@ -122,6 +123,15 @@ class ManagedModel:
     def leaf_bytes(self) -> int:
         """Bytes that the largest single module holds itself: the least that must be on the device at a time."""
         return max((sum(s.tensor.nbytes for s in own_slots(m)) for m in self.module.modules()), default=0)
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes needed beside the weights for the present `work`, as measured before; 0 if it was never done."""
+        return self._working.get(self.work, 0)
+
+    def worked_in(self, measured_bytes: int) -> None:
+        """Note what the present `work` has taken."""
+        self._working[self.work] = max(self.working_bytes, measured_bytes)
 
     @property
     def resident_bytes(self) -> int:

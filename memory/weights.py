@@ -114,11 +114,11 @@ def file_identity(path: Path) -> str:
     Files of up to 4 MB are read whole; of larger ones the size, the time and 16 places count, the header first.
     """
     stat = path.stat()
-    return _file_identity(path, stat.st_size, stat.st_mtime_ns)
+    return _file_identity(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 @lru_cache(maxsize=1024)
-def _file_identity(path: Path, size: int, mtime_ns: int) -> str:
+def _file_identity(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
     digest = hashlib.sha256(path.name.encode())
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:

@@ -20,12 +20,14 @@ class VaeDecode(io.ComfyNode):
             node_id="BallastVAEDecode",
             display_name="FP32 VAE Decode",
             category="ballast",
-            description="Decodes latents with weights and latents in float32: whole; in tiles if memory runs out; then on the "
-            "CPU. Stops with a clear error instead of saving a black picture.",
+            description="Decodes latents with weights and latents in float32: whole; in tiles if memory "
+            "runs out; then on the CPU. Stops with a clear error instead of saving a black picture.",
             search_aliases=["vae decode", "tiled"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast); its VAE decodes."),
-                io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
+                io.Latent.Input(
+                    "latent", tooltip="Latents of this pipeline, or of any model with the same VAE."
+                ),
             ],
             outputs=[io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch.")],
             hidden=[io.Hidden.unique_id],

@@ -21,20 +21,27 @@ class FreeVram(io.ComfyNode):
             node_id="BallastFreeVRAM",
             display_name="Free VRAM",
             category="ballast",
-            description="Evicts models from VRAM when its input is ready, and hands the input on. Whatever left is loaded "
-            "again when it is needed.",
+            description="Evicts models from VRAM when its input is ready, and hands the input on. Whatever "
+            "left is loaded again when it is needed.",
             search_aliases=["unload models", "clear vram", "empty cache"],
             inputs=[
                 io.MatchType.Input(
-                    "value", template=anything, optional=True, tooltip="Anything. Put the node between two others to run there."
+                    "value",
+                    template=anything,
+                    optional=True,
+                    tooltip="Anything. Put the node between two others to run there.",
                 ),
                 io.Boolean.Input("text_encoders", default=True, tooltip="Evict Ballast's text encoders."),
                 io.Boolean.Input("transformers", default=True, tooltip="Evict Ballast's transformers."),
                 io.Boolean.Input("vaes", default=True, tooltip="Evict Ballast's VAEs and other models."),
-                io.Boolean.Input("host_models", default=True, tooltip="Ask ComfyUI to unload its own models too."),
+                io.Boolean.Input(
+                    "host_models", default=True, tooltip="Ask ComfyUI to unload its own models too."
+                ),
             ],
             outputs=[
-                io.MatchType.Output(template=anything, id="value_out", display_name="value", tooltip="The input, as it came."),
+                io.MatchType.Output(
+                    template=anything, id="value_out", display_name="value", tooltip="The input, as it came."
+                ),
                 io.String.Output("report", tooltip="What was freed."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -50,12 +57,12 @@ class FreeVram(io.ComfyNode):
         roles: list[Role] = [role for role, wanted in chosen.items() if wanted]  # type: ignore[misc]
         lines = []
         for manager in managers():
-            before = manager.accelerator.allocated_bytes()
-            freed = manager.free(roles) if roles else 0
-            after = manager.accelerator.allocated_bytes()
-            lines.append(f"{manager.device}: {format_bytes(before)} -> {format_bytes(after)}, freed {format_bytes(freed)}")
+            before = format_bytes(manager.accelerator.allocated_bytes())
+            freed = format_bytes(manager.free(roles) if roles else 0)
+            after = format_bytes(manager.accelerator.allocated_bytes())
+            lines.append(f"{manager.device}: {before} -> {after}, freed {freed}")
         if host_models:
             lines.append(f"ComfyUI's models: freed {format_bytes(host.free_all())}")
-        report = "\n".join(lines)
+        report = "\n".join(lines) or "Nothing to free: no model has run yet."
         show_text(cls, report)
         return io.NodeOutput(value, report, ui=ui.PreviewText(report))

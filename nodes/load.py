@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..memory import host
-from .reference import DEMO, PipelineReference, PipelineType, find_pipelines
+from .reference import DEMO, PipelineReference, PipelineType, file_stamp, find_pipelines
 
 
 class LoadPipeline(io.ComfyNode):
@@ -15,68 +15,73 @@ class LoadPipeline(io.ComfyNode):
             node_id="BallastLoadPipeline",
             display_name="Load Pipeline (Ballast)",
             category="ballast",
-            description="Chooses a diffusers pipeline folder. Weights are loaded by the nodes that need them, and given back.",
+            description="Chooses a diffusers pipeline folder. Weights are loaded by the nodes that need "
+            "them, and given back.",
             search_aliases=["diffusers loader", "low vram"],
             inputs=[
                 io.Combo.Input(
                     "pipeline",
                     options=list(find_pipelines()),
                     default=DEMO,
-                    tooltip="A folder with a model_index.json in models/diffusers, or the bundled demo model, which draws "
-                    "simple shapes on any machine.",
+                    tooltip="A folder with a model_index.json in models/diffusers, or the bundled demo "
+                    "model, which draws simple shapes on any machine.",
                 ),
                 io.Float.Input(
                     "vram_gb",
                     default=0.0,
                     min=0.0,
                     max=1024.0,
-                    step=0.5,
-                    tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's reserve.",
+                    step=0.1,
+                    tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's "
+                    "reserve.",
                 ),
                 io.Combo.Input(
                     "dtype",
                     options=["auto", "bfloat16", "float16", "float32"],
                     default="auto",
                     advanced=True,
-                    tooltip="The type that encoders and transformer run in; auto keeps that of the files. The VAE always "
-                    "runs in float32.",
+                    tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
+                    "The VAE always runs in float32.",
                 ),
                 io.Boolean.Input(
                     "keep_loaded",
                     default=True,
                     advanced=True,
-                    tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. Text encoders "
-                    "and VAE always leave when their node is done.",
+                    tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
+                    "Text encoders and VAE always leave when their node is done.",
                 ),
                 io.Combo.Input(
                     "device",
                     options=["auto", "cpu", "sim"],
                     default="auto",
                     advanced=True,
-                    tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, which shows what "
-                    "would happen in VRAM on a machine that has none.",
+                    tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
+                    "which shows what would happen in VRAM on a machine that has none.",
                 ),
             ],
             outputs=[
-                PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
+                PipelineType.Output(
+                    "pipeline_out", display_name="pipeline", tooltip="What to load, not the weights."
+                )
             ],
         )
 
     @classmethod
-    def execute(cls, pipeline: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str) -> io.NodeOutput:
+    def execute(
+        cls, pipeline: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str
+    ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
-            raise ValueError(f"pipeline {pipeline!r} is not in models/diffusers any more. Choose another, or put it back.")
+            raise ValueError(
+                f"pipeline {pipeline!r} is not in models/diffusers any more. Choose another, or put it back."
+            )
         on = str(host.device() or "auto") if device == "auto" else device
         vram_bytes = int(vram_gb * 2**30) or None
-        reference = PipelineReference(str(folder), dtype, vram_bytes, on, keep_loaded)
+        reference = PipelineReference(str(folder), file_stamp(folder), dtype, vram_bytes, on, keep_loaded)
         reference.open()  # reads configs only, so that a bad folder fails here and not after minutes
         return io.NodeOutput(reference)
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, **_: object) -> str:
         folder = find_pipelines().get(pipeline)
-        if folder is None:
-            return ""
-        stat = (folder / "model_index.json").stat()
-        return f"{stat.st_mtime_ns}:{stat.st_size}"
+        return file_stamp(folder) if folder else ""

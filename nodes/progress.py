@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import comfy.latent_formats
@@ -15,16 +17,20 @@ from ..memory import host
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
 
-# The host's formats, by VAE class and scaling factor: they know how latents look.
+# The host's latent formats, which know what latents look like: by VAE class and its scaling factor, or its
+# channels where it has none.
 _FORMATS = {
     ("AutoencoderKL", 0.18215): "SD15",
     ("AutoencoderKL", 0.13025): "SDXL",
     ("AutoencoderKL", 1.5305): "SD3",
     ("AutoencoderKL", 0.3611): "Flux",
+    ("AutoencoderKLFlux2", 32): "Flux2",
     ("AutoencoderKLHunyuanVideo", 0.476986): "HunyuanVideo",
+    ("AutoencoderKLHunyuanVideo15", 1.03682): "HunyuanVideo15",
     ("AutoencoderKLMochi", 1.0): "Mochi",
-    ("AutoencoderKLQwenImage", None): "Wan21",
-    ("AutoencoderKLWan", None): "Wan21",
+    ("AutoencoderKLQwenImage", 16): "Wan21",
+    ("AutoencoderKLWan", 16): "Wan21",
+    ("AutoencoderKLWan", 48): "Wan22",
     ("AutoencoderKLLTXVideo", 1.0): "LTXV",
 }
 
@@ -38,19 +44,55 @@ def show_text(node: type[io.ComfyNode], text: str) -> None:
         server.send_progress_text(text, node.hidden.unique_id)
 
 
-class StepProgress:
-    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the host has one."""
+def latent_format(vae_config: Mapping[str, Any]) -> Any:
+    """The host's format for the latents of a VAE; None where it has none."""
+    facts = [vae_config.get(key) for key in ("scaling_factor", "z_dim", "latent_channels")]
+    name = _FORMATS.get((vae_config.get("_class_name", ""), next((fact for fact in facts if fact), 0)))
+    form = getattr(comfy.latent_formats, name, None) if name else None
+    return form() if form else None
 
-    def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int) -> None:
+
+def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> torch.Tensor | None:
+    """The first of the latents as a format has them, [1,C,h,w] or [1,C,f,h,w]; None if they are not of it.
+
+    Some pipelines work on rows of tokens, [B,tokens,features], a token being 1 x 1 or 2 x 2 latent pixels.
+    Without a width and height in pixels the picture is taken to be square.
+    """
+    latents = latents[:1]
+    if latents.ndim == 3:
+        side = 2 if latents.shape[2] == 4 * form.latent_channels else 1
+        pixels = side * form.spacial_downscale_ratio
+        square = math.isqrt(latents.shape[1])
+        rows, columns = (height // pixels, width // pixels) if width and height else (square, square)
+        if latents.shape[1] < rows * columns:
+            return None
+        tokens = latents[:, : rows * columns]  # of a video, the first frame
+        blocks = tokens.reshape(1, rows, columns, -1, side, side).permute(0, 3, 1, 4, 2, 5)
+        latents = blocks.reshape(1, -1, rows * side, columns * side)
+    if latents.ndim not in (4, 5) or latents.shape[1] != form.latent_channels:
+        return None
+    return latents.unsqueeze(2) if form.latent_dimensions == 3 and latents.ndim == 4 else latents
+
+
+class StepProgress:
+    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the "
+    "host has one."""
+
+    def __init__(
+        self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int
+    ) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)
-        config = pipe.decoder_config
-        name = _FORMATS.get((config.get("_class_name", ""), config.get("scaling_factor")))
-        form: Any = getattr(comfy.latent_formats, name, None) if name else None
-        self._previewer = latent_preview.get_previewer(pipe.manager.device, form()) if form else None
+        self._size = width, height
+        self._form = latent_format(pipe.decoder_config)
+        self._device = host.device()
+        self._previewer = latent_preview.get_previewer(self._device, self._form) if self._form else None
 
     def __call__(self, step: int, steps: int, latents: torch.Tensor) -> None:
         host.throw_if_interrupted()
         preview = None
-        if self._previewer is not None and latents.ndim in (4, 5):
-            preview = self._previewer.decode_latent_to_preview_image("JPEG", latents)
+        if self._previewer is not None:
+            picture = as_picture(latents, self._form, *self._size)
+            if picture is not None:
+                picture = picture.to(self._device, torch.float32)
+                preview = self._previewer.decode_latent_to_preview_image("JPEG", picture)
         self._bar.update_absolute(step, steps, preview)

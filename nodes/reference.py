@@ -1,10 +1,11 @@
-"""PipelineReference: what travels between the nodes in place of weights, and where the pipelines it can name are."""
+"""PipelineReference: what travels between the nodes in place of weights, and where the pipelines it can "
+"name are."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 _MAX_DEPTH = 3
 
-_open: weakref.WeakValueDictionary[PipelineReference, StagedPipeline] = weakref.WeakValueDictionary()
+# By the fields of a reference: a key that was the reference itself would keep its pipeline alive.
+_open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class PipelineReference:
     """
 
     folder: str
+    stamp: str  # of the files, so that a changed folder is another pipeline
     dtype: str
     vram_bytes: int | None
     device: str
@@ -39,15 +42,20 @@ class PipelineReference:
 
     def open(self) -> StagedPipeline:
         """The pipeline; the same one for equal references."""
-        pipe = _open.get(self)
+        pipe = _open.get(astuple(self))
         if pipe is None:
             from ..pipelines import open_pipeline
 
             cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
             pipe = open_pipeline(
-                self.folder, self.device, self.vram_bytes, dtype=self.dtype, keep=self.keep, cache_dir=cache_dir
+                self.folder,
+                self.device,
+                self.vram_bytes,
+                dtype=self.dtype,
+                keep=self.keep,
+                cache_dir=cache_dir,
             )
-            _open[self] = pipe
+            _open[astuple(self)] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe
 
@@ -56,10 +64,12 @@ class PipelineReference:
 
 
 def find_pipelines() -> dict[str, Path]:
-    """Names to choose from, with their folders: the demo model, then all in ComfyUI's `models/diffusers` folders."""
+    """Names to choose from, with their folders: the demo model, then all in ComfyUI's `models/diffusers` "
+    "folders."""
     found = {DEMO: _DEMO_FOLDER}
     for root in folder_paths.get_folder_paths("diffusers"):
-        for path, folders, files in os.walk(root):
+        for path, folders, files in os.walk(root, followlinks=True):
+            folders.sort()
             relative = Path(path).relative_to(root)
             if "model_index.json" in files:
                 found.setdefault(relative.as_posix(), Path(path))
@@ -67,3 +77,9 @@ def find_pipelines() -> dict[str, Path]:
             elif len(relative.parts) >= _MAX_DEPTH:
                 folders.clear()
     return found
+
+
+def file_stamp(folder: Path) -> str:
+    """Changes when a file of the folder does. Reads no file."""
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

@@ -19,12 +19,20 @@ class VramReport(io.ComfyNode):
             node_id="BallastVRAMReport",
             display_name="VRAM Report",
             category="ballast",
-            description="Shows which models are in VRAM and RAM, what each stage took, and VRAM over time as a picture.",
+            description="Shows which models are in VRAM and RAM, what each stage took, and VRAM over time "
+            "as a picture.",
             search_aliases=["memory", "timeline", "profile"],
             inputs=[
-                io.AnyType.Input("after", optional=True, tooltip="Anything: the report is made when this is ready."),
+                io.AnyType.Input(
+                    "after", optional=True, tooltip="Anything: the report is made when this is ready."
+                ),
                 io.Int.Input(
-                    "stages", default=12, min=1, max=64, advanced=True, tooltip="How many of the newest stages to show."
+                    "stages",
+                    default=12,
+                    min=1,
+                    max=64,
+                    advanced=True,
+                    tooltip="How many of the newest stages to show.",
                 ),
             ],
             outputs=[

@@ -20,13 +20,30 @@ class Sampler(io.ComfyNode):
             node_id="BallastSampler",
             display_name="Offloaded Sampler",
             category="ballast",
-            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else leaf by leaf.",
+            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else leaf "
+            "by leaf.",
             search_aliases=["ksampler", "denoise"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
-                ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
-                io.Int.Input("width", default=64, min=16, max=16384, step=8, tooltip="Width of the picture in pixels."),
-                io.Int.Input("height", default=64, min=16, max=16384, step=8, tooltip="Height of the picture in pixels."),
+                ConditioningType.Input(
+                    "conditioning", tooltip="From Staged Text Encode, with the same pipeline."
+                ),
+                io.Int.Input(
+                    "width",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    step=8,
+                    tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    step=8,
+                    tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
+                ),
                 io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
                 io.Float.Input(
                     "guidance",
@@ -35,7 +52,8 @@ class Sampler(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Scale of classifier-free guidance. Above 1 the negative prompt counts, and each step runs twice.",
+                    tooltip="Scale of classifier-free guidance. Above 1 the negative prompt counts, and "
+                    "each step runs twice.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -58,11 +76,15 @@ class Sampler(io.ComfyNode):
                     options=["auto", "resident", "leafwise", "cpu"],
                     default="auto",
                     advanced=True,
-                    tooltip="auto chooses what fits. resident: the whole transformer in VRAM. leafwise: one layer at a time, "
-                    "slow, in least memory. cpu: no VRAM at all.",
+                    tooltip="auto chooses what fits. resident: the whole transformer in VRAM. leafwise: one "
+                    "layer at a time, slow, in least memory. cpu: no VRAM at all.",
                 ),
             ],
-            outputs=[io.Latent.Output("latent", tooltip="For FP32 VAE Decode, or ComfyUI's own VAE Decode with the same VAE.")],
+            outputs=[
+                io.Latent.Output(
+                    "latent", tooltip="For FP32 VAE Decode, or ComfyUI's own VAE Decode with the same VAE."
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -82,14 +104,14 @@ class Sampler(io.ComfyNode):
         pipe = pipeline.open()
         latents = pipe.sample(
             conditioning,
-            width=width,
-            height=height,
+            width=width or None,
+            height=height or None,
             steps=steps,
             guidance=guidance,
             seed=seed,
             frames=frames or None,
             strategy=strategy,
-            on_step=StepProgress(cls, pipe, steps),
+            on_step=StepProgress(cls, pipe, steps, width, height),
         )
         show_text(cls, pipe.manager.timeline.stages[-1].summary())
         return io.NodeOutput({"samples": latents})

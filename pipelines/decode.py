@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..memory.errors import is_out_of_memory, release_frames
+from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.manager import MemoryManager
 from ..memory.unit import ManagedModel
 
@@ -42,14 +42,14 @@ def decode_latents(
     attempts = [("auto", False), ("auto", True), ("cpu", False)]
     for strategy, tiled in attempts:
         try:
-            with manager.stage("decode", [vae]):
+            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled)):
                 pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=alone, arguments=arguments)
         except Exception as error:
-            if strategy == "cpu" or not is_out_of_memory(error):
+            if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
                 raise
             release_frames(error)
             manager.free()
-            log.warning("Ballast: out of memory in decode; trying %s", "the CPU" if tiled else "tiles")
+            log.warning("Ballast: decoding does not fit; trying %s", "the CPU" if tiled else "tiles")
         else:
             check_finite(pixels, "the decoder made")
             return pixels

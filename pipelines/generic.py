@@ -207,6 +207,8 @@ class GenericPipeline(StagedPipeline):
             pipe(**arguments, **cond.to(device, dtype), output_type="pt", return_dict=False)
         except _DecodeCalledError as caught:
             return caught.latents
+        finally:
+            vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
         raise RuntimeError(f"{self.pipeline_class.__name__} never called its VAE, and cannot be staged.")
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:

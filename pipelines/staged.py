@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,11 @@ log = logging.getLogger("ballast")
 Result = TypeVar("Result")
 OnStep = Callable[[int, int, torch.Tensor], None]
 Prompt = str | Sequence[str]
+
+
+def _work(arguments: dict[str, Any]) -> Hashable:
+    """What decides how much memory sampling works in: the plain arguments, such as size and guidance."""
+    return tuple(sorted((k, v) for k, v in arguments.items() if isinstance(v, int | float | str)))
 
 
 class StagedPipeline(ABC):
@@ -108,7 +113,7 @@ class StagedPipeline(ABC):
             latents = self._denoise(cond, arguments | {"generator": generator, "latents": noise}, on_step, device)
             return to_host(latents.float())
 
-        latents = self._run_stage("sample", self.denoisers, run, strategy, keep=self.keep)
+        latents = self._run_stage("sample", self.denoisers, run, strategy, work=_work(arguments), keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -128,6 +133,8 @@ class StagedPipeline(ABC):
         units: list[ManagedModel],
         run: Callable[[torch.device], Result],
         strategy: str = "auto",
+        *,
+        work: Hashable = None,
         keep: bool = False,
     ) -> Result:
         """Run a stage; if the device runs out of memory, once more with everything else gone and the units leafwise."""
@@ -135,7 +142,7 @@ class StagedPipeline(ABC):
         for attempt in (strategy, "leafwise") if strategy in ("auto", "resident") else (strategy,):
             device = torch.device("cpu") if attempt == "cpu" else self.manager.device
             try:
-                with self.manager.stage(name, units, attempt, alone=not self.keep, keep=keep):
+                with self.manager.stage(name, units, attempt, work=work, alone=not self.keep, keep=keep):
                     return run(device)
             except Exception as error:
                 if not is_out_of_memory(error):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from host import can_run_host, find_host
+from node_runner import use_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +23,11 @@ sys.modules["ballast"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules["ballast"])
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The nodes import the host's modules: a real ComfyUI's where this Python can run one, else the stand-ins.
+HOST = find_host() if can_run_host() else None
+_base = tempfile.TemporaryDirectory(prefix="ballast_tests_")
+use_modules(HOST, _base.name)
 
 
 @pytest.fixture(autouse=True)

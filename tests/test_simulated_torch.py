@@ -167,6 +167,22 @@ def test_parameters_modules_and_files(tmp_path: Any) -> None:
     assert twin.to_empty(device="meta").weight.is_meta
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_may_be_views_into_one_buffer(mode: Any) -> None:
+    with mode():
+        layer = torch.nn.Linear(4, 4).to(torch.bfloat16)
+        x = torch.randn(2, 4, dtype=torch.bfloat16)
+        expected = layer(x)
+        flat = torch.cat([layer.weight.view(-1), layer.bias]).view(torch.uint8)
+        slot = torch.empty(64, dtype=torch.uint8, device="sim")
+        before = held()
+        slot[: flat.nbytes].copy_(flat, non_blocking=True)
+        layer.weight = torch.nn.Parameter(slot[:32].view(torch.bfloat16).view(4, 4), requires_grad=False)
+        layer.bias = torch.nn.Parameter(slot[32:40].view(torch.bfloat16), requires_grad=False)
+        assert held() == before and layer.weight.data_ptr() == slot.data_ptr()
+        torch.testing.assert_close(layer(x.to("sim")).cpu(), expected)
+
+
 def test_shared_parameters_stay_shared() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     weight = model[1].weight = model[0].weight

@@ -1,0 +1,286 @@
+"""The stages of a pipeline: cache, faults in mid-stage, retries, budgets, and many runs in a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import ballast
+import psutil
+import pytest
+import torch
+from ballast.memory import DoesNotFitError, manager
+from ballast.pipelines.conditioning import Conditioning
+
+Folders = Callable[[str], Path]
+SIZE = {"width": 48, "height": 32, "steps": 2, "guidance": 4.0}
+
+
+@pytest.fixture
+def folder(tiny_folders: Folders) -> Path:
+    return tiny_folders("lumina2")
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the folder that a test may change."""
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def encodes_without_loading(folder: Path, prompt: str = "a boat", **opening: object) -> bool:
+    """Whether a newly opened pipeline finds the prompt in the cache."""
+    pipe = ballast.open_pipeline(folder, device="cpu", **opening)
+    options = opening.pop("options", {})
+    pipe.encode(prompt, **options)
+    return pipe.encoders[0].tier == "disk"
+
+
+# The embedding cache
+
+
+def test_open_reads_no_weights(folder: Path) -> None:
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    assert {unit.tier for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder)} == {"disk"}
+
+
+def test_same_prompt_loads_no_encoder_again(folder: Path) -> None:
+    assert not encodes_without_loading(folder)
+    assert encodes_without_loading(folder)
+    assert not encodes_without_loading(folder, "another boat")
+
+
+def test_same_prompt_in_a_new_process_reads_no_encoder_bytes(folder: Path) -> None:
+    script = (
+        "import sys, json; sys.path.insert(0, {tests!r}); import conftest, ballast\n"
+        "pipe = ballast.open_pipeline({folder!r}, device='cpu')\n"
+        "cond = pipe.encode('a boat', 'grey')\n"
+        "print(json.dumps([pipe.manager.disk_bytes_read, float(cond.tensors['prompt_embeds'].sum())]))\n"
+    ).format(tests=str(Path(__file__).parent), folder=str(folder))
+
+    def run() -> list[float]:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = run(), run()
+    assert first[0] > 0
+    assert second[0] == 0
+    assert second[1] == first[1]
+
+
+def test_changed_dtype_is_a_miss(folder: Path) -> None:
+    encodes_without_loading(folder)
+    assert not encodes_without_loading(folder, dtype="bf16")
+
+
+def test_changed_negative_prompt_and_option_are_misses(folder: Path) -> None:
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    pipe.encode("a boat")
+    read = pipe.manager.timeline.stages.maxlen and len(pipe.manager.timeline.stages)
+    pipe.encode("a boat", "grey")
+    pipe.encode("a boat", max_sequence_length=64)
+    assert len(pipe.manager.timeline.stages) == read + 2
+    pipe.encode("a boat", max_sequence_length=64)
+    assert len(pipe.manager.timeline.stages) == read + 2
+
+
+def test_changed_encoder_file_is_a_miss(copied: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    assert not encodes_without_loading(copied)
+    path = copied / "text_encoder" / "model.safetensors"
+    before = path.stat()
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert not encodes_without_loading(copied)
+
+
+def test_changed_tokenizer_option_is_a_miss(copied: Path) -> None:
+    assert not encodes_without_loading(copied)
+    path = copied / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"padding_side": "left"}), "utf-8")
+    assert not encodes_without_loading(copied)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage" * 9, None])
+def test_damaged_cache_entry_is_dropped_and_rebuilt(folder: Path, tmp_path: Path, damage: bytes | None) -> None:
+    cache = tmp_path / "cache"
+    pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=cache)
+    good = pipe.encode("a boat")
+    (entry,) = cache.glob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:-9] if damage is None else damage)
+    pipe.cache._ram.clear()
+    again = pipe.encode("a boat")
+    torch.testing.assert_close(again.tensors["prompt_embeds"], good.tensors["prompt_embeds"])
+    assert Conditioning.load(entry).tensors.keys() == good.tensors.keys()
+    assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
+
+
+def test_cache_on_disk_and_in_ram_keeps_its_caps(tmp_path: Path) -> None:
+    from ballast.pipelines.embedding_cache import EmbeddingCache
+
+    cond = Conditioning({"prompt_embeds": torch.zeros(1, 256)})
+    cache = EmbeddingCache(tmp_path, ram_bytes=3 * cond.nbytes, disk_bytes=5 * 1300)
+    for i in range(9):
+        cache.put(f"{i:064}", cond)
+    assert len(list(tmp_path.iterdir())) == 5
+    assert len(cache._ram) == 3
+    assert cache.get(f"{8:064}") is not None
+    assert cache.get(f"{0:064}") is None
+
+
+def test_cache_that_cannot_be_written_costs_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=tmp_path / "file")
+    assert pipe.encode("a boat").tensors
+
+
+def test_conditioning_survives_a_file_with_lists(tmp_path: Path) -> None:
+    made = Conditioning({"a": torch.rand(2, 3), "b": [torch.rand(i, 2) for i in range(1, 13)]}, {"prompt": "x"})
+    made.save(tmp_path / "c.safetensors")
+    read = Conditioning.load(tmp_path / "c.safetensors")
+    torch.testing.assert_close(dict(read.tensors), dict(made.tensors))
+    assert read.info == made.info
+
+
+# Faults in mid-stage
+
+
+class InterruptProcessingException(BaseException):  # noqa: N818  (the host's name)
+    pass
+
+
+@pytest.mark.parametrize("name", ["lumina2", "wan", "hidream"])
+@pytest.mark.parametrize("error", [InterruptProcessingException, KeyboardInterrupt, ValueError])
+def test_interrupt_leaves_nothing_and_the_next_run_works(
+    name: str, error: type[BaseException], tiny_folders: Folders, sim: ModuleType
+) -> None:
+    from test_families import stages
+
+    pipe, encode, sample, _ = stages(name, tiny_folders(name), "sim", keep=True)
+    cond = encode()
+    steps = []
+
+    def stop(step: int, total: int, latents: torch.Tensor) -> None:
+        steps.append(step)
+        raise error
+
+    with pytest.raises(error):
+        sample(cond, on_step=stop)
+    assert steps == [1]
+    assert sim.stats().allocated_bytes == 0
+    assert not any(unit.leases for unit in pipe.denoisers)
+    assert sample(cond).isfinite().all()
+
+
+@pytest.mark.parametrize("stage", ["encode", "sample", "decode"])
+def test_out_of_memory_in_any_stage_is_survived(stage: str, folder: Path, sim: ModuleType, tmp_path: Path) -> None:
+    """One allocation fails, wherever: the stage finishes with the same result, or says so, and nothing stays."""
+    pipe = ballast.open_pipeline(folder, device="sim", cache_dir=tmp_path)
+    cond = pipe.encode("a boat")
+    latents = pipe.sample(cond, **SIZE)
+    picture = pipe.decode(latents)
+    run = {
+        "encode": lambda: pipe.encode("a boat").tensors["prompt_embeds"],
+        "sample": lambda: pipe.sample(cond, **SIZE),
+        "decode": lambda: pipe.decode(latents),
+    }[stage]
+    expected = {"encode": cond.tensors["prompt_embeds"], "sample": latents, "decode": picture}[stage]
+    for count in (1, 10, 50, 100, 200):
+        pipe.cache.clear()
+        with sim.fail_after(count):
+            result = run()
+        if stage != "decode":  # tiles change a picture
+            torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
+        assert result.shape == expected.shape
+        assert sim.stats().allocated_bytes == 0
+
+
+def test_cap_too_small_for_anything_is_one_clear_line(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim", vram=1000)
+    with pytest.raises(DoesNotFitError) as caught:
+        pipe.encode("a boat")
+    assert "\n" not in str(caught.value)
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_decode_falls_back_to_tiles_and_then_to_the_cpu(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim")
+    latents = torch.randn(1, 4, 16, 16)
+    whole = pipe.decode(latents)
+    peak = sim.stats().peak_bytes
+    sim.enable(total=peak // 2)
+    tiled = pipe.decode(latents)
+    assert tiled.shape == whole.shape
+    assert manager("sim").timeline.stages[-1].peak_bytes > 0
+    sim.enable(total=pipe.decoder.leaf_bytes // 2)
+    torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_decode_is_really_float32(copied: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(copied, device="sim", dtype="bf16")
+    seen = []
+    decode = type(pipe.decoder.module).decode
+
+    def record(self: torch.nn.Module, z: torch.Tensor, **kwargs: object) -> object:
+        seen.append((z.dtype, {p.dtype for p in self.parameters()}))
+        return decode(self, z, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipe.decoder.module), "decode", record)
+        pipe.decode(torch.randn(1, 4, 4, 6, dtype=torch.bfloat16))
+    assert seen == [(torch.float32, {torch.float32})]
+
+
+def test_keep_leaves_the_transformer_for_the_next_run(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim", keep=True)
+    cond = pipe.encode("a boat")
+    first = pipe.sample(cond, **SIZE)
+    assert pipe.denoisers[0].tier == "device"
+    came = manager("sim").device_bytes_in
+    torch.testing.assert_close(pipe.sample(cond, **SIZE), first, atol=0, rtol=0)
+    assert manager("sim").device_bytes_in == came
+    pipe.decode(first)
+    assert pipe.denoisers[0].tier == "device"
+    assert pipe.decoder.tier == "host"
+    manager("sim").free()
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_kept_transformer_leaves_when_the_decoder_needs_the_room(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim", keep=True)
+    latents = pipe.sample(pipe.encode("a boat"), **SIZE)
+    pipe.decode(latents)
+    sim.enable(total=pipe.denoisers[0].size_bytes + pipe.decoder.size_bytes // 2)
+    assert pipe.denoisers[0].tier == "device"
+    assert pipe.decode(latents).isfinite().all()
+    assert pipe.denoisers[0].tier == "host"
+
+
+def test_noise_given_outright_is_the_noise_of_the_seed(folder: Path) -> None:
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    cond = pipe.encode("a boat")
+    noise = torch.randn(1, 4, 4, 6, generator=torch.Generator("cpu").manual_seed(7))
+    torch.testing.assert_close(pipe.sample(cond, noise=noise, **SIZE), pipe.sample(cond, seed=7, **SIZE), atol=0, rtol=0)
+
+
+def test_twenty_runs_in_a_row_keep_memory_flat(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim")
+    process = psutil.Process()
+    resident = []
+    for run in range(25):
+        picture = pipe.decode(pipe.sample(pipe.encode(f"boat {run}"), seed=run, **SIZE))
+        assert picture.isfinite().all()
+        assert sim.stats().allocated_bytes == 0
+        resident.append(process.memory_info().rss)
+    assert max(resident[5:]) <= 1.02 * min(resident[5:])
