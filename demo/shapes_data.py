@@ -88,15 +88,15 @@ def render(labels: torch.Tensor, generator: torch.Generator | None = None, size:
     if generator is not None:
         jitter = torch.rand(count, 3, generator=generator) * 2 - 1
     shape, colour, back, place = (labels[:, i] for i in range(4))
-    radius = (0.185 + 0.012 * jitter[:, 0]).view(-1, 1, 1)
-    centre_x = ((2 * place + 1) / 6 + 0.083 * (1 - place) + 0.02 * jitter[:, 1]).view(-1, 1, 1)
-    centre_y = (0.5 + 0.05 * jitter[:, 2]).view(-1, 1, 1)
+    radius = (0.185 + 0.006 * jitter[:, 0]).view(-1, 1, 1)
+    centre_x = ((2 * place + 1) / 6 + 0.083 * (1 - place) + 0.01 * jitter[:, 1]).view(-1, 1, 1)
+    centre_y = (0.5 + 0.015 * jitter[:, 2]).view(-1, 1, 1)
 
     axis = (torch.arange(size) + 0.5) / size
     x, y = axis.view(1, 1, -1) - centre_x, axis.view(1, -1, 1) - centre_y
-    # Distance to each outline, negative inside. The three have about the same area.
+    # Distance to each outline, negative inside. The sizes are chosen to look alike.
     circle = (x * x + y * y).sqrt() - radius
-    square = torch.maximum(x.abs(), y.abs()) - 0.89 * radius
+    square = torch.maximum(x.abs(), y.abs()) - 0.94 * radius
     inner = 0.68 * radius
     triangle = torch.maximum(y - inner, 0.8660254 * x.abs() - 0.5 * y - inner)
     distance = torch.stack([circle, square, triangle], dim=1)[torch.arange(count), shape]

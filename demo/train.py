@@ -113,7 +113,7 @@ def train_transformer(
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps, 1.5e-3)
         picked = torch.randint(len(labels), (batch,), generator=generator)
         clean, noise = latents[picked], torch.randn(batch, *latents.shape[1:], generator=generator)
-        sigma = torch.sigmoid(torch.randn(batch, generator=generator) * 1.1 + 0.2)
+        sigma = torch.sigmoid(torch.randn(batch, generator=generator) * 1.2 + 0.5)
         mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
         tokens = pipe.tokenizer(
             [training_prompt(labels[i], rng) for i in picked.tolist()], padding="longest", return_tensors="pt"

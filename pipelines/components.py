@@ -165,6 +165,8 @@ def read_components(folder: Path, index: dict[str, Any], dtype: torch.dtype | No
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or len(entry) != 2 or None in entry:
             continue
+        if not name.isidentifier():
+            raise ValueError(f"{folder}/model_index.json names a component {name!r}, which is no folder name.")
         library, class_name = entry
         path = folder / name
         if not path.is_dir():

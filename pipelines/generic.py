@@ -36,12 +36,13 @@ class GenericPipeline(StagedPipeline):
 
     def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
         index = read_model_index(folder)
-        self.pipeline_class = pipeline_class(index["_class_name"])
+        self.name = index["_class_name"]
+        self.pipeline_class = pipeline_class(self.name)
         self.components = read_components(folder, index, parse_dtype(dtype))
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
         if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
-            raise ValueError(f"{self.pipeline_class.__name__} has no text stage or no VAE, and cannot be staged.")
+            raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self.is_video = "num_frames" in self._call
         super().__init__(folder, **shared)
@@ -89,7 +90,7 @@ class GenericPipeline(StagedPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        _check_known(options, self._encode_prompt, f"{self.pipeline_class.__name__}.encode_prompt")
+        _check_known(options, self._encode_prompt, f"{self.name}.encode_prompt")
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         import diffusers
@@ -98,7 +99,7 @@ class GenericPipeline(StagedPipeline):
         text = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
         return {
             "format": 1,
-            "pipeline": self.pipeline_class.__name__,
+            "pipeline": self.name,
             "libraries": [diffusers.__version__, transformers.__version__],
             "files": {c.name: c.identity() for c in text if not c.name.startswith("scheduler")},
             "dtypes": {c.name: str(c.run_dtype) for c in text if c.is_module},
@@ -149,7 +150,7 @@ class GenericPipeline(StagedPipeline):
         frames: int | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        name = self.pipeline_class.__name__
+        name = self.name
         known = {k: v for k, v in self._call.items() if "embeds" not in k}
         extra = {"guidance_scale"} if "true_cfg_scale" in self._call else set()
         _check_known(options, known, f"{name}.__call__", extra)
@@ -209,7 +210,7 @@ class GenericPipeline(StagedPipeline):
             return caught.latents
         finally:
             vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
-        raise RuntimeError(f"{self.pipeline_class.__name__} never called its VAE, and cannot be staged.")
+        raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         """Adjust the stock pipeline to one run. For families with quirks."""

@@ -37,6 +37,7 @@ class StagedPipeline(ABC):
     stays on the device between runs for as long as nothing else needs the room.
     """
 
+    name: str
     is_video = False
     decoder_config: dict[str, Any]
 
@@ -74,7 +75,7 @@ class StagedPipeline(ABC):
             return {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
 
         tensors = self._run_stage("encode", self.encoders, run)
-        words = {"prompt": prompt, "negative_prompt": negative_prompt, "folder": self.folder.name}
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name}
         conditioning = Conditioning(tensors, {name: str(value) for name, value in words.items()})
         self.cache.put(key, conditioning)
         return conditioning
@@ -106,6 +107,8 @@ class StagedPipeline(ABC):
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
+        if (made_by := cond.info.get("pipeline", self.name)) != self.name:
+            raise ValueError(f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline.")
         arguments = self._sample_arguments(width, height, steps, guidance, frames, options)
 
         def run(device: torch.device) -> torch.Tensor:
@@ -123,6 +126,12 @@ class StagedPipeline(ABC):
         `arguments` are further ones of the VAE's own `decode`.
         """
         self.manager.limit(self.vram_bytes, self.ram_bytes)
+        takes = self.decoder_config.get("latent_channels") or self.decoder_config.get("z_dim")
+        if latents.ndim not in (4, 5) or takes not in (None, latents.shape[1]):
+            raise ValueError(
+                f"the latents have {latents.shape[1] if latents.ndim > 1 else 0} channels in {latents.ndim} dimensions; the VAE "
+                f"of {self.name} takes {takes}. Sample and decode with the same pipeline."
+            )
         arguments = self._decode_arguments(latents, arguments)
         pixels = decode_latents(self.manager, self.decoder, latents, alone=not self.keep, arguments=arguments)
         return to_images(pixels, video=self.is_video)
