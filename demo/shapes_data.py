@@ -75,9 +75,7 @@ def caption(label: Label, rng: random.Random | None = None) -> str:
 def all_words() -> str:
     """Every word that a caption can have, as one text."""
     names = (*COLOUR_NAMES, *SHAPES, *PLACES, *MIDDLE_WORDS)
-    forms = [
-        form.format(colour="", back="", shape="", place="", where="") for form in FULL_FORMS + PARTIAL_FORMS
-    ]
+    forms = [form.format(colour="", back="", shape="", place="", where="") for form in FULL_FORMS + PARTIAL_FORMS]
     return " ".join([*names, *forms, "in the", "on the"])
 
 

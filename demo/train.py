@@ -4,7 +4,7 @@
 
 The result is a folder that diffusers' `Lumina2Pipeline.from_pretrained` loads: an AutoencoderKL (64x64
 pictures to 8x8 latents), a Gemma2 text encoder with a word-level tokenizer, and a Lumina2Transformer2DModel
-(Next-DiT), see `shapes_model`. The autoencoder is trained first; then the text encoder and the transformer are
+(Next-DiT), see `shapes_model`. The autoencoder is trained first; then the text encoder and the transformer
 trained together by flow matching, in the convention the stock pipeline samples in. Pictures and captions come
 from `shapes_data`.
 The defaults took TIME.
@@ -71,9 +71,7 @@ def train_vae(vae: AutoencoderKL, steps: int, batch: int, decoder_only: bool, ge
 
 
 @torch.no_grad()
-def make_latents(
-    vae: AutoencoderKL, count: int, generator: torch.Generator
-) -> tuple[list[Label], torch.Tensor]:
+def make_latents(vae: AutoencoderKL, count: int, generator: torch.Generator) -> tuple[list[Label], torch.Tensor]:
     """Labels and their normalised latents; the normalisation goes into the autoencoder's config."""
     labels = draw_labels(count, generator)
     parts = [vae.encode(render(part, generator)).latent_dist.mean for part in labels.split(128)]

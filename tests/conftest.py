@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from host import can_run_host, find_host
 from node_runner import use_modules
 
@@ -23,6 +24,7 @@ sys.modules["ballast"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules["ballast"])
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 # The nodes import the host's modules: a real ComfyUI's where this Python can run one, else the stand-ins.
 HOST = find_host() if can_run_host() else None
