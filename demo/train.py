@@ -5,9 +5,8 @@
 The result is a folder that diffusers' `Lumina2Pipeline.from_pretrained` loads: an AutoencoderKL (64x64
 pictures to 8x8 latents), a Gemma2 text encoder with a word-level tokenizer, and a Lumina2Transformer2DModel
 (Next-DiT), see `shapes_model`. The autoencoder is trained first; then the text encoder and the transformer
-trained together by flow matching, in the convention the stock pipeline samples in. Pictures and captions come
-from `shapes_data`.
-The defaults took TIME.
+are trained together by flow matching, in the convention the stock pipeline samples in. Pictures and captions are
+those of `shapes_data`. TIMELINE
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ from .sizes import format_bytes
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy: `direction` is "h2d", "d2h" or "d2d"; `storage_ptr` names the storage on the device side."""
+    """One copy: `direction` is "h2d", "d2h" or "d2d".
+
+    `storage_ptr` is `untyped_storage().data_ptr()` of the tensor on the device. Addresses are used again: compare
+    it with those of tensors that live at the time of the copy.
+    """
 
     direction: str
     nbytes: int
@@ -194,7 +198,7 @@ class Card:
                     self.host = end
                 self.latest = max(self.latest, end)
         if self.watchers:
-            pointer = device_side.raw.untyped_storage()._cdata
+            pointer = device_side.raw.untyped_storage().data_ptr()
             event = Transfer(direction, nbytes, tuple(tensor.shape), tensor.dtype, pointer)
             for watcher in tuple(self.watchers):
                 watcher(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -63,3 +64,5 @@ def sim() -> Iterator[ModuleType]:
     manager("sim").timeline.clear()
     yield simulated
     manager("sim").free()
+    gc.collect()
+    assert simulated.stats().allocated_bytes == 0, "the test left something on the device"

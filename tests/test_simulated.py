@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ballast.memory import simulated
+from quick_gc import quick_gc  # noqa: F401 (a fixture)
 
 if simulated.supported():
     pytest.skip(simulated.supported() or "", allow_module_level=True)
@@ -21,11 +22,11 @@ MB = 2**20
 @pytest.fixture(autouse=True)
 def card() -> Iterator[None]:
     """A fresh card of 64 MB, empty before and after."""
+    gc.collect()
     simulated.enable("64MB")
     before = simulated.stats().allocated_bytes
     yield
-    if simulated.stats().allocated_bytes != before:
-        gc.collect()  # a caught exception may keep tensors; collecting always would take most of the time
+    gc.collect()
     assert simulated.stats().allocated_bytes == before
 
 
@@ -99,6 +100,7 @@ def test_copies_are_counted_and_can_be_watched() -> None:
     seen: list[simulated.Transfer] = []
     with simulated.watch(seen.append):
         x = torch.ones(10).to("sim")
+        assert seen[0].storage_ptr == x.untyped_storage().data_ptr()
         y = x.clone()
         y.copy_(x)
         x.to(torch.float16)

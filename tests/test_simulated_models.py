@@ -14,18 +14,10 @@ import torch
 from accelerate import cpu_offload
 from ballast.memory import simulated
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+from quick_gc import quick_gc  # noqa: F401 (a fixture)
 
 if simulated.supported():
     pytest.skip(simulated.supported() or "", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection() -> Iterator[None]:
-    """Leave what the imports made out of the many collections below."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +25,7 @@ def card() -> Iterator[None]:
     """A card of 64 MB and one CPU thread, which such small models run fastest on."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    forget_rope()
     gc.collect()
     simulated.enable("64MB")
     yield
