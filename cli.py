@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .memory.sizes import format_bytes
-
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
 _SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU

@@ -36,22 +36,23 @@ def examine() -> list[Finding]:
     accelerator = Accelerator(device)
     ram = psutil.virtual_memory()
     memory = f"{format_bytes(accelerator.free_bytes())} of {format_bytes(accelerator.total_bytes())} free"
-    findings = [
+    return [
         Finding("python", True, platform.python_version()),
         Finding("torch", _at_least(torch.__version__, "2.6"), f"{torch.__version__} (2.6 or newer is needed)"),
-        Finding("device", True, f"{device}, {accelerator.name}, {memory}" if not accelerator.is_cpu else "cpu only: no GPU"),
+        Finding(
+            "device", True, "cpu only: no GPU" if accelerator.is_cpu else f"{device}, {accelerator.name}, {memory}"
+        ),
         Finding("simulated", True, simulated.supported() or "the simulated GPU works (--device sim)"),
         Finding(
             "RAM",
             ram.total >= _MIN_RAM_BYTES,
-            f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available; host copies of the weights live there",
+            f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available, for copies of the weights",
         ),
         _pinning(device),
         *(_library(name, lowest) for name, lowest in _NEEDED.items()),
         _comfyui(),
         _cache(),
     ]
-    return findings
 
 
 def _at_least(found: str, lowest: str) -> bool:
@@ -88,7 +89,11 @@ def _comfyui() -> Finding:
     if root is None:
         return Finding("ComfyUI", True, "none found (COMFYUI_PATH names one); the command line works without")
     unknown = host.unknown_members(root)
-    state = f"unknown to this version of Ballast: {', '.join(sorted(unknown))}" if unknown else "its memory contract is known"
+    state = (
+        f"unknown to this version of Ballast: {', '.join(sorted(unknown))}"
+        if unknown
+        else "its memory contract is known"
+    )
     return Finding("ComfyUI", not unknown, f"{host.version(root)} in {root}; {state}")
 
 

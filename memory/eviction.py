@@ -7,11 +7,11 @@ units of unequal size takes a search); when it does not, the least recently used
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -42,6 +42,7 @@ def choose_evictions(
     others = {unit: size for unit, size in resident.items() if unit != wanted.unit}
     if sum(others.values()) <= room_bytes:
         return []
+    keep: Set[Key]
     if future is None:
         keep = _keep_most_recent(list(reversed(others)), others, room_bytes)
     elif len(others | {use.unit: 0 for use in future}) <= EXACT_UNITS:
@@ -66,7 +67,7 @@ def _by_next_use(sizes: Mapping[Key, int], future: Sequence[Use]) -> list[Key]:
     return sorted(sizes, key=lambda unit: next_use.get(unit, len(future)))
 
 
-def _fitting(sizes: Mapping[Hashable, int], room_bytes: int) -> Iterator[frozenset]:
+def _fitting(sizes: Mapping[Any, int], room_bytes: int) -> Iterator[frozenset]:
     """Subsets that fit and to which nothing more can be added. Keeping more never costs, so the rest need no look."""
     if sum(sizes.values()) <= room_bytes:
         yield frozenset(sizes)
@@ -82,8 +83,8 @@ def _fitting(sizes: Mapping[Hashable, int], room_bytes: int) -> Iterator[frozens
 def _keep_cheapest(
     others: Mapping[Key, int], capacity_bytes: int, room_bytes: int, wanted: Use, future: Sequence[Use]
 ) -> frozenset:
-    sizes: dict[Hashable, int] = {**others, wanted.unit: wanted.size_bytes}
-    sizes |= {use.unit: use.size_bytes for use in future}
+    sizes: dict[Any, int] = {use.unit: use.size_bytes for use in future}
+    sizes |= {wanted.unit: wanted.size_bytes} | dict(others)
 
     @cache
     def reload_bytes(step: int, held: frozenset) -> int:

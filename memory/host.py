@@ -14,12 +14,35 @@ log = logging.getLogger("ballast")
 
 # What the host reads on the model patchers in its list, as known from ComfyUI 0.3.64 to 0.33.0.
 KNOWN_MEMBERS = frozenset(
-    """
-    parent model load_device offload_device clone_base_uuid dynamic_pins is_dynamic is_clone clone
-    model_size loaded_size loaded_ram_size pinned_memory_size current_loaded_device model_dtype model_patches_to
-    model_patches_models model_mmap_residency get_nested_additional_models lowvram_patch_counter get_ram_usage
-    get_free_memory partially_load partially_unload partially_unload_ram unregister_inactive_pins detach
-    """.split()
+    {
+        "clone",
+        "clone_base_uuid",
+        "current_loaded_device",
+        "detach",
+        "dynamic_pins",
+        "get_free_memory",
+        "get_nested_additional_models",
+        "get_ram_usage",
+        "is_clone",
+        "is_dynamic",
+        "load_device",
+        "loaded_ram_size",
+        "loaded_size",
+        "lowvram_patch_counter",
+        "model",
+        "model_dtype",
+        "model_mmap_residency",
+        "model_patches_models",
+        "model_patches_to",
+        "model_size",
+        "offload_device",
+        "parent",
+        "partially_load",
+        "partially_unload",
+        "partially_unload_ram",
+        "pinned_memory_size",
+        "unregister_inactive_pins",
+    }
 )
 
 

@@ -214,7 +214,7 @@ class MemoryManager:
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
 
-        `roles` restricts them; with `bytes` it stops when so much is free. Returns the bytes of the device really freed.
+        `roles` restricts them; with `bytes` it stops when so much is free. Returns the bytes really freed.
         """
         wanted = set(ROLES if roles is None else roles)
         if unknown := wanted - set(ROLES):
@@ -277,9 +277,10 @@ class MemoryManager:
         return sorted(free, key=lambda unit: unit.last_use)
 
     def _strike(self, unit: ManagedModel) -> None:
-        for i, ref in enumerate(self._future or []):
+        future = self._future or []
+        for i, ref in enumerate(future):
             if ref() is unit:
-                del self._future[: i + 1]  # type: ignore[index]
+                del future[: i + 1]
                 return
 
     def _uses(self, size: str) -> list[Use] | None:
@@ -335,9 +336,9 @@ class MemoryManager:
         pinned = [u for u in fixed if u.pinned]
         could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
         raise DoesNotFitError(
-            f"{unit.role} {unit.name} does not fit on {self.device}: it wants {format_bytes(unit.size_bytes)} resident or "
-            f"{format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a budget of "
-            f"{format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, room))} can be had. "
+            f"{unit.role} {unit.name} does not fit on {self.device}: it wants {format_bytes(unit.size_bytes)} resident "
+            f"or {format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a "
+            f"budget of {format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, room))} can be had. "
             f"Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
         )
 

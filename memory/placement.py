@@ -89,7 +89,11 @@ class Leafwise(Placement):
         self._move(list(own_slots(self.module)))
         for child in self.module.children():
             cpu_offload(
-                child, self.device, offload_buffers=True, state_dict=child.state_dict(), preload_module_classes=_WHOLE_MODULES
+                child,
+                self.device,
+                offload_buffers=True,
+                state_dict=child.state_dict(),
+                preload_module_classes=_WHOLE_MODULES,
             )
 
     def _remove(self) -> None:

@@ -54,7 +54,7 @@ class Report:
             f"{format_bytes(self.budget_bytes)}, {format_bytes(self.free_bytes)} free; "
             f"RAM: {format_bytes(self.host_bytes)} of weights"
         )
-        rows = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
+        rows: list[tuple[str, ...]] = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
         for unit in self.units:
             state = ", ".join(word for word in ("leased" * unit.leased, "pinned" * unit.pinned) if word)
             sizes = map(format_bytes, (unit.size_bytes, unit.resident_bytes, unit.host_bytes))

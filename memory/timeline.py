@@ -128,7 +128,9 @@ class Timeline:
 
     def table(self, stages: int = _MAX_STAGES) -> str:
         """A row for each unit of each of the newest stages: tier before and after, bytes brought in, peak, seconds."""
-        rows = [("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "seconds")]
+        rows: list[tuple[str, ...]] = [
+            ("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "seconds")
+        ]
         for stage in list(self.stages)[-stages:]:
             peak, seconds = format_bytes(stage.peak_bytes), f"{stage.seconds:.2f}"
             for i, unit in enumerate(stage.units.values()):
@@ -148,6 +150,6 @@ class Timeline:
 
     def picture(self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES) -> Image:
         """VRAM over time in the newest stages, by unit, as an RGB picture."""
-        from .timeline_picture import draw_timeline
+        from .picture import draw_timeline
 
         return draw_timeline(list(self.stages)[-stages:], width, height)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
 class Slot:
     """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`."""
 
-    holder: dict[str, torch.Tensor | None]
+    holder: dict[str, Any]
     key: str
     tensor: torch.Tensor
 
@@ -98,7 +98,7 @@ class ManagedModel:
         """The one module object of this unit, whatever its tier."""
         if self._module is None:
             module = self._build().eval()
-            module.__class__ = _located(type(module))
+            module.__class__ = _located(type(module))  # type: ignore[arg-type]
             self._module = module
             self.runs_on(torch.device("cpu"))
         return self._module

@@ -39,7 +39,8 @@ def find_weights(folder: Path) -> tuple[list[Path], str | None]:
     indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: len(path.name))
     if indexes:
         try:
-            shards = sorted({folder / name for name in json.loads(indexes[0].read_text("utf-8"))["weight_map"].values()})
+            weight_map = json.loads(indexes[0].read_text("utf-8"))["weight_map"]
+            shards = sorted({folder / name for name in weight_map.values()})
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{indexes[0]} is not an index of weights. Download it again.") from error
         for shard in shards:

@@ -25,9 +25,7 @@ class VaeDecode(io.ComfyNode):
             search_aliases=["vae decode", "tiled"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast); its VAE decodes."),
-                io.Latent.Input(
-                    "latent", tooltip="Latents of this pipeline, or of any model with the same VAE."
-                ),
+                io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
             ],
             outputs=[io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch.")],
             hidden=[io.Hidden.unique_id],

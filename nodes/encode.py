@@ -20,9 +20,7 @@ class TextEncode(io.ComfyNode):
             search_aliases=["clip text encode", "prompt"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
-                io.String.Input(
-                    "prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."
-                ),
+                io.String.Input("prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."),
                 io.String.Input(
                     "negative_prompt",
                     multiline=True,

@@ -34,9 +34,7 @@ class FreeVram(io.ComfyNode):
                 io.Boolean.Input("text_encoders", default=True, tooltip="Evict Ballast's text encoders."),
                 io.Boolean.Input("transformers", default=True, tooltip="Evict Ballast's transformers."),
                 io.Boolean.Input("vaes", default=True, tooltip="Evict Ballast's VAEs and other models."),
-                io.Boolean.Input(
-                    "host_models", default=True, tooltip="Ask ComfyUI to unload its own models too."
-                ),
+                io.Boolean.Input("host_models", default=True, tooltip="Ask ComfyUI to unload its own models too."),
             ],
             outputs=[
                 io.MatchType.Output(

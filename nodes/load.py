@@ -32,8 +32,7 @@ class LoadPipeline(io.ComfyNode):
                     min=0.0,
                     max=1024.0,
                     step=0.1,
-                    tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's "
-                    "reserve.",
+                    tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's reserve.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -60,16 +59,12 @@ class LoadPipeline(io.ComfyNode):
                 ),
             ],
             outputs=[
-                PipelineType.Output(
-                    "pipeline_out", display_name="pipeline", tooltip="What to load, not the weights."
-                )
+                PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
             ],
         )
 
     @classmethod
-    def execute(
-        cls, pipeline: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str
-    ) -> io.NodeOutput:
+    def execute(cls, pipeline: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
             raise ValueError(

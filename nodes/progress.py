@@ -78,9 +78,7 @@ class StepProgress:
     """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the "
     "host has one."""
 
-    def __init__(
-        self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int
-    ) -> None:
+    def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)
         self._size = width, height
         self._form = latent_format(pipe.decoder_config)

@@ -11,6 +11,8 @@ from comfy_api.latest import io, ui
 from ..memory.manager import managers
 from .progress import show_text
 
+_DRAWN_STAGES = 6
+
 
 class VramReport(io.ComfyNode):
     @classmethod
@@ -23,9 +25,7 @@ class VramReport(io.ComfyNode):
             "as a picture.",
             search_aliases=["memory", "timeline", "profile"],
             inputs=[
-                io.AnyType.Input(
-                    "after", optional=True, tooltip="Anything: the report is made when this is ready."
-                ),
+                io.AnyType.Input("after", optional=True, tooltip="Anything: the report is made when this is ready."),
                 io.Int.Input(
                     "stages",
                     default=12,
@@ -51,9 +51,12 @@ class VramReport(io.ComfyNode):
         if not used:
             text = "Nothing has run yet."
             show_text(cls, text)
-            return io.NodeOutput(torch.ones(1, 480, 1200, 3), text, ui=ui.PreviewText(text))
+            return io.NodeOutput(torch.ones(1, 450, 900, 3), text, ui=ui.PreviewText(text))
         manager = max(used, key=lambda m: m.timeline.stages[-1].started)
-        report = f"{manager.report()}\n\n{manager.timeline.table(stages)}"
-        show_text(cls, report)
-        picture = np.asarray(manager.timeline.picture(stages=stages), dtype=np.float32) / 255
+        state = str(manager.report())
+        report = f"{state}\n\n{manager.timeline.table(stages)}"
+        # The page draws a proportional font and no runs of spaces: lines here, where the output has columns.
+        newest = list(manager.timeline.stages)[-min(stages, _DRAWN_STAGES) :]
+        show_text(cls, "\n".join([state.splitlines()[0], *(f"{s.name}: {s.summary()}" for s in newest)]))
+        picture = np.asarray(manager.timeline.picture(900, 450, stages), dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], report, ui=ui.PreviewText(report))

@@ -20,14 +20,11 @@ class Sampler(io.ComfyNode):
             node_id="BallastSampler",
             display_name="Offloaded Sampler",
             category="ballast",
-            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else leaf "
-            "by leaf.",
+            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else leaf by leaf.",
             search_aliases=["ksampler", "denoise"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
-                ConditioningType.Input(
-                    "conditioning", tooltip="From Staged Text Encode, with the same pipeline."
-                ),
+                ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
                 io.Int.Input(
                     "width",
                     default=0,

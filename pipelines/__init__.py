@@ -29,8 +29,8 @@ def open_pipeline(
     """Open a diffusers pipeline folder. Reads configs and file headers, no weights.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
-    in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With `keep`
-    the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
+    in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
+    `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
     folder = Path(path).expanduser()

@@ -81,13 +81,13 @@ class Component:
         return ManagedModel(self.name, self.role, self._build, self._read, label)
 
     def _build(self) -> nn.Module:
-        """The module's structure: parameters on `meta`, buffers and plain tensors real, so that it can be asked things."""
+        """The module's structure: parameters on `meta`, buffers and plain tensors real."""
         from accelerate import init_empty_weights
         from transformers import PreTrainedModel
 
         with init_empty_weights(include_buffers=False):
             if issubclass(self.cls, PreTrainedModel):
-                config = self.cls.config_class.from_pretrained(self.folder)
+                config = self.cls.config_class.from_pretrained(self.folder)  # type: ignore[union-attr]
                 module = self.cls._from_config(config, dtype=self.run_dtype)
             else:
                 module = self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined]
@@ -172,7 +172,8 @@ def read_components(folder: Path, index: dict[str, Any], dtype: torch.dtype | No
         if not path.is_dir():
             raise FileNotFoundError(f"{folder} has no {name}/, which its model_index.json names. Download it again.")
         # The decoder always runs in float32: half precision turns pictures black.
-        component = Component(name, path, _component_class(library, class_name), torch.float32 if name == "vae" else dtype)
+        run_dtype = torch.float32 if name == "vae" else dtype
+        component = Component(name, path, _component_class(library, class_name), run_dtype)
         if component.is_module:
             config = path / "config.json"
             if not config.is_file():
@@ -193,7 +194,7 @@ def _component_class(library: str, name: str) -> type:
         found = getattr(getattr(diffusers.pipelines, str(library), None), name, None)
     if not isinstance(found, type):
         raise ValueError(
-            f"model_index.json names {library}.{name}, which is not in the installed diffusers {diffusers.__version__} or "
-            f"transformers {transformers.__version__}. Other code is never loaded."
+            f"model_index.json names {library}.{name}, which is not in the installed diffusers {diffusers.__version__} "
+            f"or transformers {transformers.__version__}. Other code is never loaded."
         )
     return found

@@ -16,8 +16,8 @@ _LIST = "#"  # `name#3` in a file is item 3 of the list `name`
 class Conditioning:
     """Named tensors (or lists of them, where prompts differ in length) of one prompt and its negative.
 
-    Names are those of the pipeline's own arguments, such as `prompt_embeds` [B, tokens, channels]. `info` says what they
-    were made from.
+    Names are those of the pipeline's own arguments, such as `prompt_embeds` [B, tokens, channels]. `info` says what
+    they were made from.
     """
 
     tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
@@ -28,7 +28,9 @@ class Conditioning:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._flat().values())
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    def to(
+        self, device: torch.device, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Copies on a device, floating ones in `dtype` if given."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ class Conditioning:
         return cls(tensors, info)
 
     def _flat(self) -> dict[str, torch.Tensor]:
-        flat = {}
+        flat: dict[str, torch.Tensor] = {}
         for name, value in self.tensors.items():
             if isinstance(value, list):
                 flat |= {f"{name}{_LIST}{i}": tensor for i, tensor in enumerate(value)}

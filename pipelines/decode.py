@@ -1,13 +1,14 @@
 """The fp32 decode policy: whole, then tiled when memory runs out, then on the CPU. Never in half precision.
 
-`torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so) and
-so are the latents.
+`torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so)
+and so are the latents.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
 _NOT_FINITE = (
-    "{what} NaN or infinite values, which would be a black picture. Run the transformer in bfloat16 or float32 instead of "
-    "float16 (dtype='bf16'), and check that its files are whole."
+    "{what} NaN or infinite values, which would be a black picture. Run the transformer in bfloat16 or float32 "
+    "instead of float16 (dtype='bf16'), and check that its files are whole."
 )
 
 
@@ -71,7 +72,8 @@ def _decode_once(
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         _set_tiling(module, tiled)
         try:
-            return module.decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
+            decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
+            return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
         finally:
             _set_tiling(module, False)
 

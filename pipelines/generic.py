@@ -37,9 +37,10 @@ class GenericPipeline(StagedPipeline):
     def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
         index = read_model_index(folder)
         self.name = index["_class_name"]
-        self.pipeline_class = pipeline_class(self.name)
+        self.pipeline_class: Any = pipeline_class(self.name)
         self.components = read_components(folder, index, parse_dtype(dtype))
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
+        self._init = inspect.signature(self.pipeline_class).parameters
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
         if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
@@ -56,10 +57,9 @@ class GenericPipeline(StagedPipeline):
     def _pipeline(self, device: torch.device, *names: str) -> Any:
         """The stock pipeline with only the named components, and a stand-in for the VAE."""
         parts: dict[str, Any] = dict.fromkeys(
-            name for name, parameter in inspect.signature(self.pipeline_class.__init__).parameters.items()
-            if name != "self" and parameter.default is inspect.Parameter.empty
-        )  # fmt: skip
-        parts |= {k: v for k, v in self._config.items() if k in inspect.signature(self.pipeline_class.__init__).parameters}
+            name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
+        )
+        parts |= {name: value for name, value in self._config.items() if name in self._init}
         for name in names:
             parts[name] = self._units[name].module if name in self._units else self._tool(name)
         parts["vae"] = StandInVae(self.decoder.module, device)
@@ -159,7 +159,9 @@ class GenericPipeline(StagedPipeline):
             if key in self._call:
                 arguments[key] = None
         if guidance is not None:
-            scales = [s for s in ("true_cfg_scale", "guidance_scale", "guider") if s in self._call or s in self.components]
+            scales = [
+                s for s in ("true_cfg_scale", "guidance_scale", "guider") if s in self._call or s in self.components
+            ]
             if not scales:
                 raise ValueError(f"{name} takes no guidance.")
             arguments[scales[0]] = guidance

@@ -11,7 +11,7 @@ class HiDreamPipeline(GenericPipeline):
     """`HiDreamImagePipeline`, staged."""
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
-        # The stock pipeline rescales every size to the area of default_sample_size squared; make that the area asked for.
+        # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.
         side = pipe.default_sample_size * pipe.vae_scale_factor
         width, height = arguments.get("width", side), arguments.get("height", side)
         # A hair more, since it rounds the result down.

@@ -108,7 +108,9 @@ class StagedPipeline(ABC):
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
         if (made_by := cond.info.get("pipeline", self.name)) != self.name:
-            raise ValueError(f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline.")
+            raise ValueError(
+                f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline."
+            )
         arguments = self._sample_arguments(width, height, steps, guidance, frames, options)
 
         def run(device: torch.device) -> torch.Tensor:
@@ -128,9 +130,10 @@ class StagedPipeline(ABC):
         self.manager.limit(self.vram_bytes, self.ram_bytes)
         takes = self.decoder_config.get("latent_channels") or self.decoder_config.get("z_dim")
         if latents.ndim not in (4, 5) or takes not in (None, latents.shape[1]):
+            has = latents.shape[1] if latents.ndim > 1 else 0
             raise ValueError(
-                f"the latents have {latents.shape[1] if latents.ndim > 1 else 0} channels in {latents.ndim} dimensions; the VAE "
-                f"of {self.name} takes {takes}. Sample and decode with the same pipeline."
+                f"the latents have {has} channels in {latents.ndim} dimensions; the VAE of {self.name} takes {takes}. "
+                "Sample and decode with the same pipeline."
             )
         arguments = self._decode_arguments(latents, arguments)
         pixels = decode_latents(self.manager, self.decoder, latents, alone=not self.keep, arguments=arguments)
@@ -166,9 +169,9 @@ class StagedPipeline(ABC):
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
         working = max((unit.working_bytes for unit in units), default=0)
         return DoesNotFitError(
-            f"{stage} ran out of memory on {self.manager.device} even leafwise: it works in {format_bytes(working)} beside "
-            f"its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. Choose a smaller size or fewer frames, "
-            f"or raise the vram budget. ({error})"
+            f"{stage} ran out of memory on {self.manager.device} even leafwise: it works in {format_bytes(working)} "
+            f"beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. Choose a smaller size or "
+            f"fewer frames, or raise the vram budget. ({error})"
         )
 
     # What a family supplies

@@ -31,7 +31,14 @@ from typing import Any
 from node_runner import InputError, page, run_node, use_modules
 
 __all__ = [
-    "HostError", "HostServer", "InputError", "can_run_host", "find_host", "host_python", "page", "run_node",
+    "HostError",
+    "HostServer",
+    "InputError",
+    "can_run_host",
+    "find_host",
+    "host_python",
+    "page",
+    "run_node",
     "use_modules",
 ]
 
@@ -92,9 +99,16 @@ class HostServer:
     what a page would get, in order: ("progress_text", {"node", "text"}), ("executing", {...}), and so on.
     """
 
-    def __init__(self, pack: str | os.PathLike = PACK, *, name: str = "ComfyUI-Ballast",
-                 base: str | os.PathLike | None = None, arguments: Sequence[str] = ("--cpu",),
-                 environment: dict[str, str] | None = None, start_seconds: float = 180):
+    def __init__(
+        self,
+        pack: str | os.PathLike = PACK,
+        *,
+        name: str = "ComfyUI-Ballast",
+        base: str | os.PathLike | None = None,
+        arguments: Sequence[str] = ("--cpu",),
+        environment: dict[str, str] | None = None,
+        start_seconds: float = 180,
+    ):
         self.pack, self.name = Path(pack).resolve(), name
         self.arguments, self.environment = list(arguments), environment or {}
         self.start_seconds = start_seconds
@@ -117,13 +131,30 @@ class HostServer:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [
-            host_python(), str(host / "main.py"), "--port", str(self.port), "--listen", "127.0.0.1",
-            "--disable-auto-launch", "--base-directory", str(self.base), "--disable-api-nodes",
-            "--database-url", "sqlite:///:memory:", *self.arguments]
+            host_python(),
+            str(host / "main.py"),
+            "--port",
+            str(self.port),
+            "--listen",
+            "127.0.0.1",
+            "--disable-auto-launch",
+            "--base-directory",
+            str(self.base),
+            "--disable-api-nodes",
+            "--database-url",
+            "sqlite:///:memory:",
+            *self.arguments,
+        ]
         with open(self.base / "server.log", "wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=host, start_new_session=True,
-                preexec_fn=_die_with_parent, env=os.environ | {"PYTHONUNBUFFERED": "1"} | self.environment)
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=host,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self.environment,
+            )
         try:
             self._wait_until_ready()
             self._listen()
@@ -160,9 +191,13 @@ class HostServer:
     def _listen(self) -> None:
         stream = socket.create_connection(("127.0.0.1", self.port))
         key = base64.b64encode(os.urandom(16)).decode()
-        stream.sendall((f"GET /ws?clientId={self.client_id} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
-                        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-                        f"Sec-WebSocket-Key: {key}\r\n\r\n").encode())
+        stream.sendall(
+            (
+                f"GET /ws?clientId={self.client_id} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
+                "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                f"Sec-WebSocket-Key: {key}\r\n\r\n"
+            ).encode()
+        )
         reader = stream.makefile("rb")
         while reader.readline().strip():
             pass
@@ -197,8 +232,9 @@ class HostServer:
     def request(self, path: str, body: Any = None) -> Any:
         """GET, or POST when there is a body; the answer as JSON where it is JSON, else as bytes."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data,
-                                         {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 answer, kind = response.read(), response.headers.get_content_type()
@@ -251,8 +287,9 @@ class HostServer:
     @staticmethod
     def cached(entry: dict[str, Any]) -> list[str]:
         """The nodes of a run whose outputs came from the host's cache."""
-        return [node for kind, data in entry["status"]["messages"] if kind == "execution_cached"
-                for node in data["nodes"]]
+        return [
+            node for kind, data in entry["status"]["messages"] if kind == "execution_cached" for node in data["nodes"]
+        ]
 
     def free(self, unload_models: bool = True, free_memory: bool = True, settle_seconds: float = 0.5) -> None:
         """The page's unload buttons. The host obeys between prompts and does not say when: hence the wait."""

@@ -32,7 +32,9 @@ def edit(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
 
 
-@pytest.mark.parametrize("part", ["text_encoder/model", "transformer/diffusion_pytorch_model", "vae/diffusion_pytorch_model"])
+@pytest.mark.parametrize(
+    "part", ["text_encoder/model", "transformer/diffusion_pytorch_model", "vae/diffusion_pytorch_model"]
+)
 @pytest.mark.parametrize("left", [0, 5, 1000, -1])
 def test_truncated_safetensors(copied: Path, part: str, left: int) -> None:
     path = copied / f"{part}.safetensors"
@@ -108,7 +110,9 @@ def test_unknown_pipeline_class(copied: Path) -> None:
     assert "unknown pipeline class" in refusal(copied)
 
 
-@pytest.mark.parametrize("entry", [["os", "system"], ["my_code", "Model"], ["transformers", "nothing"], ["diffusers", "logging"]])
+@pytest.mark.parametrize(
+    "entry", [["os", "system"], ["my_code", "Model"], ["transformers", "nothing"], ["diffusers", "logging"]]
+)
 def test_component_class_from_elsewhere(copied: Path, entry: list[str]) -> None:
     edit(copied / "model_index.json", transformer=entry)
     assert entry[1] in refusal(copied)
@@ -125,7 +129,9 @@ def test_component_path_out_of_the_folder(copied: Path) -> None:
     assert "../vae" in refusal(copied)
 
 
-@pytest.mark.parametrize(("width", "height", "named"), [(63, 65, "width"), (64, 65, "height"), (0, 64, "width"), (-16, 64, "width")])
+@pytest.mark.parametrize(
+    ("width", "height", "named"), [(63, 65, "width"), (64, 65, "height"), (0, 64, "width"), (-16, 64, "width")]
+)
 def test_size_that_the_model_cannot_make(copied: Path, sim: ModuleType, width: int, height: int, named: str) -> None:
     pipe = ballast.open_pipeline(copied, device="sim")
     cond = pipe.encode("a boat")

@@ -90,6 +90,6 @@ def test_units_that_no_later_node_uses_go_before_those_that_one_does() -> None:
 
 
 def test_long_graph_of_many_units_takes_the_farthest_next_use() -> None:
-    held = {i: 1 for i in range(12)}
+    held = dict.fromkeys(range(12), 1)
     later = [Use(i, 1) for i in (*range(5), *range(6, 12), 5)]
     assert choose_evictions(held, 12, Use("x", 1), later) == [5]

@@ -36,7 +36,14 @@ def stages(name: str, folder: Path, device: str, **opening: object) -> tuple[obj
     def sample(cond: object, guidance: float = family.guidance, **more: object) -> torch.Tensor:
         width, height = family.size
         return pipe.sample(
-            cond, width=width, height=height, steps=2, guidance=guidance, frames=family.frames, **family.call_kwargs, **more
+            cond,
+            width=width,
+            height=height,
+            steps=2,
+            guidance=guidance,
+            frames=family.frames,
+            **family.call_kwargs,
+            **more,
         )
 
     def decode(latents: torch.Tensor) -> torch.Tensor:
@@ -102,12 +109,14 @@ def test_guidance_off_equals_stock(name: str, tiny_folders: Folders) -> None:
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_whole_run_peaks_at_its_largest_stage(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """The peak of a run is that of the stock pipeline's largest stage alone on the device: its unit and its activations."""
+    """The peak of a run is that of the stock pipeline's largest stage alone: its unit and its activations."""
     _, encode, sample, decode = stages(name, tiny_folders(name), "sim")
     cond = encode()
     decode(sample(cond))
     whole = torch.sim.max_memory_allocated()  # type: ignore[attr-defined]
-    assert whole <= 1.02 * max(_stock_sampling_peak(name, tiny_folders(name), cond, sim), *_stock_peaks(name, tiny_folders(name), sim))
+    assert whole <= 1.02 * max(
+        _stock_sampling_peak(name, tiny_folders(name), cond, sim), *_stock_peaks(name, tiny_folders(name), sim)
+    )
 
 
 def _stock_sampling_peak(name: str, folder: Path, cond: Any, sim: ModuleType) -> int:

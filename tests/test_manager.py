@@ -98,7 +98,6 @@ def test_tied_weights_count_and_move_once(mgr: MemoryManager, sim: ModuleType) -
     a = ManagedModel.from_module("t5", "text_encoder", t5)
     with mgr.use(a) as module:
         assert sim.stats().allocated_bytes == a.size_bytes
-        assert module.shared.weight is module.encoder.embed_tokens.weight or True
         assert module(tokens()).last_hidden_state.isfinite().all()
 
 
@@ -349,7 +348,12 @@ def test_report_names_units_tiers_and_budget(mgr: MemoryManager) -> None:
     with mgr.use(a):
         report = mgr.report()
         (mine,) = [u for u in report.units if u.name == "a"]
-        assert (mine.tier, mine.placement, mine.leased, mine.resident_bytes) == ("device", "resident", True, a.size_bytes)
+        assert (mine.tier, mine.placement, mine.leased, mine.resident_bytes) == (
+            "device",
+            "resident",
+            True,
+            a.size_bytes,
+        )
         assert report.budget_bytes == 2**30
         assert report.resident_bytes == a.size_bytes
         assert "1.00 GB" in str(report)

@@ -57,14 +57,16 @@ def test_same_prompt_loads_no_encoder_again(folder: Path) -> None:
 
 def test_same_prompt_in_a_new_process_reads_no_encoder_bytes(folder: Path) -> None:
     script = (
-        "import sys, json; sys.path.insert(0, {tests!r}); import conftest, ballast\n"
-        "pipe = ballast.open_pipeline({folder!r}, device='cpu')\n"
+        f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r}); import conftest, ballast\n"
+        f"pipe = ballast.open_pipeline({str(folder)!r}, device='cpu')\n"
         "cond = pipe.encode('a boat', 'grey')\n"
         "print(json.dumps([pipe.manager.disk_bytes_read, float(cond.tensors['prompt_embeds'].sum())]))\n"
-    ).format(tests=str(Path(__file__).parent), folder=str(folder))
+    )
 
     def run() -> list[float]:
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=False
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -271,7 +273,9 @@ def test_noise_given_outright_is_the_noise_of_the_seed(folder: Path) -> None:
     pipe = ballast.open_pipeline(folder, device="cpu")
     cond = pipe.encode("a boat")
     noise = torch.randn(1, 4, 4, 6, generator=torch.Generator("cpu").manual_seed(7))
-    torch.testing.assert_close(pipe.sample(cond, noise=noise, **SIZE), pipe.sample(cond, seed=7, **SIZE), atol=0, rtol=0)
+    torch.testing.assert_close(
+        pipe.sample(cond, noise=noise, **SIZE), pipe.sample(cond, seed=7, **SIZE), atol=0, rtol=0
+    )
 
 
 def test_twenty_runs_in_a_row_keep_memory_flat(folder: Path, sim: ModuleType) -> None:

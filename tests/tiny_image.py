@@ -47,9 +47,7 @@ def flux2_klein() -> DiffusionPipeline:
         vae=diffusers.AutoencoderKLFlux2(
             block_out_channels=(4, 8, 8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=2
         ),
-        text_encoder=transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**decoder_sizes(layers=3, head_dim=8))
-        ),
+        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**decoder_sizes(layers=3, head_dim=8))),
         tokenizer=tokenizer(chat=True),
         transformer=diffusers.Flux2Transformer2DModel(
             **two_streams(timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)

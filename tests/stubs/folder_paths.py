@@ -101,8 +101,9 @@ def get_full_path_or_raise(folder_name: str, filename: str) -> str:
     return path
 
 
-def get_save_image_path(filename_prefix: str, output_dir: str, image_width: int = 0,
-                        image_height: int = 0) -> tuple[str, str, int, str, str]:
+def get_save_image_path(
+    filename_prefix: str, output_dir: str, image_width: int = 0, image_height: int = 0
+) -> tuple[str, str, int, str, str]:
     subfolder, filename = os.path.split(os.path.normpath(filename_prefix))
     output_dir = os.path.abspath(output_dir)
     folder = os.path.abspath(os.path.join(output_dir, subfolder))

@@ -24,7 +24,8 @@ NAMES = {
         "is_device_cuda is_oom load_model_gpu load_models_gpu loaded_models minimum_inference_memory "
         "pin_memory processing_interrupted soft_empty_cache text_encoder_device "
         "throw_exception_if_processing_interrupted unet_offload_device unload_all_models unpin_memory "
-        "vae_device"),
+        "vae_device"
+    ),
     "comfy.utils": "ProgressBar set_progress_bar_global_hook",
     "comfy.latent_formats": "LatentFormat",
     "comfy_api.internal": "first_real_override make_locked_method_func",
@@ -34,12 +35,14 @@ NAMES = {
     "folder_paths": (
         "add_model_folder_path get_filename_list get_folder_paths get_full_path get_full_path_or_raise "
         "get_input_directory get_output_directory get_save_image_path get_system_user_directory "
-        "get_temp_directory get_user_directory"),
+        "get_temp_directory get_user_directory"
+    ),
     "latent_preview": "get_previewer",
 }
 IO_NAMES = (
     "AnyType Audio Boolean Clip ClipVision Combo Conditioning ControlNet Float Guider Image Int Latent Mask "
-    "MatchType Model MultiType Noise Sampler Sigmas String Vae Video")
+    "MatchType Model MultiType Noise Sampler Sigmas String Vae Video"
+)
 IO_PLAIN = "ControlAfterGenerate Custom FolderType Hidden NodeOutput NumberDisplay Schema UploadType"
 METHODS = ("send_progress_text", "send_sync")
 

@@ -16,6 +16,7 @@ class _Routes:
         def keep(function: Callable) -> Callable:
             self.handlers[method, path] = function
             return function
+
         return keep
 
     def get(self, path: str, **kwargs: Any) -> Callable:

@@ -121,12 +121,19 @@ def loaded_models(only_currently_used: bool = False) -> list[Any]:
 
 
 def free_memory(
-        memory_required: float, device: torch.device | None, keep_loaded: Sequence[LoadedModel] = (),
-        for_dynamic: bool = False, pins_required: int = 0, ram_required: int = 0) -> list[LoadedModel]:
+    memory_required: float,
+    device: torch.device | None,
+    keep_loaded: Sequence[LoadedModel] = (),
+    for_dynamic: bool = False,
+    pins_required: int = 0,
+    ram_required: int = 0,
+) -> list[LoadedModel]:
     machine.free_requests.append((memory_required, device))
-    candidates = [entry for entry in current_loaded_models
-                  if (device is None or entry.device == device)
-                  and entry not in keep_loaded and not entry.is_dead()]
+    candidates = [
+        entry
+        for entry in current_loaded_models
+        if (device is None or entry.device == device) and entry not in keep_loaded and not entry.is_dead()
+    ]
     for entry in candidates:
         entry.currently_used = False
     candidates.sort(key=lambda entry: (-entry.model_offloaded_memory(), entry.model_memory()))
@@ -140,21 +147,24 @@ def free_memory(
             missing = memory_required - get_free_memory(device)
         if missing > 0 and entry.model_unload(missing):
             gone.append(entry)
-    current_loaded_models[:] = [
-        entry for entry in current_loaded_models if all(entry is not other for other in gone)]
+    current_loaded_models[:] = [entry for entry in current_loaded_models if all(entry is not other for other in gone)]
     if gone:
         soft_empty_cache()
     return gone
 
 
-def load_models_gpu(models: list[Any], memory_required: float = 0, force_patch_weights: bool = False,
-                    minimum_memory_required: float | None = None, force_full_load: bool = False) -> None:
+def load_models_gpu(
+    models: list[Any],
+    memory_required: float = 0,
+    force_patch_weights: bool = False,
+    minimum_memory_required: float | None = None,
+    force_full_load: bool = False,
+) -> None:
     extra = max(minimum_inference_memory(), memory_required + extra_reserved_memory())
     floor = extra
     if minimum_memory_required is not None:
         floor = max(minimum_inference_memory(), minimum_memory_required + extra_reserved_memory())
-    wanted = list(dict.fromkeys(
-        patcher for model in models for patcher in (model, *model.model_patches_models())))
+    wanted = list(dict.fromkeys(patcher for model in models for patcher in (model, *model.model_patches_models())))
     entries = []
     for patcher in reversed(wanted):
         entry = LoadedModel(patcher)
@@ -215,7 +225,8 @@ def get_free_memory(dev: torch.device | None = None, torch_free_too: bool = Fals
         free = machine.free_bytes(dev)
     else:
         free = machine.total_bytes - sum(
-            entry.model_loaded_memory() for entry in current_loaded_models if entry.device == dev)
+            entry.model_loaded_memory() for entry in current_loaded_models if entry.device == dev
+        )
     return (free, free) if torch_free_too else free
 
 

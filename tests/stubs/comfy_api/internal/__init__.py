@@ -41,10 +41,13 @@ def make_locked_method_func(type_obj: type, func: str, class_clone: type) -> Cal
     locked = lock_class(class_clone)
     method = getattr(type_obj, func).__func__
     if inspect.iscoroutinefunction(method):
+
         async def call_async(**inputs: Any) -> Any:
             return await method(locked, **inputs)
+
         return call_async
 
     def call(**inputs: Any) -> Any:
         return method(locked, **inputs)
+
     return call

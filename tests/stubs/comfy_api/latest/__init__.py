@@ -19,8 +19,7 @@ class ComfyExtension(ABC):
         return None
 
     @abstractmethod
-    async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        ...
+    async def get_node_list(self) -> list[type[io.ComfyNode]]: ...
 
 
 class _Execution:
@@ -38,14 +37,26 @@ class _Execution:
 
 
 class _ExecutionAsync(_Execution):
-    async def set_progress(self, value: float, max_value: float, node_id: str | None = None,
-                           preview_image: Any = None, ignore_size_limit: bool = False) -> None:
+    async def set_progress(
+        self,
+        value: float,
+        max_value: float,
+        node_id: str | None = None,
+        preview_image: Any = None,
+        ignore_size_limit: bool = False,
+    ) -> None:
         self.record(value, max_value, node_id, preview_image)
 
 
 class _ExecutionSync(_Execution):
-    def set_progress(self, value: float, max_value: float, node_id: str | None = None,
-                     preview_image: Any = None, ignore_size_limit: bool = False) -> None:
+    def set_progress(
+        self,
+        value: float,
+        max_value: float,
+        node_id: str | None = None,
+        preview_image: Any = None,
+        ignore_size_limit: bool = False,
+    ) -> None:
         self.record(value, max_value, node_id, preview_image)
 
 

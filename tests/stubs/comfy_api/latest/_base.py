@@ -55,9 +55,17 @@ class _Slot:
 
 
 class Input(_Slot):
-    def __init__(self, id: str, display_name: str | None = None, optional: bool = False,
-                 tooltip: str | None = None, lazy: bool | None = None, extra_dict: dict | None = None,
-                 raw_link: bool | None = None, advanced: bool | None = None):
+    def __init__(
+        self,
+        id: str,
+        display_name: str | None = None,
+        optional: bool = False,
+        tooltip: str | None = None,
+        lazy: bool | None = None,
+        extra_dict: dict | None = None,
+        raw_link: bool | None = None,
+        advanced: bool | None = None,
+    ):
         self.id = id
         self.display_name = display_name
         self.optional = optional
@@ -68,8 +76,9 @@ class Input(_Slot):
         self.advanced = advanced
 
     def as_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name)
-               for name in ("display_name", "optional", "tooltip", "lazy", "rawLink", "advanced")}
+        own = {
+            name: getattr(self, name) for name in ("display_name", "optional", "tooltip", "lazy", "rawLink", "advanced")
+        }
         return drop_none(own) | drop_none(self.extra_dict)
 
     def get_all(self) -> list[Input]:
@@ -77,11 +86,21 @@ class Input(_Slot):
 
 
 class WidgetInput(Input):
-    def __init__(self, id: str, display_name: str | None = None, optional: bool = False,
-                 tooltip: str | None = None, lazy: bool | None = None, default: Any = None,
-                 socketless: bool | None = None, widget_type: str | None = None,
-                 force_input: bool | None = None, extra_dict: dict | None = None,
-                 raw_link: bool | None = None, advanced: bool | None = None):
+    def __init__(
+        self,
+        id: str,
+        display_name: str | None = None,
+        optional: bool = False,
+        tooltip: str | None = None,
+        lazy: bool | None = None,
+        default: Any = None,
+        socketless: bool | None = None,
+        widget_type: str | None = None,
+        force_input: bool | None = None,
+        extra_dict: dict | None = None,
+        raw_link: bool | None = None,
+        advanced: bool | None = None,
+    ):
         super().__init__(id, display_name, optional, tooltip, lazy, extra_dict, raw_link, advanced)
         self.default = default
         self.socketless = socketless
@@ -92,22 +111,37 @@ class WidgetInput(Input):
         return self.io_type if self.widget_type is None else self.widget_type
 
     def as_dict(self) -> dict[str, Any]:
-        return super().as_dict() | drop_none({
-            "default": self.default, "socketless": self.socketless,
-            "widgetType": self.widget_type, "forceInput": self.force_input})
+        return super().as_dict() | drop_none(
+            {
+                "default": self.default,
+                "socketless": self.socketless,
+                "widgetType": self.widget_type,
+                "forceInput": self.force_input,
+            }
+        )
 
 
 class Output(_Slot):
-    def __init__(self, id: str | None = None, display_name: str | None = None, tooltip: str | None = None,
-                 is_output_list: bool = False):
+    def __init__(
+        self,
+        id: str | None = None,
+        display_name: str | None = None,
+        tooltip: str | None = None,
+        is_output_list: bool = False,
+    ):
         self.id = id
         self.display_name = display_name or id
         self.tooltip = tooltip
         self.is_output_list = is_output_list
 
     def as_dict(self) -> dict[str, Any]:
-        return drop_none({"display_name": self.display_name or self.id, "tooltip": self.tooltip,
-                          "is_output_list": self.is_output_list})
+        return drop_none(
+            {
+                "display_name": self.display_name or self.id,
+                "tooltip": self.tooltip,
+                "is_output_list": self.is_output_list,
+            }
+        )
 
 
 class ComfyTypeIO:
@@ -131,6 +165,7 @@ class ComfyTypeIO:
 def Custom(io_type: str) -> type[ComfyTypeIO]:
     class CustomComfyType(ComfyTypeIO, io_type=io_type):
         pass
+
     return CustomComfyType
 
 

@@ -10,10 +10,18 @@ from ._base import AnyType, ComfyTypeIO, Input, Output, WidgetInput
 
 
 class _MultiInput(Input):
-    def __init__(self, id: str | Input, types: list, display_name: str | None = None,
-                 optional: bool = False, tooltip: str | None = None, lazy: bool | None = None,
-                 extra_dict: dict | None = None, raw_link: bool | None = None,
-                 advanced: bool | None = None):
+    def __init__(
+        self,
+        id: str | Input,
+        types: list,
+        display_name: str | None = None,
+        optional: bool = False,
+        tooltip: str | None = None,
+        lazy: bool | None = None,
+        extra_dict: dict | None = None,
+        raw_link: bool | None = None,
+        advanced: bool | None = None,
+    ):
         self.input_override = None
         if isinstance(id, Input):
             widget = self.input_override = copy.copy(id)
@@ -50,21 +58,28 @@ class _Template:
     def __init__(self, template_id: str, allowed_types: Any = AnyType):
         kinds = list(allowed_types) if isinstance(allowed_types, Iterable) else [allowed_types]
         for kind in kinds:
-            if not (isinstance(kind, ComfyTypeIO)
-                    or isinstance(kind, type) and issubclass(kind, ComfyTypeIO)):
+            if not (isinstance(kind, ComfyTypeIO) or isinstance(kind, type) and issubclass(kind, ComfyTypeIO)):
                 raise ValueError(f"MatchType {template_id}: {kind!r} is not a socket type")
         self.template_id = template_id
         self.allowed_types = kinds
 
     def as_dict(self) -> dict[str, str]:
-        return {"template_id": self.template_id,
-                "allowed_types": ",".join(kind.io_type for kind in self.allowed_types)}
+        return {"template_id": self.template_id, "allowed_types": ",".join(kind.io_type for kind in self.allowed_types)}
 
 
 class _MatchInput(Input):
-    def __init__(self, id: str, template: _Template, display_name: str | None = None, optional: bool = False,
-                 tooltip: str | None = None, lazy: bool | None = None, extra_dict: dict | None = None,
-                 raw_link: bool | None = None, advanced: bool | None = None):
+    def __init__(
+        self,
+        id: str,
+        template: _Template,
+        display_name: str | None = None,
+        optional: bool = False,
+        tooltip: str | None = None,
+        lazy: bool | None = None,
+        extra_dict: dict | None = None,
+        raw_link: bool | None = None,
+        advanced: bool | None = None,
+    ):
         super().__init__(id, display_name, optional, tooltip, lazy, extra_dict, raw_link, advanced)
         self.template = template
 
@@ -73,8 +88,14 @@ class _MatchInput(Input):
 
 
 class _MatchOutput(Output):
-    def __init__(self, template: _Template, id: str | None = None, display_name: str | None = None,
-                 tooltip: str | None = None, is_output_list: bool = False):
+    def __init__(
+        self,
+        template: _Template,
+        id: str | None = None,
+        display_name: str | None = None,
+        tooltip: str | None = None,
+        is_output_list: bool = False,
+    ):
         super().__init__(id, display_name or id or "MATCHTYPE", tooltip, is_output_list)
         self.template = template
 

@@ -121,8 +121,7 @@ class Schema:
             group[slot.id] = (slot.get_io_type(), options)
         if self.hidden:
             groups["hidden"] = {member.name: (member.value,) for member in self.hidden}
-        templates = [slot.template.template_id if isinstance(slot, MatchType.Output) else None
-                     for slot in self.outputs]
+        templates = [slot.template.template_id if isinstance(slot, MatchType.Output) else None for slot in self.outputs]
         return NodeInfoV1(
             input=groups,
             input_order={name: list(group) for name, group in groups.items()},
@@ -165,8 +164,7 @@ class _FunctionName:
 
 
 class NodeOutput(_NodeOutputInternal):
-    def __init__(self, *args: Any, ui: Any = None, expand: dict | None = None,
-                 block_execution: str | None = None):
+    def __init__(self, *args: Any, ui: Any = None, expand: dict | None = None, block_execution: str | None = None):
         self.args = args
         self.ui = ui
         self.expand = expand

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from . import simulated_card as state
-from .simulated_clock import OPERATIONS, current_stream
-from .simulated_tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
+from . import card as state
+from .clock import OPERATIONS, current_stream
+from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 
 
 def _run(func: Any, raws: Any, kwargs: dict) -> Any:

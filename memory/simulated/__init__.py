@@ -1,7 +1,7 @@
 """A simulated accelerator: `enable()` makes the device `sim:0` real to torch in this process, run by the CPU.
 
 Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memory has a cap and is counted
-byte by byte, copies are counted, and a virtual clock (see `simulated_card`) says how long work would take at
+byte by byte, copies are counted, and a virtual clock (see `card`) says how long work would take at
 stated rates. What a test may rely on, and what not:
 
 - Sizes are exact bytes of storages: no rounding, caching or fragmentation, and no workspace inside a kernel.
@@ -15,7 +15,7 @@ stated rates. What a test may rely on, and what not:
 - It is the process's one out-of-tree device, and torch then takes it for the accelerator even where there is
   a real card: keep the two in separate processes.
 
-See `simulated_tensor` for what a tensor cannot do.
+See `tensor` for what a tensor cannot do.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from . import simulated_card as state
-from . import simulated_clock as clock
-from . import simulated_kernels as kernels
-from . import simulated_tensor as tensors
-from .simulated_card import Stats, Transfer
-from .simulated_clock import Event, Stream
-from .sizes import parse_bytes
+from ..sizes import parse_bytes
+from . import card as state
+from . import clock as clock
+from . import kernels as kernels
+from . import tensor as tensors
+from .card import Stats, Transfer
+from .clock import Event, Stream
 
 __all__ = [
     "DEVICE_TYPE", "Event", "Stats", "Stream", "Transfer", "dry_run", "enable", "fail_after", "is_enabled",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import simulated_card as state
+from . import card as state
 
 
 class Stream:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import simulated_card as state
-from .simulated_dispatch import copy_between, data_may_be_set, read_item
-from .simulated_tensor import SimTensor, wrap
+from . import card as state
+from .dispatch import copy_between, data_may_be_set, read_item
+from .tensor import SimTensor, wrap
 
 _PINNED = "_ballast_pinned"
 

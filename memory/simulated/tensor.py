@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import simulated_card as state
+from . import card as state
 
 Handler = Callable[[Any, tuple, dict], Any]
 
@@ -25,7 +25,7 @@ handlers: dict[Any, Handler] = {}  # by operator, filled as operators are met
 
 
 def _plan(func: Any) -> Handler:
-    from .simulated_dispatch import plan  # which needs this module
+    from .dispatch import plan  # which needs this module
 
     return plan(func)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .sizes import format_bytes
+from ..sizes import format_bytes
 
 
 @dataclass(frozen=True)
