@@ -82,13 +82,17 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
+    from diffusers.utils import logging as diffusers_logging
     from tqdm import tqdm
+    from transformers.utils import logging as transformers_logging
 
     from .memory import simulated
     from .pipelines import open_pipeline
 
     if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or _SIM_BYTES)
+    transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
     pipe = open_pipeline(
         arguments.model, arguments.device, arguments.vram, arguments.ram, arguments.dtype, cache_dir=cache_dir
     )
