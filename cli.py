@@ -11,6 +11,7 @@ from pathlib import Path
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
+_OUTPUTS = (".png", ".jpg", ".webp", ".gif")
 _SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
 
@@ -91,6 +92,8 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
 
     if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or _SIM_BYTES)
+    if arguments.out.suffix.lower() not in _OUTPUTS:
+        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(_OUTPUTS)}.")
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
     pipe = open_pipeline(

@@ -50,7 +50,8 @@ def edges(pictures: torch.Tensor) -> torch.Tensor:
 
 def train_vae(vae: AutoencoderKL, steps: int, batch: int, decoder_only: bool, generator: torch.Generator) -> None:
     """First the whole autoencoder; then, with the latents settled, the decoder alone for crisp pictures."""
-    vae.to(memory_format=torch.channels_last).encoder.requires_grad_(not decoder_only)
+    vae.to(memory_format=torch.channels_last).requires_grad_(True)
+    vae.encoder.requires_grad_(not decoder_only)
     weights = [weight for weight in vae.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
     began = time.monotonic()

@@ -31,7 +31,7 @@ _SAMPLE_BYTES, _SAMPLES = 64 * 1024, 16
 
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
-    """The safetensors files of one model folder, and their variant ("fp16", …) if they have no plain name.
+    """The safetensors files of one model folder, and their variant ("fp16") if they have no plain name.
 
     Raises FileNotFoundError when there are none, or when a shard that the index names is not there, and ValueError when
     there are only pickled ones.

@@ -55,12 +55,14 @@ class FreeVram(io.ComfyNode):
         roles: list[Role] = [role for role, wanted in chosen.items() if wanted]  # type: ignore[misc]
         lines = []
         for manager in managers():
+            if manager.accelerator.is_cpu:
+                continue
             before = format_bytes(manager.accelerator.allocated_bytes())
             freed = format_bytes(manager.free(roles) if roles else 0)
             after = format_bytes(manager.accelerator.allocated_bytes())
             lines.append(f"{manager.device}: {before} -> {after}, freed {freed}")
         if host_models:
             lines.append(f"ComfyUI's models: freed {format_bytes(host.free_all())}")
-        report = "\n".join(lines) or "Nothing to free: no model has run yet."
+        report = "\n".join(lines) or "Nothing to free: no model is in VRAM."
         show_text(cls, report)
         return io.NodeOutput(value, report, ui=ui.PreviewText(report))

@@ -288,3 +288,16 @@ def test_twenty_runs_in_a_row_keep_memory_flat(folder: Path, sim: ModuleType) ->
         assert sim.stats().allocated_bytes == 0
         resident.append(process.memory_info().rss)
     assert max(resident[5:]) <= 1.02 * min(resident[5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("lumina2", (1, 4, 4, 6)), ("flux", (1, 4, 4, 6)), ("wan", (1, 16, 3, 4, 6))]
+)
+def test_steps_are_reported_with_the_latents_expected(name: str, shape: tuple[int, ...], tiny_folders: Folders) -> None:
+    from test_families import stages
+
+    _, encode, sample, _ = stages(name, tiny_folders(name), "cpu")
+    seen = []
+    sample(encode(), on_step=lambda step, steps, latents: seen.append((step, steps, latents)))
+    assert [(step, steps) for step, steps, _ in seen] == [(1, 2), (2, 2)]
+    assert all(latents.shape == shape for _, _, latents in seen)
