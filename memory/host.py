@@ -105,13 +105,12 @@ def unknown_members(root: Path) -> set[str]:
     Its `model_management.py` is read as text, never imported.
     """
     tree = ast.parse((root / "comfy" / "model_management.py").read_text(encoding="utf-8"))
-    patchers = {"model", "model_patcher", "patcher", "loaded_model", "lm"}
     found = set()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        owner = node.func.value
-        # `loaded.model.method(...)`: the patcher is the `.model` of an entry of the host's list.
-        if isinstance(owner, ast.Attribute) and owner.attr in patchers:
-            found.add(node.func.attr)
+        # A patcher is what the host calls `model`, or the `.model` of an entry of its list of loaded models.
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
+            if name == "model" and not hasattr(torch.nn.Module, node.attr):
+                found.add(node.attr)
     return found - KNOWN_MEMBERS
