@@ -57,10 +57,10 @@ def device() -> torch.device | None:
     return mm.get_torch_device() if mm else None
 
 
-def reserve_bytes() -> int | None:
-    """VRAM that the host leaves to others (`--reserve-vram`)."""
+def reserve_bytes(on: torch.device) -> int | None:
+    """VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other."""
     mm = model_management()
-    return int(mm.extra_reserved_memory()) if mm else None
+    return int(mm.extra_reserved_memory()) if mm and on == mm.get_torch_device() else None
 
 
 def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:

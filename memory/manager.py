@@ -78,7 +78,7 @@ class MemoryManager:
     @property
     def reserve_bytes(self) -> int:
         """VRAM left to others."""
-        reserved = host.reserve_bytes()
+        reserved = host.reserve_bytes(self.device)
         return self.accelerator.default_reserve_bytes() if reserved is None else reserved
 
     @property

@@ -82,9 +82,11 @@ def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Ima
         text = f"{stage.name}  {stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}"
         fits = x_at(start) + draw.textlength(text, bold) <= x_at(start + stage.seconds)
         # Labels of stages too short for their own width move right, never over each other.
-        x = max(x_at(start), label_end)
-        draw.text((x, top - 24 * scale), text if fits else stage.name, _INK, bold)
-        label_end = x + draw.textlength(text if fits else stage.name, bold) + 12 * scale
+        label = text if fits else stage.name
+        length = draw.textlength(label, bold)
+        x = min(max(x_at(start), label_end), (width - 4) * scale - length)
+        draw.text((x, top - 24 * scale), label, _INK, bold)
+        label_end = x + length + 12 * scale
         draw.line((x_at(start), top, x_at(start), bottom), _MUTED, 1)
     draw.line((left, bottom, right, bottom), _INK, scale)
     if budget_shown:

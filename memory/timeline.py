@@ -70,7 +70,8 @@ class StageRecord:
     def summary(self) -> str:
         """One line: what came in, the peak, the time."""
         came = [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
-        return "; ".join([*came, f"peak {format_bytes(self.peak_bytes)}", f"{self.seconds:.1f} s"])
+        peak = f"peak {format_bytes(self.peak_bytes)}" if self.peak_bytes else "on the CPU"
+        return "; ".join([*came, peak, f"{self.seconds:.1f} s"])
 
 
 class Timeline:

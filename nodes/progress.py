@@ -75,8 +75,7 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
 
 
 class StepProgress:
-    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the "
-    "host has one."""
+    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the host has one."""
 
     def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)

@@ -1,5 +1,4 @@
-"""PipelineReference: what travels between the nodes in place of weights, and where the pipelines it can "
-"name are."""
+"""PipelineReference: what travels between the nodes in place of weights, and where pipelines are found."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class PipelineReference:
 
 
 def find_pipelines() -> dict[str, Path]:
-    """Names to choose from, with their folders: the demo model, then all in ComfyUI's `models/diffusers` "
-    "folders."""
+    """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
     found = {DEMO: _DEMO_FOLDER}
     for root in folder_paths.get_folder_paths("diffusers"):
         for path, folders, files in os.walk(root, followlinks=True):

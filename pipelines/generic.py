@@ -203,7 +203,7 @@ class GenericPipeline(StagedPipeline):
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
         if on_step is not None:
-            _report_steps(pipe.scheduler, on_step, functools.partial(self._unpack, pipe, arguments))
+            pipe.scheduler.step = _StepReporter(pipe.scheduler, on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
         try:
@@ -213,15 +213,6 @@ class GenericPipeline(StagedPipeline):
         finally:
             vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
-
-    def _unpack(self, pipe: Any, arguments: dict[str, Any], latents: torch.Tensor) -> torch.Tensor:
-        """[B,tokens,4C] as [B,C,h,w], for pipelines that pack 2x2 patches into tokens (Flux, Chroma, Qwen-Image)."""
-        unpack = getattr(pipe, "_unpack_latents", None)
-        if unpack is None or latents.ndim != 3 or not {"width", "height"} <= arguments.keys():
-            return latents
-        if list(inspect.signature(unpack).parameters) != ["latents", "height", "width", "vae_scale_factor"]:
-            return latents
-        return unpack(latents, arguments["height"], arguments["width"], pipe.vae_scale_factor)
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         """Adjust the stock pipeline to one run. For families with quirks."""
@@ -280,23 +271,24 @@ def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:
     return next((int(value) for name in names if (value := getattr(pipe, name, None))), default)
 
 
-def _report_steps(scheduler: Any, on_step: OnStep, unpack: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Call `on_step` after each step of a scheduler: the one thing that all pipelines do once a step."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+class _StepReporter:
+    """Takes the place of a scheduler's `step` and calls `on_step` after each: all pipelines do that once a step.
 
-    step = scheduler.step
-    taken = 0
+    An object, since the frame of a closure keeps what it closes over, the scheduler with its tensors on the device, for
+    as long as anybody holds the error that `on_step` raised.
+    """
 
-    @functools.wraps(step)
-    def reporting(model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal taken
-        result = step(model_output, timestep, sample, *args, **kwargs)
-        taken += 1
-        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-            latents = sample - scheduler.sigmas[scheduler.step_index - 1] * model_output
+    def __init__(self, scheduler: Any, on_step: OnStep) -> None:
+        functools.update_wrapper(self, scheduler.step)
+        self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
+        self.taken = 0
+
+    def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.step(model_output, timestep, sample, *args, **kwargs)
+        self.taken += 1
+        if type(self.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+            latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
         else:
             latents = result[0] if isinstance(result, tuple) else result.prev_sample
-        on_step(taken, len(scheduler.timesteps), unpack(latents))
+        self.on_step(self.taken, len(self.scheduler.timesteps), latents)
         return result
-
-    scheduler.step = reporting

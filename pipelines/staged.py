@@ -100,9 +100,9 @@ class StagedPipeline(ABC):
         (`true_cfg_scale` where the pipeline has one, else `guidance_scale`). `seed` gives the noise that the stock
         pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise` gives it outright, in the layout of the
         pipeline's `latents`. `strategy` is auto, resident, leafwise or cpu. `on_step(step, steps, latents)` is called
-        after each step, steps counted from 1, with the latents as they are or, where the scheduler is flow matching, as
-        they are expected to become; what it raises ends the run. `options` are further arguments of the
-        pipeline's own call.
+        after each step, steps counted from 1, with the latents in the pipeline's own layout: as they are or, where the
+        scheduler is flow matching, as they are expected to become. What it raises ends the run. `options` are further
+        arguments of the pipeline's own call.
         """
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
