@@ -14,7 +14,9 @@ test: lint
 
 lint: .venv/test-ready
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/ruff format --check .
+	mkdir -p .venv/types && ln -sfn ../.. .venv/types/ballast
+	cd .venv/types && ../bin/mypy --config-file ../../pyproject.toml -p ballast
 
 .venv/demo-ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

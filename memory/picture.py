@@ -70,11 +70,11 @@ def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Ima
         draw.line((left, y_at(size), right, y_at(size)), _GRID, scale)
         draw.text((left - 8 * scale, y_at(size)), format_bytes(size) if size else "0", _MUTED, font, anchor="rm")
 
-    for x, column in enumerate(_columns(stages, right - left), left):
+    for at, column in enumerate(_columns(stages, right - left), left):
         base = 0
-        draw.line((x, y_at(column.peak_bytes), x, bottom), _WORK)
+        draw.line((at, y_at(column.peak_bytes), at, bottom), _WORK)
         for unit in column.residents:
-            draw.line((x, y_at(base + unit.bytes), x, y_at(base)), colours[unit.name])
+            draw.line((at, y_at(base + unit.bytes), at, y_at(base)), colours[unit.name])
             base += unit.bytes
 
     label_end = 0.0
@@ -90,8 +90,8 @@ def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Ima
         draw.line((x_at(start), top, x_at(start), bottom), _MUTED, 1)
     draw.line((left, bottom, right, bottom), _INK, scale)
     if budget_shown:
-        for x in range(left, right, 12 * scale):
-            draw.line((x, y_at(budget), x + 6 * scale, y_at(budget)), _BUDGET, scale)
+        for dash in range(left, right, 12 * scale):
+            draw.line((dash, y_at(budget), dash + 6 * scale, y_at(budget)), _BUDGET, scale)
     for tick in range(6):
         anchor = ("lt", "mt", "rt")[(tick > 0) + (tick == 5)]
         draw.text((x_at(seconds * tick / 5), bottom + 6 * scale), f"{seconds * tick / 5:.1f} s", _MUTED, font, anchor)
