@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--guidance", type=float, default=4.0)
     demo.add_argument("--out", type=Path, default=Path("demo.png"))
     demo.add_argument("--timeline", type=Path, default=Path("timeline.png"))
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, seed=5)
 
     generate = commands.add_parser("generate", parents=[shared], help="run a diffusers pipeline folder")
     generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json")
