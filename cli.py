@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         return arguments.run(arguments)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:
         if os.environ.get("BALLAST_TRACEBACK"):
             raise
-        print(f"ballast: {error}", file=sys.stderr)
+        print(f"ballast: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("ballast: stopped", file=sys.stderr)

@@ -8,8 +8,8 @@ pictures to 8x8 latents), a Gemma2 text encoder with a word-level tokenizer, and
 are trained together by flow matching, in the convention the stock pipeline samples in. Pictures and captions are
 those of `shapes_data`.
 
-The bundled weights took about an hour on two busy CPU cores: the defaults, then 2400 steps more with
-`--resume`. The first of the two runs drew its pictures with more jitter than `shapes_data` does now.
+The bundled weights took about an hour on two busy CPU cores: one run, then 2400 steps more with `--resume`. The
+first run drew its pictures with more jitter and smaller squares than `shapes_data` does now.
 """
 
 from __future__ import annotations

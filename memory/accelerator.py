@@ -44,7 +44,7 @@ class Accelerator:
         if self.is_cpu:
             return psutil.virtual_memory().available
         if self.device.type == "mps":
-            return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+            return max(0, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
         cached = self._count("memory_reserved") - self._count("memory_allocated")
         return self._mem_get_info()[0] + max(0, cached)
 

@@ -15,7 +15,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device is out of memory, in the words of any backend."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    # The second is what CUDA's libraries say when their workspace does not fit.
+    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in ("out of memory", "alloc_failed"))
 
 
 def release_frames(error: BaseException) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import logging
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,6 +31,8 @@ from .report import Report, UnitReport
 from .sizes import format_bytes, parse_bytes
 from .timeline import Resident, Timeline
 from .unit import ROLES, ManagedModel, Role
+
+log = logging.getLogger("ballast")
 
 STRATEGIES = ("auto", *PLACEMENTS)
 _RAM_RESERVE_BYTES = 2 * 2**30
@@ -67,6 +71,7 @@ class MemoryManager:
         self._ram_bytes: int | None = None
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
+        self._stage_lock = threading.RLock()
 
     # Budgets
 
@@ -84,14 +89,16 @@ class MemoryManager:
     @property
     def budget_bytes(self) -> int:
         """VRAM that the pack may hold: what it holds and what is free, less the reserve, within the user's limit."""
-        held = sum(unit.resident_bytes for unit in self._units)
+        with self._lock:
+            held = sum(unit.resident_bytes for unit in self._units)
         available = max(0, held + self.accelerator.free_bytes() - self.reserve_bytes)
         return available if self._vram_bytes is None else min(available, self._vram_bytes)
 
     @property
     def ram_budget_bytes(self) -> int:
         """RAM that host copies may hold."""
-        held = sum(unit.host_bytes for unit in self._units)
+        with self._lock:
+            held = sum(unit.host_bytes for unit in self._units)
         available = max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
         return available if self._ram_bytes is None else self._ram_bytes
 
@@ -99,7 +106,8 @@ class MemoryManager:
 
     def adopt(self, unit: ManagedModel) -> ManagedModel:
         """Take a unit under management. The caller keeps it alive."""
-        self._units.add(unit)
+        with self._lock:
+            self._units.add(unit)
         return unit
 
     def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
@@ -122,7 +130,10 @@ class MemoryManager:
         does so first. The unit stays in place afterwards, free to be evicted; if the block raises, it leaves.
         Raises DoesNotFitError when no placement fits the budget.
         """
-        self.acquire(unit, strategy, alone=alone)
+        with self._lock:
+            self._strike(unit)
+            others = [other for other in self._units if other is not unit] if alone else []
+        self.acquire(unit, strategy, instead_of=others)
         try:
             with torch.inference_mode():
                 yield unit.module
@@ -133,21 +144,20 @@ class MemoryManager:
         else:
             self.release(unit)
 
-    def acquire(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> None:
-        """Put a unit in place and count a lease. `release` must follow."""
+    def acquire(self, unit: ManagedModel, strategy: str = "auto", *, instead_of: Collection[ManagedModel] = ()) -> None:
+        """Put a unit in place and count a lease; of `instead_of` leaves what may. `release` must follow."""
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         with self._lock:
             self.adopt(unit)
             unit.runs_on(self._execution_device(strategy))
-            self._strike(unit)
             unit.last_use = next(self._clock)
             unit.leases += 1
             try:
-                if unit.placement and unit.leases == 1 and strategy not in ("auto", unit.placement.name):
+                if unit.leases == 1 and self._is_outdated(unit, strategy):
                     self._evict(unit)
-                if alone:
-                    for other in self._evictable(unit):
+                for other in self._evictable(unit):
+                    if other in instead_of:
                         self._evict(other)
                 if unit.placement is None:
                     self._load(unit)
@@ -162,7 +172,9 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             if (before := self._called.pop(unit, None)) is not None:
-                peak = self.timeline.record("ran", unit).peak_bytes
+                came = unit.placement.take_bytes_in() if unit.placement else 0
+                self.device_bytes_in += came
+                peak = self.timeline.record("ran", unit, came).peak_bytes
                 leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
                 unit.worked_in(peak - before - leaf)
             if evict and unit.leases == 0:
@@ -180,19 +192,25 @@ class MemoryManager:
         work: Hashable = None,
         alone: bool = True,
         keep: bool = False,
+        vram: int | None = None,
+        ram: int | None = None,
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        `work` tells sizes of work apart, so that what was measured for one is not expected of another. With `alone` at
-        most one unit is on the device at a time. With `keep` they stay when the block ends well, to be
-        evicted when others need the room. However the block ends, nothing that it was leased stays leased.
+        One stage runs at a time; one of another thread waits.
+
+        `work` tells sizes of work apart, so that what was measured for one is not expected of another. Of the stage's
+        units at most one is on the device at a time, with `alone` of all units. `vram` and `ram` are budgets in bytes
+        for this stage. With `keep` its units stay when the block ends well, to be evicted when others need the room.
+        However the block ends, nothing that it leased stays leased.
         """
-        with ExitStack() as exits:
+        with self._stage_lock, ExitStack() as exits:
+            exits.callback(self._narrow(vram, ram))
             for unit in units:
                 self.adopt(unit)
                 unit.work = work
                 unit.runs_on(self._execution_device(strategy))
-                exits.callback(self._lease_each_call(unit, strategy, alone))
+                exits.callback(self._lease_each_call(unit, strategy, units, alone))
             record = self.timeline.begin(name, units, self.budget_bytes)
             try:
                 with torch.inference_mode():
@@ -202,7 +220,6 @@ class MemoryManager:
                 release_frames(error)
                 raise
             finally:
-                exits.close()
                 with self._lock:
                     for unit in units:
                         if not (keep or unit.pinned or unit.leases):
@@ -252,14 +269,23 @@ class MemoryManager:
         placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(Resident(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
-    def _lease_each_call(self, unit: ManagedModel, strategy: str, alone: bool) -> Callable[[], None]:
+    def _lease_each_call(
+        self, unit: ManagedModel, strategy: str, stage: Sequence[ManagedModel], alone: bool
+    ) -> Callable[[], None]:
         """Lease the unit for the time of each call of its module. Returns what undoes it."""
         # Not torch's forward hooks: while those run, torch's own frames hold on to the inputs after an error.
         forward = unit.module.forward
+        called = False
 
         @functools.wraps(forward)
         def leased(*args: Any, **kwargs: Any) -> Any:
-            self.acquire(unit, strategy, alone=alone)
+            nonlocal called
+            with self._lock:
+                if not called:
+                    self._strike(unit)
+                    called = True
+                others = [u for u in (self._units if alone else stage) if u is not unit]
+            self.acquire(unit, strategy, instead_of=others)
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -267,6 +293,17 @@ class MemoryManager:
 
         vars(unit.module)["forward"] = leased
         return lambda: vars(unit.module).pop("forward", None)
+
+    def _narrow(self, vram: int | None, ram: int | None) -> Callable[[], None]:
+        """Set budgets for the time of a stage. Returns what sets the old ones again."""
+        before = self._vram_bytes, self._ram_bytes
+        self._vram_bytes = before[0] if vram is None else vram
+        self._ram_bytes = before[1] if ram is None else ram
+
+        def widen() -> None:
+            self._vram_bytes, self._ram_bytes = before
+
+        return widen
 
     def _execution_device(self, strategy: str) -> torch.device:
         return torch.device("cpu") if strategy == "cpu" else self.device
@@ -308,7 +345,12 @@ class MemoryManager:
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
         if kinds == ["auto"]:
+            ours = sum(u.resident_bytes for u in self._evictable(unit))
+            wanted = min(unit.size_bytes + unit.working_bytes, self._vram_bytes or sys.maxsize)
+            host.make_room(wanted - ours, self.device)
             kinds = self._fitting_placements(unit)
+            if not kinds:
+                raise DoesNotFitError(self._why_nothing_fits(unit))
         for attempt, kind in enumerate(kinds):
             try:
                 self._make_room(unit, kind)
@@ -321,25 +363,45 @@ class MemoryManager:
                 self.free()
             else:
                 unit.placement = placement
-                self.device_bytes_in += placement.resident_bytes
-                self.timeline.record("place", unit, placement.resident_bytes)
+                came = placement.take_bytes_in()
+                self.device_bytes_in += came
+                self.timeline.record("place", unit, came)
                 return
 
-    def _fitting_placements(self, unit: ManagedModel) -> list[str]:
-        """Placements whose need the budget holds once everything that may leave has left, best first."""
+    def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
+        """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""
+        if unit.placement is None or self.accelerator.is_cpu:
+            return False
+        if strategy != "auto":
+            return strategy != unit.placement.name
+        return unit.placement.name != "resident" and self._fitting_placements(unit)[:1] != [unit.placement.name]
+
+    def _room_bytes(self, unit: ManagedModel) -> int:
+        """What a unit could have once everything that may leave has left."""
         fixed = [u for u in self._units if u.placement and u is not unit and (u.leases or u.pinned)]
-        room = self.budget_bytes - sum(u.resident_bytes for u in fixed)
+        return self.budget_bytes - sum(u.resident_bytes for u in fixed)
+
+    def _fitting_placements(self, unit: ManagedModel) -> list[str]:
+        """Placements that a unit has room for, best first."""
         needs = {"resident": unit.size_bytes, "leafwise": unit.leaf_bytes}
+        room = self._room_bytes(unit)
         fitting = [kind for kind, need in needs.items() if need + unit.working_bytes <= room]
-        if fitting:
-            return fitting
-        pinned = [u for u in fixed if u.pinned]
+        if not fitting and unit.leaf_bytes <= room and unit.working_bytes <= self.accelerator.free_bytes():
+            log.warning(
+                "Ballast: %s works in %s beside its weights, more than the budget of %s leaves",
+                unit.name, format_bytes(unit.working_bytes), format_bytes(self.budget_bytes),
+            )  # fmt: skip
+            return ["leafwise"]
+        return fitting
+
+    def _why_nothing_fits(self, unit: ManagedModel) -> str:
+        pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
         could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
-        raise DoesNotFitError(
+        return (
             f"{unit.role} {unit.name} does not fit on {self.device}: it wants {format_bytes(unit.size_bytes)} resident "
             f"or {format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a "
-            f"budget of {format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, room))} can be had. "
-            f"Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
+            f"budget of {format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, self._room_bytes(unit)))} "
+            f"can be had. Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
         )
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:

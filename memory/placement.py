@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,7 @@ class Placement:
         self.device = device
         self.host_slots: list[Slot] = list(slots(module))
         self.resident_bytes = 0
+        self._bytes_in = 0
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -46,6 +47,11 @@ class Placement:
         except BaseException:
             self.remove()
             raise
+
+    def take_bytes_in(self) -> int:
+        """Bytes of weights copied to the device since this was last asked."""
+        taken, self._bytes_in = self._bytes_in, 0
+        return taken
 
     def remove(self) -> None:
         """Take the unit off the device, with every stray tensor that its runs left behind."""
@@ -69,6 +75,7 @@ class Placement:
             if id(slot.tensor) not in copies:
                 copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)
                 self.resident_bytes += slot.tensor.nbytes
+                self._bytes_in += slot.tensor.nbytes
             slot.set(copies[id(slot.tensor)])
 
 
@@ -88,13 +95,13 @@ class Leafwise(Placement):
         # The top module's own few tensors stay: its `forward` is already running when a unit is placed on demand.
         self._move(list(own_slots(self.module)))
         for child in self.module.children():
+            weights = _Counted(child.state_dict(), self._count)
             cpu_offload(
-                child,
-                self.device,
-                offload_buffers=True,
-                state_dict=child.state_dict(),
-                preload_module_classes=_WHOLE_MODULES,
+                child, self.device, offload_buffers=True, state_dict=weights, preload_module_classes=_WHOLE_MODULES
             )
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        self._bytes_in += tensor.nbytes
 
     def _remove(self) -> None:
         from accelerate.hooks import remove_hook_from_submodules
@@ -103,6 +110,19 @@ class Leafwise(Placement):
         for child in self.module.children():
             remove_hook_from_submodules(child)
         self._restore()
+
+
+class _Counted(dict):
+    """A state dict that tells which of its tensors are asked for."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], asked: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(tensors)
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = super().__getitem__(name)
+        self._asked(tensor)
+        return tensor
 
 
 class Cpu(Placement):

@@ -99,7 +99,7 @@ class Timeline:
         if self._stage is not None:
             self._stage.events.append(event)
             self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
-            if kind == "place" and unit is not None and unit.placement and unit.name in self._stage.units:
+            if kind in ("place", "ran") and unit is not None and unit.placement and unit.name in self._stage.units:
                 mine = self._stage.units[unit.name]
                 mine.bytes_in += bytes
                 mine.placement = unit.placement.name

@@ -7,6 +7,7 @@ CPU tensors that stay the truth, on the device tier they are (wholly or in part)
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 Role = Literal["text_encoder", "transformer", "vae", "other"]
 Tier = Literal["disk", "host", "device"]
 ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
+
+
+# Building a module on `meta` patches torch for the whole process, in accelerate and in the libraries' own loaders.
+_building = threading.RLock()
 
 
 @dataclass
@@ -96,11 +101,12 @@ class ManagedModel:
     @property
     def module(self) -> nn.Module:
         """The one module object of this unit, whatever its tier."""
-        if self._module is None:
-            module = self._build().eval()
-            module.__class__ = _located(type(module))  # type: ignore[arg-type]
-            self._module = module
-            self.runs_on(torch.device("cpu"))
+        with _building:
+            if self._module is None:
+                module = self._build().eval()
+                module.__class__ = _located(type(module))  # type: ignore[arg-type]
+                self._module = module
+                self.runs_on(torch.device("cpu"))
         return self._module
 
     def runs_on(self, device: torch.device) -> None:
@@ -152,7 +158,7 @@ class ManagedModel:
         """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read."""
         if self._on_host or self._read is None:
             return 0
-        with torch.inference_mode():
+        with _building, torch.inference_mode():
             _adopt_tensors(self.module, self._read(), self.name)
         self._on_host = True
         return self.size_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,20 +37,24 @@ def find_weights(folder: Path) -> tuple[list[Path], str | None]:
     Raises FileNotFoundError when there are none, or when a shard that the index names is not there, and ValueError when
     there are only pickled ones.
     """
-    indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: len(path.name))
-    if indexes:
+    incomplete = ""
+    for index in sorted(folder.glob("*.safetensors.index*.json"), key=lambda path: len(path.name)):
         try:
-            weight_map = json.loads(indexes[0].read_text("utf-8"))["weight_map"]
+            weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
             shards = sorted({folder / name for name in weight_map.values()})
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{indexes[0]} is not an index of weights. Download it again.") from error
-        for shard in shards:
-            if shard.parent != folder or not shard.is_file():
-                raise FileNotFoundError(f"{shard} is missing: the download is not complete. Download it again.")
-        return shards, _variant(indexes[0].name.removesuffix(".safetensors.index.json"))
-    files = sorted(folder.glob("*.safetensors"), key=lambda path: len(path.name))
-    if files:
-        return files[:1], _variant(files[0].stem)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is not an index of weights. Download it again.") from error
+        missing = [shard for shard in shards if shard.parent != folder or not shard.is_file()]
+        if not missing:
+            return shards, index.name.split(".safetensors.index")[1].removesuffix(".json").strip(".") or None
+        incomplete = incomplete or f"{missing[0]} is missing: the download is not complete. Download it again."
+    shard_of_many = re.compile(r"-\d{5}-of-\d{5}$")
+    whole = [path for path in folder.glob("*.safetensors") if not shard_of_many.search(path.stem)]
+    if whole:
+        file = min(whole, key=lambda path: (len(path.name), path.name))
+        return [file], file.stem.partition(".")[2] or None
+    if incomplete:
+        raise FileNotFoundError(incomplete)
     pickled = [path.name for path in folder.iterdir() if path.suffix in _PICKLES] if folder.is_dir() else []
     if pickled:
         raise ValueError(
@@ -130,8 +135,3 @@ def _file_identity(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
                 file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _variant(stem: str) -> str | None:
-    """`diffusion_pytorch_model.fp16-00001-of-2` -> `fp16`."""
-    return stem.split(".", 1)[1].split("-")[0] if "." in stem else None

@@ -91,15 +91,20 @@ class Component:
                 module = self.cls._from_config(config, dtype=self.run_dtype)
             else:
                 module = self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined]
-        keep = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
+        keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+            # transformers keeps these for float16 only, and has another list for both.
+            keep = keep if self.run_dtype == torch.float16 else set()
+            keep |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
-                fp32 = any(part in name.split(".") for part in keep)
+                fp32 = not keep.isdisjoint(name.split("."))
                 parameter.data = parameter.data.to(torch.float32 if fp32 else self.run_dtype)
         stored = read_tensors(self.files[0], [name for name, _ in module.named_buffers()])
         for name, value in stored.items():
             owner, _, key = name.rpartition(".")
-            module.get_submodule(owner)._buffers[key] = value
+            module.get_submodule(owner)._buffers[key] = value.to(self.run_dtype) if value.is_floating_point() else value
         return module.requires_grad_(False)
 
     def _read(self) -> nn.Module:
@@ -179,7 +184,12 @@ def read_components(folder: Path, index: dict[str, Any], dtype: torch.dtype | No
             if not config.is_file():
                 raise FileNotFoundError(f"{config} is missing. Download it again.")
             component.config.update(read_json(config))
-            _ = component.files
+            if "quantization_config" in component.config:
+                raise ValueError(
+                    f"{config} asks for quantized weights, which are not supported yet. Get the plain ones."
+                )
+            if component.run_dtype not in DTYPES.values():
+                raise ValueError(f"{path} is stored in {component.run_dtype}; give a dtype to run in, such as 'bf16'.")
         found[name] = component
     return found
 

@@ -31,12 +31,17 @@ class Conditioning:
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Copies on a device, floating ones in `dtype` if given."""
+        """The tensors on a device, floating ones in `dtype` if given."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
         return {k: [move(t) for t in v] if isinstance(v, list) else move(v) for k, v in self.tensors.items()}
+
+    def copy(self) -> Conditioning:
+        """A conditioning that shares no memory with this one."""
+        tensors = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in self.tensors.items()}
+        return Conditioning(tensors, dict(self.info))
 
     def save(self, path: Path) -> None:
         """Write as safetensors."""
@@ -55,10 +60,11 @@ class Conditioning:
             names = sorted(file.keys(), key=lambda name: (name.split(_LIST)[0], int((name.split(_LIST) + ["0"])[1])))
             for name in names:
                 base, marker, _ = name.partition(_LIST)
+                tensor = to_host(file.get_tensor(name))  # else the file stays mapped, and cannot be replaced
                 if marker:
-                    tensors.setdefault(base, []).append(file.get_tensor(name))  # type: ignore[union-attr]
+                    tensors.setdefault(base, []).append(tensor)  # type: ignore[union-attr]
                 else:
-                    tensors[name] = file.get_tensor(name)
+                    tensors[name] = tensor
         return cls(tensors, info)
 
     def _flat(self) -> dict[str, torch.Tensor]:
@@ -75,5 +81,6 @@ class Conditioning:
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor that shares memory with nothing."""
-    return value.detach().to("cpu", copy=True).contiguous()
+    """A contiguous CPU tensor that shares memory with nothing, and that may be changed outside inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(value.shape, dtype=value.dtype).copy_(value)

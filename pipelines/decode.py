@@ -33,18 +33,23 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
 
 
 def decode_latents(
-    manager: MemoryManager, vae: ManagedModel, latents: torch.Tensor, *, alone: bool, arguments: dict[str, Any]
+    manager: MemoryManager,
+    vae: ManagedModel,
+    latents: torch.Tensor,
+    stage: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> torch.Tensor:
     """Pixels in -1..1, float32 on the CPU, in the layout of the VAE ([B,3,H,W] or [B,3,F,H,W]).
 
-    `latents` is what the VAE's `decode` takes ([B,C,h,w] or [B,C,f,h,w]); `arguments` are further ones of it.
+    `latents` is what the VAE's `decode` takes ([B,C,h,w] or [B,C,f,h,w]); `arguments` are further ones of
+    it. `stage` has the manager's own: `alone`, `vram`, `ram`.
     """
     check_finite(latents, "the latents hold")
     attempts = [("auto", False), ("auto", True), ("cpu", False)]
     for strategy, tiled in attempts:
         try:
-            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled)):
-                pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=alone, arguments=arguments)
+            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled), **stage):
+                pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=stage["alone"], arguments=arguments)
         except Exception as error:
             if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
                 raise

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from ..memory.sizes import format_bytes
@@ -40,9 +41,22 @@ def shared_cache(directory: Path | None = None) -> EmbeddingCache:
     return _shared.setdefault(folder, EmbeddingCache(folder))
 
 
-def cache_key(facts: dict[str, Any]) -> str:
-    """The digest of everything that decides an embedding. `facts` is plain data."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+def cache_key(facts: dict[str, Any]) -> str | None:
+    """The digest of everything that decides an embedding: plain data and tensors.
+
+    None if there is anything else among it (pictures, say), for which no safe digest is known.
+    """
+    try:
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_digest).encode()).hexdigest()
+    except TypeError:
+        return None
+
+
+def _digest(value: Any) -> list[Any]:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError
+    content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return [str(value.dtype), list(value.shape), hashlib.sha256(content).hexdigest()]
 
 
 class EmbeddingCache:
@@ -60,23 +74,26 @@ class EmbeddingCache:
         with self._lock:
             if key in self._ram:
                 self._ram.move_to_end(key)
-                return self._ram[key]
+                return self._ram[key].copy()
         path = self._path(key)
         try:
             found = Conditioning.load(path)
             os.utime(path)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError, KeyError, OSError) as error:
+        except OSError as error:
+            log.warning("Ballast: the embedding cache cannot be read: %s", error)
+            return None
+        except (SafetensorError, ValueError, KeyError) as error:
             log.warning("Ballast: dropping a damaged entry of the embedding cache, %s (%s)", path.name, error)
             self._unlink(path)
             return None
-        self._remember(key, found)
+        self._remember(key, found.copy())
         return found
 
     def put(self, key: str, conditioning: Conditioning) -> None:
         """Keep a conditioning. A disk that cannot be written costs a warning, never the run."""
-        self._remember(key, conditioning)
+        self._remember(key, conditioning.copy())
         path = self._path(key)
         part: Path | None = None
         try:
@@ -118,18 +135,20 @@ class EmbeddingCache:
         for _, size, path in sorted(entries)[:-1]:
             if held <= self.disk_bytes:
                 break
-            self._unlink(path)
-            held -= size
+            if self._unlink(path):
+                held -= size
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.safetensors"
 
     @staticmethod
-    def _unlink(path: Path) -> None:
+    def _unlink(path: Path) -> bool:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("Ballast: cannot remove %s: %s", path, error)
+            return False
+        return True
 
     def __repr__(self) -> str:
         return f"EmbeddingCache({self.directory}, up to {format_bytes(self.disk_bytes)})"

@@ -7,6 +7,7 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import textwrap
@@ -39,6 +40,8 @@ class GenericPipeline(StagedPipeline):
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
         self.components = read_components(folder, index, parse_dtype(dtype))
+        self._tools: dict[str, Any] = {}
+        self._text_files: dict[str, list[str]] | None = None
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
         self._init = inspect.signature(self.pipeline_class).parameters
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
@@ -46,6 +49,7 @@ class GenericPipeline(StagedPipeline):
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self.is_video = "num_frames" in self._call
+        self._check_complete(index)
         super().__init__(folder, **shared)
         units = [self.manager.adopt(c.unit(folder.name)) for c in self.components.values() if c.is_module]
         self._units = {unit.name: unit for unit in units}
@@ -53,6 +57,20 @@ class GenericPipeline(StagedPipeline):
         self.denoisers = [unit for unit in units if unit.role in ("transformer", "other")]
         self.decoder = self._units["vae"]
         self.decoder_config = self.components["vae"].config
+        convolutions = [m for m in self.decoder.module.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+        self.latent_dimensions = 5 if any(isinstance(m, nn.Conv3d) for m in convolutions) else 4
+
+    def _check_complete(self, index: dict[str, Any]) -> None:
+        """Raise ValueError for what would only fail when it is used."""
+        optional = self.pipeline_class._optional_components
+        needed = ("text_encoder", "tokenizer", "transformer", "scheduler")
+        if missing := [n for n in self._init if n.startswith(needed) and n not in index and n not in optional]:
+            raise ValueError(
+                f"{self.folder} lacks {', '.join(missing)}, which {self.name} needs. Put each into a folder of that "
+                "name and list it in model_index.json."
+            )
+        if not any(name in self._call for name in returned_names(self.pipeline_class.encode_prompt)):
+            raise ValueError(f"{self.name} takes no embeddings that it could be given, and cannot be staged.")
 
     def _pipeline(self, device: torch.device, *names: str) -> Any:
         """The stock pipeline with only the named components, and a stand-in for the VAE."""
@@ -78,11 +96,9 @@ class GenericPipeline(StagedPipeline):
         """A component without weights. Schedulers keep state, so each run gets its own."""
         if name.startswith("scheduler"):
             return self.components[name].create()
-        return self._cached_tool(name)
-
-    @functools.cached_property
-    def _cached_tool(self) -> Callable[[str], Any]:
-        return functools.cache(lambda name: self.components[name].create())
+        if name not in self._tools:
+            self._tools[name] = self.components[name].create()
+        return self._tools[name]
 
     def _without_weights(self, *prefixes: str) -> list[str]:
         return [n for n, c in self.components.items() if not c.is_module and n.startswith(prefixes)]
@@ -97,13 +113,18 @@ class GenericPipeline(StagedPipeline):
         import transformers
 
         text = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
+        files = {c.name: c.identity() for c in text if not c.name.startswith("scheduler")}
+        if self._text_files not in (None, files):
+            raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
+        self._text_files = files
         return {
             "format": 1,
             "pipeline": self.name,
             "libraries": [diffusers.__version__, transformers.__version__],
-            "files": {c.name: c.identity() for c in text if not c.name.startswith("scheduler")},
+            "files": files,
+            "config": self._config,
             "dtypes": {c.name: str(c.run_dtype) for c in text if c.is_module},
-            "options": {name: repr(value) for name, value in options.items()},
+            "options": options,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "negative_prompt": negative_prompt if isinstance(negative_prompt, str) else list(negative_prompt),
         }
@@ -151,7 +172,8 @@ class GenericPipeline(StagedPipeline):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         name = self.name
-        known = {k: v for k, v in self._call.items() if "embeds" not in k}
+        # How many pictures is settled by how many prompts were encoded.
+        known = {k: v for k, v in self._call.items() if "embeds" not in k and not k.endswith("_per_prompt")}
         extra = {"guidance_scale"} if "true_cfg_scale" in self._call else set()
         _check_known(options, known, f"{name}.__call__", extra)
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options}
@@ -282,6 +304,10 @@ class _StepReporter:
         functools.update_wrapper(self, scheduler.step)
         self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
         self.taken = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
+        return copy.deepcopy(self.scheduler, memo).step
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.step(model_output, timestep, sample, *args, **kwargs)

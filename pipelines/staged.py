@@ -25,9 +25,13 @@ OnStep = Callable[[int, int, torch.Tensor], None]
 Prompt = str | Sequence[str]
 
 
-def _work(arguments: dict[str, Any]) -> Hashable:
-    """What decides how much memory sampling works in: the plain arguments, such as size and guidance."""
-    return tuple(sorted((k, v) for k, v in arguments.items() if isinstance(v, int | float | str)))
+def _work(cond: Conditioning, arguments: dict[str, Any]) -> Hashable:
+    """What decides how much memory sampling works in: size, number of pictures, and whether guidance doubles them."""
+    batch = max((len(value) for value in cond.tensors.values()), default=0)
+    guided = (
+        max((v for k, v in arguments.items() if k in ("guidance_scale", "true_cfg_scale", "guider")), default=2) > 1
+    )
+    return (batch, guided, *(arguments.get(name) for name in ("width", "height", "num_frames")))
 
 
 class StagedPipeline(ABC):
@@ -39,6 +43,7 @@ class StagedPipeline(ABC):
 
     name: str
     is_video = False
+    latent_dimensions = 4
     decoder_config: dict[str, Any]
 
     def __init__(
@@ -66,18 +71,22 @@ class StagedPipeline(ABC):
         `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
         """
         self._check_options(options)
+        if not isinstance(prompt, str) and isinstance(negative_prompt, str):
+            negative_prompt = [negative_prompt] * len(prompt)
         key = cache_key(self._encoding_facts(prompt, negative_prompt, options))
-        if found := self.cache.get(key):
+        if key and (found := self.cache.get(key)):
             return found
 
         def run(device: torch.device) -> dict[str, Any]:
             tensors = self._encode(prompt, negative_prompt, options, device)
             return {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
 
-        tensors = self._run_stage("encode", self.encoders, run)
+        prompts = 1 if isinstance(prompt, str) else len(prompt)
+        tensors = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
         words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name}
         conditioning = Conditioning(tensors, {name: str(value) for name, value in words.items()})
-        self.cache.put(key, conditioning)
+        if key:
+            self.cache.put(key, conditioning)
         return conditioning
 
     def sample(
@@ -119,7 +128,7 @@ class StagedPipeline(ABC):
             latents = self._denoise(cond, arguments | {"generator": generator, "latents": noise}, on_step, device)
             return to_host(latents.float())
 
-        latents = self._run_stage("sample", self.denoisers, run, strategy, work=_work(arguments), keep=self.keep)
+        latents = self._run_stage("sample", self.denoisers, run, strategy, work=_work(cond, arguments), keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -128,16 +137,16 @@ class StagedPipeline(ABC):
 
         `arguments` are further ones of the VAE's own `decode`.
         """
-        self.manager.limit(self.vram_bytes, self.ram_bytes)
         takes = self.decoder_config.get("latent_channels") or self.decoder_config.get("z_dim")
-        if latents.ndim not in (4, 5) or takes not in (None, latents.shape[1]):
+        if latents.ndim != self.latent_dimensions or takes not in (None, latents.shape[1]):
             has = latents.shape[1] if latents.ndim > 1 else 0
             raise ValueError(
-                f"the latents have {has} channels in {latents.ndim} dimensions; the VAE of {self.name} takes {takes}. "
-                "Sample and decode with the same pipeline."
+                f"the latents have {has} channels in {latents.ndim} dimensions; the VAE of {self.name} takes {takes} "
+                f"in {self.latent_dimensions}. Sample and decode with the same pipeline."
             )
         arguments = self._decode_arguments(latents, arguments)
-        pixels = decode_latents(self.manager, self.decoder, latents, alone=not self.keep, arguments=arguments)
+        stage = {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes}
+        pixels = decode_latents(self.manager, self.decoder, latents, stage, arguments)
         return to_images(pixels, video=self.is_video)
 
     def _run_stage(
@@ -151,11 +160,17 @@ class StagedPipeline(ABC):
         keep: bool = False,
     ) -> Result:
         """Run a stage; if the device runs out of memory, once more with everything else gone and the units leafwise."""
-        self.manager.limit(self.vram_bytes, self.ram_bytes)
+        stage: dict[str, Any] = {
+            "work": work,
+            "alone": not self.keep,
+            "keep": keep,
+            "vram": self.vram_bytes,
+            "ram": self.ram_bytes,
+        }
         for attempt in (strategy, "leafwise") if strategy in ("auto", "resident") else (strategy,):
             device = torch.device("cpu") if attempt == "cpu" else self.manager.device
             try:
-                with self.manager.stage(name, units, attempt, work=work, alone=not self.keep, keep=keep):
+                with self.manager.stage(name, units, attempt, **stage):
                     return run(device)
             except Exception as error:
                 if not is_out_of_memory(error):
