@@ -49,8 +49,8 @@ class GenericPipeline(StagedPipeline):
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self.is_video = "num_frames" in self._call
-        self._check_complete(index)
         super().__init__(folder, **shared)
+        self._check_complete(index)
         units = [self.manager.adopt(c.unit(folder.name)) for c in self.components.values() if c.is_module]
         self._units = {unit.name: unit for unit in units}
         self.encoders = [unit for unit in units if unit.role == "text_encoder"]

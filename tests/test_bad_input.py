@@ -80,6 +80,7 @@ def test_missing_shard(copied: Path) -> None:
     folder = copied / "transformer"
     index = {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
     assert "00001-of-00002" in refusal(copied, FileNotFoundError)
 
 
@@ -87,6 +88,7 @@ def test_shard_outside_of_the_folder(copied: Path) -> None:
     folder = copied / "transformer"
     index = {"weight_map": {"a": "../vae/diffusion_pytorch_model.safetensors"}}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
     refusal(copied, FileNotFoundError)
 
 
@@ -211,3 +213,46 @@ def test_frames_that_the_model_cannot_make(tiny_folders: Folders) -> None:
 def test_bad_arguments_of_open(copied: Path, opening: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ballast.open_pipeline(copied, **opening)
+
+
+def test_sharded_variant_that_misses_a_shard(copied: Path) -> None:
+    from diffusers import Lumina2Transformer2DModel
+
+    folder = copied / "transformer"
+    model = Lumina2Transformer2DModel.from_pretrained(folder)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    model.save_pretrained(folder, variant="fp16", max_shard_size="50KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    pipe = ballast.open_pipeline(copied, device="cpu")
+    assert pipe.sample(pipe.encode("a boat"), width=48, height=32, steps=1).isfinite().all()
+    shards[-1].unlink()
+    assert shards[-1].name in refusal(copied, FileNotFoundError)
+
+
+def test_whole_variant_beside_an_index_without_its_shards(copied: Path) -> None:
+    folder = copied / "transformer"
+    path = folder / "diffusion_pytorch_model.safetensors"
+    path.rename(path.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    index = {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    pipe = ballast.open_pipeline(copied, device="cpu")
+    assert pipe.sample(pipe.encode("a boat"), width=48, height=32, steps=1).isfinite().all()
+
+
+def test_encoder_that_the_index_does_not_name(tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folders("hidream"), tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    del index["text_encoder_4"], index["tokenizer_4"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert "text_encoder_4" in refusal(folder)
+
+
+def test_quantized_weights_are_refused(copied: Path) -> None:
+    edit(copied / "transformer" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    assert "quantized" in refusal(copied)
+
+
+def test_latents_with_frames_for_a_picture(copied: Path) -> None:
+    with pytest.raises(ValueError, match="in 5 dimensions"):
+        ballast.open_pipeline(copied, device="cpu").decode(torch.zeros(1, 4, 1, 4, 6))

@@ -426,3 +426,33 @@ def test_twenty_runs_keep_memory_flat(mgr: MemoryManager, sim: ModuleType) -> No
         assert sim.stats().allocated_bytes == 0
         sizes.append(process.memory_info().rss)
     assert max(sizes[5:]) <= 1.02 * min(sizes[5:])
+
+
+def test_a_stage_strikes_each_of_its_units_once(mgr: MemoryManager) -> None:
+    """The graph counts stages, not calls: a transformer is called at every step."""
+    dit, vae, enc = unit("dit"), unit("vae"), unit("enc")
+    mgr.schedule([dit, vae, enc, dit, vae])
+    with mgr.stage("sample", [dit]):
+        for _ in range(3):
+            dit.module(tokens())
+    assert [ref() for ref in mgr._future or []] == [vae, enc, dit, vae]
+
+
+def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle model of the host must not make ours run leafwise."""
+    from ballast.memory import host, simulated
+
+    a = unit("a")
+    simulated.enable(total=2 * a.size_bytes)
+    idle = [torch.empty(a.size_bytes + a.size_bytes // 2, dtype=torch.uint8, device="sim")]
+    asked = []
+
+    def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
+        asked.append(wanted_bytes)
+        idle.clear()
+
+    monkeypatch.setattr(host, "make_room", make_room)
+    with mgr.use(a):
+        assert a.placement is not None
+        assert a.placement.name == "resident"
+    assert asked[0] == a.size_bytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ import pytest
 import torch
 from ballast.memory import DoesNotFitError, manager
 from ballast.pipelines.conditioning import Conditioning
+from ballast.pipelines.embedding_cache import shared_cache
 
 Folders = Callable[[str], Path]
 SIZE = {"width": 48, "height": 32, "steps": 2, "guidance": 4.0}
@@ -301,3 +304,134 @@ def test_steps_are_reported_with_the_latents_expected(name: str, shape: tuple[in
     sample(encode(), on_step=lambda step, steps, latents: seen.append((step, steps, latents)))
     assert [(step, steps) for step, steps, _ in seen] == [(1, 2), (2, 2)]
     assert all(latents.shape == shape for _, _, latents in seen)
+
+
+# What a severe reader tried
+
+
+def test_embeddings_given_as_options_are_told_apart(tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    first = torch.zeros(1, 64, 32)
+    second = first.clone()
+    second[0, 30] = 1.0
+    pooled = torch.zeros(1, 32)
+    encoded = [
+        pipe.encode("x", prompt_embeds=given, pooled_prompt_embeds=pooled, max_sequence_length=64).tensors[
+            "prompt_embeds"
+        ]
+        for given in (first, second)
+    ]
+    assert not torch.equal(*encoded)
+
+
+def test_changed_files_under_an_open_pipeline_are_an_error(copied: Path) -> None:
+    pipe = ballast.open_pipeline(copied, device="cpu")
+    pipe.encode("a boat")
+    path = copied / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"padding_side": "left"}), "utf-8")
+    with pytest.raises(ValueError, match="were changed. Open the pipeline again"):
+        pipe.encode("another boat")
+
+
+def test_two_threads_on_one_pipeline(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim")
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        results[number] = pipe.sample(pipe.encode(f"boat {number % 2}"), seed=number % 2, **SIZE)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(results[0], results[2], atol=0, rtol=0)
+    torch.testing.assert_close(results[1], results[3], atol=0, rtol=0)
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("first", ["cpu", "leafwise"])
+def test_kept_placement_gives_way_to_a_better_one(first: str, folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim", keep=True)
+    cond = pipe.encode("a boat")
+    expected = pipe.sample(cond, strategy=first, **SIZE)
+    torch.testing.assert_close(pipe.sample(cond, **SIZE), expected, atol=1e-6, rtol=0)
+    assert pipe.denoisers[0].placement is not None
+    assert pipe.denoisers[0].placement.name == "resident"
+
+
+def test_what_ran_once_runs_again(folder: Path, sim: ModuleType) -> None:
+    """The first run of a size learns what it works in; the second must not be refused for it."""
+    pipe = ballast.open_pipeline(folder, device="sim")
+    cond = pipe.encode("a boat")
+    small = ballast.open_pipeline(folder, device="sim", vram=pipe.denoisers[0].size_bytes + 50_000)
+    first = small.sample(cond, **{**SIZE, "width": 256, "height": 256})
+    again = small.sample(cond, **{**SIZE, "width": 256, "height": 256})
+    torch.testing.assert_close(again, first, atol=1e-6, rtol=0)
+
+
+def test_deleted_pipeline_takes_its_memory_along_at_once(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim", keep=True)
+    pipe.sample(pipe.encode("a boat"), **SIZE)
+    assert sim.stats().allocated_bytes
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert sim.stats().allocated_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["flux", "zimage", "lumina2", "sd3"])
+def test_batch_of_prompts(name: str, tiny_folders: Folders) -> None:
+    import tiny
+
+    family = tiny.FAMILIES[name]
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+    width, height = family.size
+    cond = pipe.encode(["a boat", "a tree"], **family.encode_kwargs)
+    latents = pipe.sample(cond, width=width, height=height, steps=2, guidance=family.guidance, **family.call_kwargs)
+    assert pipe.decode(latents).shape == (2, height, width, 3)
+
+
+def test_results_may_be_changed_in_place(folder: Path) -> None:
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    cond = pipe.encode("a boat")
+    kept = cond.tensors["prompt_embeds"].clone()
+    cond.tensors["prompt_embeds"].zero_()
+    torch.testing.assert_close(pipe.encode("a boat").tensors["prompt_embeds"], kept)
+    pipe.sample(pipe.encode("a boat"), **SIZE).mul_(2)
+
+
+def test_leafwise_tells_what_it_copied(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim")
+    cond = pipe.encode("a boat")
+    sim.reset_stats()
+    pipe.sample(cond, strategy="leafwise", **SIZE)
+    (unit,) = manager("sim").timeline.stages[-1].units.values()
+    assert unit.placement == "leafwise"
+    assert 0.8 * sim.stats().h2d_bytes < unit.bytes_in <= sim.stats().h2d_bytes
+
+
+def test_encoders_take_turns_also_when_the_transformer_is_kept(tiny_folders: Folders, sim: ModuleType) -> None:
+    from test_families import stages
+
+    peaks = []
+    for keep in (False, True):
+        _, encode, _, _ = stages("hidream", tiny_folders("hidream"), "sim", keep=keep, cache_dir=None)
+        sim.reset_stats()
+        shared_cache().clear()
+        encode()
+        peaks.append(sim.stats().peak_bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "hidream", "wan", "qwenimage", "mochi"])
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
+def test_sizes_are_known_before_loading(name: str, dtype: str, tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu", dtype=dtype)
+    for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder):
+        expected = unit.size_bytes
+        unit.load()
+        assert unit.size_bytes == expected, unit
