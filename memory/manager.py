@@ -7,16 +7,13 @@ device is bounded by the budget, what it keeps in RAM by the RAM budget.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
-import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import psutil
 import torch
@@ -24,15 +21,15 @@ from torch import nn
 
 from . import host
 from .accelerator import Accelerator, resolve_device
+from .calls import around_each_call
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions
+from .fit import fitting_placements, why_nothing_fits
 from .placement import PLACEMENTS
 from .report import Report, UnitReport
-from .sizes import format_bytes, parse_bytes
+from .sizes import parse_bytes
 from .timeline import Resident, Timeline
 from .unit import ROLES, ManagedModel, Role
-
-log = logging.getLogger("ballast")
 
 STRATEGIES = ("auto", *PLACEMENTS)
 _RAM_RESERVE_BYTES = 2 * 2**30
@@ -260,7 +257,7 @@ class MemoryManager:
                 ram_budget_bytes=self.ram_budget_bytes,
                 disk_bytes_read=self.disk_bytes_read,
                 device_bytes_in=self.device_bytes_in,
-                units=tuple(_report_unit(unit) for unit in units),
+                units=tuple(UnitReport.of(unit) for unit in units),
             )
 
     # Mechanism; all under the lock
@@ -273,26 +270,15 @@ class MemoryManager:
         self, unit: ManagedModel, strategy: str, stage: Sequence[ManagedModel], alone: bool
     ) -> Callable[[], None]:
         """Lease the unit for the time of each call of its module. Returns what undoes it."""
-        # Not torch's forward hooks: while those run, torch's own frames hold on to the inputs after an error.
-        forward = unit.module.forward
-        called = False
 
-        @functools.wraps(forward)
-        def leased(*args: Any, **kwargs: Any) -> Any:
-            nonlocal called
+        def acquire(first: bool) -> None:
             with self._lock:
-                if not called:
+                if first:
                     self._strike(unit)
-                    called = True
                 others = [u for u in (self._units if alone else stage) if u is not unit]
             self.acquire(unit, strategy, instead_of=others)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.release(unit)
 
-        vars(unit.module)["forward"] = leased
-        return lambda: vars(unit.module).pop("forward", None)
+        return around_each_call(unit.module, acquire, lambda: self.release(unit))
 
     def _narrow(self, vram: int | None, ram: int | None) -> Callable[[], None]:
         """Set budgets for the time of a stage. Returns what sets the old ones again."""
@@ -384,25 +370,11 @@ class MemoryManager:
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
         needs = {"resident": unit.size_bytes, "leafwise": unit.leaf_bytes}
-        room = self._room_bytes(unit)
-        fitting = [kind for kind, need in needs.items() if need + unit.working_bytes <= room]
-        if not fitting and unit.leaf_bytes <= room and unit.working_bytes <= self.accelerator.free_bytes():
-            log.warning(
-                "Ballast: %s works in %s beside its weights, more than the budget of %s leaves",
-                unit.name, format_bytes(unit.working_bytes), format_bytes(self.budget_bytes),
-            )  # fmt: skip
-            return ["leafwise"]
-        return fitting
+        return fitting_placements(needs, unit.working_bytes, self._room_bytes(unit), self.accelerator.free_bytes())
 
     def _why_nothing_fits(self, unit: ManagedModel) -> str:
         pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
-        could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
-        return (
-            f"{unit.role} {unit.name} does not fit on {self.device}: it wants {format_bytes(unit.size_bytes)} resident "
-            f"or {format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a "
-            f"budget of {format_bytes(self.budget_bytes)}, of which {format_bytes(max(0, self._room_bytes(unit)))} "
-            f"can be had. Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
-        )
+        return why_nothing_fits(unit, pinned, str(self.device), self.budget_bytes, self._room_bytes(unit))
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
@@ -423,18 +395,3 @@ class MemoryManager:
         left = placement.resident_bytes
         placement.remove()
         self.timeline.record("evict", unit, left)
-
-
-def _report_unit(unit: ManagedModel) -> UnitReport:
-    return UnitReport(
-        name=unit.name,
-        label=unit.label,
-        role=unit.role,
-        tier=unit.tier,
-        placement=unit.placement.name if unit.placement else None,
-        size_bytes=unit.size_bytes,
-        resident_bytes=unit.resident_bytes,
-        host_bytes=unit.host_bytes,
-        leased=unit.leases > 0,
-        pinned=unit.pinned,
-    )

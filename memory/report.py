@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .sizes import format_bytes
-from .unit import Role, Tier
+from .unit import ManagedModel, Role, Tier
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,22 @@ class UnitReport:
     host_bytes: int
     leased: bool
     pinned: bool
+
+    @classmethod
+    def of(cls, unit: ManagedModel) -> UnitReport:
+        """The state of a unit now."""
+        return cls(
+            name=unit.name,
+            label=unit.label,
+            role=unit.role,
+            tier=unit.tier,
+            placement=unit.placement.name if unit.placement else None,
+            size_bytes=unit.size_bytes,
+            resident_bytes=unit.resident_bytes,
+            host_bytes=unit.host_bytes,
+            leased=unit.leases > 0,
+            pinned=unit.pinned,
+        )
 
 
 @dataclass(frozen=True)
