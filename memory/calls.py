@@ -14,8 +14,8 @@ def around_each_call(
 ) -> Callable[[], None]:
     """Call `before(first)` and `after()` around each call of a module; `after` also when the call raises.
 
-    Returns what undoes it. Not by torch's forward hooks: while a module has any, torch's own frames hold on to the inputs
-    for as long as somebody holds an error that came out of the call.
+    Returns what undoes it. Not by torch's forward hooks: while a module has any, torch's own frames hold on to the
+    inputs for as long as somebody holds an error that came out of the call.
     """
     own, forward = vars(module), module.forward
     previous = own.get("forward")

@@ -49,8 +49,8 @@ class Sampler(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Scale of classifier-free guidance. Above 1 the negative prompt counts, and "
-                    "each step runs twice.",
+                    tooltip="Scale of classifier-free guidance. Above 1 the negative prompt counts, and each step runs "
+                    "twice. Use 1 for Flux-dev and HunyuanVideo.",
                 ),
                 io.Int.Input(
                     "seed",
