@@ -70,7 +70,11 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(
                 f"pipeline {pipeline!r} is not in models/diffusers any more. Choose another, or put it back."
             )
-        on = str(host.device() or "auto") if device == "auto" else device
+        own = host.device()
+        if device == "sim" and own is not None and own.type != "cpu":
+            # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
+            raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
+        on = str(own or "auto") if device == "auto" else device
         vram_bytes = int(vram_gb * 2**30) or None
         reference = PipelineReference(str(folder), file_stamp(folder), dtype, vram_bytes, on, keep_loaded)
         reference.open()  # reads configs only, so that a bad folder fails here and not after minutes

@@ -539,3 +539,9 @@ def test_report_before_anything_ran() -> None:
     picture, report = run_node(VramReport).result
     assert report == "Nothing has run yet."
     assert picture.shape[3] == 3
+
+
+def test_simulated_device_beside_a_real_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="device is sim, but ComfyUI runs on cuda:0"):
+        run_node(LoadPipeline, pipeline=DEMO, device="sim")
