@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -172,7 +173,7 @@ def model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     forward = pipe.transformer.forward
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        seen.update(kwargs)
+        seen.update(inspect.signature(forward).bind(*args, **kwargs).arguments)
         raise Captured
 
     if family.prepare is not None:
@@ -181,7 +182,7 @@ def model(name: str) -> tuple[nn.Module, dict[str, Any]]:
     with pytest.raises(Captured):
         pipe(
             prompt="a red boat",
-            num_inference_steps=1,
+            num_inference_steps=2,
             width=family.size[0],
             height=family.size[1],
             **family.call_kwargs,
@@ -200,7 +201,7 @@ def output(module: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
     return run(module, **{key: on_device(value) for key, value in arguments.items()})[0].cpu()
 
 
-@pytest.mark.parametrize("name", [f for f in tiny.FAMILIES])
+@pytest.mark.parametrize("name", ["lumina2", "flux", "sd3", "hidream", "wan", "t5", "clip", "llama"])
 def test_real_models_give_what_they_give_resident(name: str, sim: ModuleType) -> None:
     module, arguments = model(name)
     resident = Resident(module, torch.device(SIM))
@@ -209,7 +210,7 @@ def test_real_models_give_what_they_give_resident(name: str, sim: ModuleType) ->
     expected = output(module, arguments)
     back = sim.stats().d2h_bytes  # the result, and what the model itself looks at
     resident.remove()
-    for share in (0, 0.4):
+    for share in (0, 0.25, 0.5, 0.75, 1):
         allowed = budget(module, share)
         sim.enable(total="1GB", tflops=1e-4, h2d_gbps=0.01)
         placement = Streamed(module, torch.device(SIM), allowed)
@@ -395,7 +396,7 @@ def test_without_streams_copies_block_and_the_result_is_the_same(
 # Growing and shrinking
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(8, 48), min_size=3, max_size=10),
     st.floats(0, 1),

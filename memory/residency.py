@@ -1,0 +1,74 @@
+"""Which blocks of a module stream through the ring, and which stay. Pure functions: no device, no weights touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+_SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
+
+
+def streamed_blocks(block_bytes: Sequence[int], resident_bytes: int) -> list[int]:
+    """The blocks that must stream so that the others hold at most `resident_bytes`, as indices in order.
+
+    They are spread by seconds of transfer, not bunched: between two copies there is then always work to hide them
+    behind. Of N equal blocks, s of them streamed, block i streams iff floor((i+1)*s/N) > floor(i*s/N).
+    """
+    total = sum(block_bytes)
+    least = total - max(0, resident_bytes)
+    if least <= 0:
+        return []
+
+    def fits(goal_bytes: int) -> bool:
+        return sum(block_bytes[i] for i in _spread(block_bytes, goal_bytes)) >= least
+
+    # The smallest goal that frees enough: streaming whole blocks, the spread ends up to one block short of its goal.
+    low, high = least, total
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return _trimmed(block_bytes, _spread(block_bytes, low), least)
+
+
+def _spread(block_bytes: Sequence[int], goal_bytes: int) -> list[int]:
+    """Error diffusion: each block earns its share of the goal, and streams once its whole size has been earned."""
+    total = sum(block_bytes)
+    chosen, earned = [], 0
+    for i, size in enumerate(block_bytes):
+        earned += size * goal_bytes
+        if size and earned >= size * total:
+            earned -= size * total
+            chosen.append(i)
+    return chosen
+
+
+def _trimmed(block_bytes: Sequence[int], chosen: list[int], least: int) -> list[int]:
+    """Without the blocks that need not stream after all, largest first. Equal blocks never have one."""
+    spare = sum(block_bytes[i] for i in chosen) - least
+    kept = set(chosen)
+    for i in sorted(chosen, key=lambda i: -block_bytes[i]):
+        if block_bytes[i] <= spare:
+            spare -= block_bytes[i]
+            kept.discard(i)
+    return sorted(kept)
+
+
+def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """The lists of blocks of a module, at whatever depth, none inside another, in the order of the module.
+
+    A list counts if its members are called (so not lists of lists) and hold a part of the weights worth streaming.
+    """
+    total = sum(p.nbytes for p in module.parameters())
+    found: list[tuple[str, nn.ModuleList]] = []
+    for path, owner in module.named_modules():
+        inside = any(path.startswith(f"{name}.") for name, _ in found)
+        if isinstance(owner, nn.ModuleList) and path and not inside and all(_is_called(member) for member in owner):
+            size = sum(p.nbytes for p in owner.parameters())
+            if size and size >= _SMALL_SHARE * total:
+                found.append((path, owner))
+    return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not nn.Module.forward
