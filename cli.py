@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--vram", help="budget such as 8GB; with --device sim the size of the simulated card")
     shared.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     shared.add_argument("--seed", type=int, default=0)
-    shared.add_argument("--strategy", default="auto", help="auto, resident, leafwise or cpu")
+    shared.add_argument("--strategy", default="auto", help="auto, resident, streamed, leafwise or cpu")
 
     demo = commands.add_parser("demo", parents=[shared], help="draw a picture with the bundled model")
     demo.add_argument("--prompt", default=DEMO_PROMPT, help='such as "a green square on a white background, right"')

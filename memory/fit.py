@@ -1,14 +1,47 @@
-"""Which placements a unit has room for. Pure functions: bytes in, names and words out."""
+"""Which placements a unit has room for, and how much of it each is to take."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from .placement import Cpu, Leafwise, Placement, Resident
 from .sizes import format_bytes
+from .stream import Streamed
 from .unit import ManagedModel
 
 log = logging.getLogger("ballast")
+
+
+def least_weights(unit: ManagedModel) -> dict[str, int]:
+    """The least weights on the device for each placement of a unit, best placement first."""
+    if unit.least_streamed_bytes is None:
+        unit.least_streamed_bytes = Streamed.least_bytes(unit.module)
+    least = {"resident": unit.size_bytes, "streamed": unit.least_streamed_bytes, "leafwise": unit.leaf_bytes}
+    if unit.role == "vae" or least["streamed"] >= least["resident"]:
+        del least["streamed"]
+    return least
+
+
+def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
+    """The weights that a placement is to hold on the device.
+
+    Streaming takes all the room that the work leaves, and the least as long as the work is not known.
+    """
+    least = least_weights(unit).get(kind, 0)
+    if kind != "streamed" or not unit.working_bytes:
+        return least
+    return max(least, min(unit.size_bytes, room_bytes - unit.working_bytes))
+
+
+def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
+    """The placement of that name; nothing is moved yet."""
+    if kind == "streamed":
+        return Streamed(unit.module, device, weights_bytes)
+    kinds: dict[str, type[Placement]] = {"resident": Resident, "leafwise": Leafwise, "cpu": Cpu}
+    return kinds[kind](unit.module, device)
 
 
 def fitting_placements(needs: Mapping[str, int], working_bytes: int, room_bytes: int, free_bytes: int) -> list[str]:

@@ -24,14 +24,14 @@ from .accelerator import Accelerator, resolve_device
 from .calls import around_each_call
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions
-from .fit import fitting_placements, why_nothing_fits
-from .placement import PLACEMENTS
+from .fit import fitting_placements, least_weights, make_placement, weights_to_hold, why_nothing_fits
 from .report import Report, UnitReport
 from .sizes import parse_bytes
-from .timeline import Resident, Timeline
+from .stream import Streamed
+from .timeline import OnDevice, Timeline
 from .unit import ROLES, ManagedModel, Role
 
-STRATEGIES = ("auto", *PLACEMENTS)
+STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 _RAM_RESERVE_BYTES = 2 * 2**30
 
 _managers: dict[torch.device, MemoryManager] = {}
@@ -173,7 +173,11 @@ class MemoryManager:
                 self.device_bytes_in += came
                 peak = self.timeline.record("ran", unit, came).peak_bytes
                 leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
+                unknown = not unit.working_bytes
                 unit.worked_in(peak - before - leaf)
+                if unknown and isinstance(unit.placement, Streamed):
+                    # It began with the ring alone; now that the work is known, the rest of the room is for blocks.
+                    unit.placement.grow(self._weights(unit, "streamed") - unit.resident_bytes)
             if evict and unit.leases == 0:
                 self._evict(unit)
             if unit.leases == 0 and unit.placement is None:
@@ -262,9 +266,9 @@ class MemoryManager:
 
     # Mechanism; all under the lock
 
-    def _residents(self) -> tuple[Resident, ...]:
+    def _residents(self) -> tuple[OnDevice, ...]:
         placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
-        return tuple(Resident(unit.name, unit.role, unit.resident_bytes) for unit in placed)
+        return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
     def _lease_each_call(
         self, unit: ManagedModel, strategy: str, stage: Sequence[ManagedModel], alone: bool
@@ -340,7 +344,7 @@ class MemoryManager:
         for attempt, kind in enumerate(kinds):
             try:
                 self._make_room(unit, kind)
-                placement = PLACEMENTS[kind](unit.module, self.device)
+                placement = make_placement(unit, kind, self.device, self._weights(unit, kind))
                 placement.place()
             except Exception as error:
                 if not is_out_of_memory(error) or attempt + 1 == len(kinds):
@@ -369,8 +373,11 @@ class MemoryManager:
 
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
-        needs = {"resident": unit.size_bytes, "leafwise": unit.leaf_bytes}
-        return fitting_placements(needs, unit.working_bytes, self._room_bytes(unit), self.accelerator.free_bytes())
+        room, free = self._room_bytes(unit), self.accelerator.free_bytes()
+        return fitting_placements(least_weights(unit), unit.working_bytes, room, free)
+
+    def _weights(self, unit: ManagedModel, kind: str) -> int:
+        return weights_to_hold(unit, kind, self._room_bytes(unit))
 
     def _why_nothing_fits(self, unit: ManagedModel) -> str:
         pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
@@ -380,7 +387,7 @@ class MemoryManager:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
         if kind == "cpu":
             return
-        need = unit.size_bytes if kind == "resident" else unit.leaf_bytes
+        need = self._weights(unit, kind)
         evictable = {u: u.resident_bytes for u in self._evictable(unit)}
         others = sum(u.resident_bytes for u in self._units if u not in evictable and u is not unit)
         use = Use(unit, need, unit.working_bytes)

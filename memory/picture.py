@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from .sizes import format_bytes
 
 if TYPE_CHECKING:
-    from .timeline import Resident, StageRecord
+    from .timeline import OnDevice, StageRecord
 
 _INK, _MUTED, _GRID, _PAPER = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff"
 _BANDS = ("#f8fafc", "#eef2f7")
@@ -32,7 +32,7 @@ _LEFT, _TOP, _RIGHT, _BOTTOM = 84, 46, 24, 70  # margins in pixels
 class _Column:
     """One pixel column: the weights on the device, and the highest allocation, of the time that it stands for."""
 
-    residents: tuple[Resident, ...] = ()
+    residents: tuple[OnDevice, ...] = ()
     peak_bytes: int = 0
 
 

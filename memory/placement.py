@@ -1,7 +1,8 @@
 """How a leased unit sits: put in place, and taken away without copying a weight back.
 
 `resident`: all weights on the device. `leafwise`: each module's weights come for its own call and go again
-(accelerate's `cpu_offload`). `cpu`: the unit runs where its weights are.
+(accelerate's `cpu_offload`). `cpu`: the unit runs where its weights are. `streamed`, in `stream`: some blocks resident,
+the rest through a ring.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from .unit import Slot, own_slots, slots
 
-PlacementName = Literal["resident", "leafwise", "cpu"]
+PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
 
 _LruCache = type(functools.lru_cache(len))
 
@@ -128,9 +129,6 @@ class _Counted(dict):
 class Cpu(Placement):
     name = "cpu"
     on_device = False
-
-
-PLACEMENTS: dict[str, type[Placement]] = {kind.name: kind for kind in (Resident, Leafwise, Cpu)}
 
 
 def clear_strays(module: nn.Module, device: torch.device) -> None:

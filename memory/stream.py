@@ -32,7 +32,7 @@ class Streamed(Placement):
     from whichever thread; `grow` and `shrink` may be called from others meanwhile.
     """
 
-    name = "streamed"  # type: ignore[assignment]
+    name = "streamed"
 
     def __init__(self, module: nn.Module, device: torch.device, resident_bytes: int = 0) -> None:
         super().__init__(module, device)

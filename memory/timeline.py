@@ -23,7 +23,7 @@ _MAX_STAGES = 64
 
 
 @dataclass(frozen=True)
-class Resident:
+class OnDevice:
     """A unit's weights on the device at one moment."""
 
     name: str
@@ -41,7 +41,7 @@ class Event:
     bytes: int
     allocated_bytes: int
     peak_bytes: int
-    residents: tuple[Resident, ...]
+    residents: tuple[OnDevice, ...]
 
 
 @dataclass
@@ -77,7 +77,7 @@ class StageRecord:
 class Timeline:
     """Events of one device, the newest few thousand of them. `residents` tells what is on the device now."""
 
-    def __init__(self, accelerator: Accelerator, residents: Callable[[], tuple[Resident, ...]]) -> None:
+    def __init__(self, accelerator: Accelerator, residents: Callable[[], tuple[OnDevice, ...]]) -> None:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator = accelerator

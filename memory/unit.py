@@ -83,6 +83,7 @@ class ManagedModel:
         self.pinned = False
         self.leases = 0
         self.last_use = 0
+        self.least_streamed_bytes: int | None = None  # asked for once, while the weights are not on the device
         self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
         self._working: dict[Hashable, int] = {}
         self._build = build

@@ -20,7 +20,7 @@ class Sampler(io.ComfyNode):
             node_id="BallastSampler",
             display_name="Offloaded Sampler",
             category="ballast",
-            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else leaf by leaf.",
+            description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else streamed.",
             search_aliases=["ksampler", "denoise"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
@@ -70,11 +70,11 @@ class Sampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "strategy",
-                    options=["auto", "resident", "leafwise", "cpu"],
+                    options=["auto", "resident", "streamed", "leafwise", "cpu"],
                     default="auto",
                     advanced=True,
-                    tooltip="auto chooses what fits. resident: the whole transformer in VRAM. leafwise: one "
-                    "layer at a time, slow, in least memory. cpu: no VRAM at all.",
+                    tooltip="auto chooses what fits. resident: the whole transformer in VRAM. streamed: some blocks in "
+                    "VRAM, the others pass through. leafwise: one layer at a time, slow, in least memory. cpu: none.",
                 ),
             ],
             outputs=[

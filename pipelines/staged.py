@@ -108,10 +108,11 @@ class StagedPipeline(ABC):
         Sizes are in pixels, None for the pipeline's own default. `guidance` is the scale of classifier-free guidance
         (`true_cfg_scale` where the pipeline has one, else `guidance_scale`). `seed` gives the noise that the stock
         pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise` gives it outright, in the layout of the
-        pipeline's `latents`. `strategy` is auto, resident, leafwise or cpu. `on_step(step, steps, latents)` is called
-        after each step, steps counted from 1, with the latents in the pipeline's own layout: as they are or, where the
-        scheduler is flow matching, as they are expected to become. What it raises ends the run. `options` are further
-        arguments of the pipeline's own call.
+        pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise or cpu.
+
+        `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
+        pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
+        What it raises ends the run. `options` are further arguments of the pipeline's own call.
         """
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
@@ -159,7 +160,7 @@ class StagedPipeline(ABC):
         work: Hashable = None,
         keep: bool = False,
     ) -> Result:
-        """Run a stage; if the device runs out of memory, once more with everything else gone and the units leafwise."""
+        """Run a stage; if the device runs out of memory, again with everything else gone: streamed, then leafwise."""
         stage: dict[str, Any] = {
             "work": work,
             "alone": not self.keep,
@@ -167,7 +168,9 @@ class StagedPipeline(ABC):
             "vram": self.vram_bytes,
             "ram": self.ram_bytes,
         }
-        for attempt in (strategy, "leafwise") if strategy in ("auto", "resident") else (strategy,):
+        ladder = ("auto", "resident", "streamed", "leafwise")
+        less = ladder[max(2, ladder.index(strategy) + 1) :] if strategy in ladder else ()
+        for attempt in (strategy, *less):
             device = torch.device("cpu") if attempt == "cpu" else self.manager.device
             try:
                 with self.manager.stage(name, units, attempt, **stage):
@@ -179,7 +182,7 @@ class StagedPipeline(ABC):
                 self.manager.free()
                 if attempt == "leafwise" or strategy == attempt == "cpu":
                     raise self._out_of_memory(name, units, error) from None
-                log.warning("Ballast: out of memory in %s; trying again leafwise", name)
+                log.warning("Ballast: out of memory in %s; trying again in less", name)
         raise AssertionError("unreachable")
 
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:

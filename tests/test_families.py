@@ -16,6 +16,7 @@ import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.placement import clear_strays
+from ballast.memory.stream import Streamed
 from torch.utils._pytree import tree_map_only
 
 REQUIRED = [
@@ -185,3 +186,37 @@ def _stock_peaks(name: str, folder: Path, sim: ModuleType) -> list[int]:
         modules[part].to("cpu")
         clear_strays(modules[part], torch.device("sim:0"))
     return peaks
+
+
+@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
+@pytest.mark.parametrize("name", REQUIRED)
+def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    expected, _ = tiny.stock(tiny_folders(name))
+    _, encode, sample, _ = stages(name, tiny_folders(name), "sim")
+    latents = sample(encode(), strategy=strategy)
+    torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == [strategy]
+
+
+@pytest.mark.parametrize("name", ["lumina2", "hidream", "wan", "cogvideox"])
+def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """With room for more than the ring and less than the whole: starts with the ring, grows once, same result."""
+    expected, _ = tiny.stock(tiny_folders(name))
+    pipe, encode, sample, _ = stages(name, tiny_folders(name), "sim")
+    cond = encode()
+    (dit,) = pipe.denoisers
+    least = Streamed.least_bytes(dit.module)
+    if least >= dit.size_bytes:
+        pytest.skip("too few blocks to stream")
+    sample(cond)
+    for key in list(dit._working):
+        dit.work = key
+    pipe.vram_bytes = (least + dit.size_bytes) // 2 + dit.working_bytes
+    for _ in range(2):
+        latents = sample(cond)
+        torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
+        record = manager("sim").timeline.stages[-1]
+        assert record.units["transformer"].placement == "streamed"
+        assert record.peak_bytes <= 1.05 * pipe.vram_bytes + cond.nbytes * 3
+    assert sim.stats().allocated_bytes == 0
