@@ -10,9 +10,9 @@ from torch import nn
 
 
 def around_each_call(
-    module: nn.Module, before: Callable[[bool], None], after: Callable[[], None]
+    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None]
 ) -> Callable[[], None]:
-    """Call `before(first)` and `after()` around each call of a module; `after` also when the call raises.
+    """Call `before(first)` and `after(failed)` around each call of a module, whether it returns or raises.
 
     Returns what undoes it. Not by torch's forward hooks: while a module has any, torch's own frames hold on to the
     inputs for as long as somebody holds an error that came out of the call.
@@ -26,10 +26,13 @@ def around_each_call(
         nonlocal first
         was_first, first = first, False
         before(was_first)
+        failed = True
         try:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            failed = False
+            return result
         finally:
-            after()
+            after(failed)
 
     def undo() -> None:
         if previous is None:

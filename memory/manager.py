@@ -136,7 +136,7 @@ class MemoryManager:
                 yield unit.module
         except BaseException as error:
             release_frames(error)
-            self.release(unit, evict=True)
+            self.release(unit, evict=True, failed=True)
             raise
         else:
             self.release(unit)
@@ -161,11 +161,14 @@ class MemoryManager:
                     self._place(unit, strategy)
                 self._called[unit] = self.timeline.record("call", unit).allocated_bytes
             except BaseException:
-                self.release(unit, evict=True)
+                self.release(unit, evict=True, failed=True)
                 raise
 
-    def release(self, unit: ManagedModel, *, evict: bool = False) -> None:
-        """End a lease; with `evict` the unit leaves the device when it was the last one."""
+    def release(self, unit: ManagedModel, *, evict: bool = False, failed: bool = False) -> None:
+        """End a lease; with `evict` the unit leaves the device when it was the last one.
+
+        What a run that `failed` worked in tells nothing, and is not remembered.
+        """
         with self._lock:
             unit.leases -= 1
             if (before := self._called.pop(unit, None)) is not None:
@@ -173,8 +176,9 @@ class MemoryManager:
                 self.device_bytes_in += came
                 peak = self.timeline.record("ran", unit, came).peak_bytes
                 leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
-                unknown = not unit.working_bytes
-                unit.worked_in(peak - before - leaf)
+                unknown = not unit.working_bytes and not failed
+                if not failed:
+                    unit.worked_in(peak - before - leaf)
                 if unknown and isinstance(unit.placement, Streamed):
                     # It began with the ring alone; now that the work is known, the rest of the room is for blocks.
                     unit.placement.grow(self._weights(unit, "streamed") - unit.resident_bytes)
@@ -282,7 +286,7 @@ class MemoryManager:
                 others = [u for u in (self._units if alone else stage) if u is not unit]
             self.acquire(unit, strategy, instead_of=others)
 
-        return around_each_call(unit.module, acquire, lambda: self.release(unit))
+        return around_each_call(unit.module, acquire, lambda failed: self.release(unit, failed=failed))
 
     def _narrow(self, vram: int | None, ram: int | None) -> Callable[[], None]:
         """Set budgets for the time of a stage. Returns what sets the old ones again."""

@@ -435,3 +435,18 @@ def test_sizes_are_known_before_loading(name: str, dtype: str, tiny_folders: Fol
         expected = unit.size_bytes
         unit.load()
         assert unit.size_bytes == expected, unit
+
+
+def test_out_of_memory_degrades_to_streaming_before_leafwise(sim: ModuleType) -> None:
+    """The bundled model on a card that holds its weights, but not beside them what it works in."""
+    pipe = ballast.open_pipeline(Path(__file__).parents[1] / "demo" / "shapes", device="sim")
+    cond = pipe.encode("a red circle on a blue background, left")
+    expected = pipe.sample(cond, steps=3, guidance=4.0)
+    (dit,) = pipe.denoisers
+    sim.enable(total=dit.size_bytes + 400_000)
+    again = ballast.open_pipeline(pipe.folder, device="sim")
+    latents = again.sample(cond, steps=3, guidance=4.0)
+    torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+    placements = [next(iter(stage.units.values())).placement for stage in manager("sim").timeline.stages]
+    assert placements[-2:] == ["resident", "streamed"]
+    assert sim.stats().allocated_bytes == 0
