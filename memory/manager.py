@@ -70,8 +70,6 @@ class MemoryManager:
         self._lock = threading.RLock()
         self._stage_lock = threading.RLock()
 
-    # Budgets
-
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
         """Set the budgets: bytes, "6GB", or None for what is free less the reserve."""
         self._vram_bytes = None if vram is None else parse_bytes(vram)
@@ -98,8 +96,6 @@ class MemoryManager:
             held = sum(unit.host_bytes for unit in self._units)
         available = max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
         return available if self._ram_bytes is None else self._ram_bytes
-
-    # Units
 
     def adopt(self, unit: ManagedModel) -> ManagedModel:
         """Take a unit under management. The caller keeps it alive."""
@@ -202,8 +198,7 @@ class MemoryManager:
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        One stage runs at a time; one of another thread waits.
-
+        Stages run one at a time, whatever thread they are of.
         `work` tells sizes of work apart, so that what was measured for one is not expected of another. Of the stage's
         units at most one is on the device at a time, with `alone` of all units. `vram` and `ram` are budgets in bytes
         for this stage. With `keep` its units stay when the block ends well, to be evicted when others need the room.
@@ -344,7 +339,9 @@ class MemoryManager:
             host.make_room(wanted - ours, self.device)
             kinds = self._fitting_placements(unit)
             if not kinds:
-                raise DoesNotFitError(self._why_nothing_fits(unit))
+                pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
+                why = why_nothing_fits(unit, pinned, str(self.device), self.budget_bytes, self._room_bytes(unit))
+                raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
             try:
                 self._make_room(unit, kind)
@@ -382,10 +379,6 @@ class MemoryManager:
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         return weights_to_hold(unit, kind, self._room_bytes(unit))
-
-    def _why_nothing_fits(self, unit: ManagedModel) -> str:
-        pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
-        return why_nothing_fits(unit, pinned, str(self.device), self.budget_bytes, self._room_bytes(unit))
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
