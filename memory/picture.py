@@ -45,11 +45,12 @@ def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Ima
     left, top = _LEFT * scale, _TOP * scale
     right, bottom = (width - _RIGHT) * scale, (height - _BOTTOM) * scale
     seconds = sum(stage.seconds for stage in stages)
-    if not seconds:
-        draw.text((left, top), "Nothing has run yet.", _INK, bold)
+    peak = max((stage.peak_bytes for stage in stages), default=0)
+    if not seconds or not peak:
+        nothing = "All stages ran on the CPU: there is no VRAM to show." if seconds else "Nothing has run yet."
+        draw.text((left, top), nothing, _INK, bold)
         return canvas.resize((width, height), Image.Resampling.LANCZOS)
 
-    peak = max(1, *(stage.peak_bytes for stage in stages))
     budget = max(stage.budget_bytes for stage in stages)
     # A budget far above the peak would flatten the picture; then it is only named.
     budget_shown = budget <= 2.5 * peak

@@ -456,3 +456,19 @@ def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkey
         assert a.placement is not None
         assert a.placement.name == "resident"
     assert asked[0] == a.size_bytes
+
+
+def test_timeline_is_drawn_whatever_ran(mgr: MemoryManager) -> None:
+    empty = mgr.timeline.picture(400, 200)
+    a = unit("a")
+    with mgr.stage("encode", [a]):
+        a.module(tokens())
+    drawn = mgr.timeline.picture(400, 200)
+    on_cpu = manager("cpu")
+    with on_cpu.stage("encode", [a]):
+        a.module(tokens("cpu"))
+    assert empty.size == drawn.size == on_cpu.timeline.picture(400, 200).size == (400, 200)
+    colours = {colour for _, colour in drawn.getcolors(1 << 16) or []}
+    assert (0x25, 0x63, 0xEB) in colours, "the encoder's weights"
+    assert "encode" in mgr.timeline.table()
+    mgr.timeline.clear()
