@@ -16,8 +16,7 @@ from .memory.accelerator import Accelerator, resolve_device
 from .memory.sizes import format_bytes
 from .pipelines.embedding_cache import default_directory
 
-# The lowest versions that the tests have passed with.
-_NEEDED = {"accelerate": "1.1", "diffusers": "0.36", "safetensors": "0.4.5", "transformers": "4.57", "pillow": "10"}
+_REQUIREMENTS = Path(__file__).resolve().parent / "requirements.txt"
 _MIN_RAM_BYTES = 8 * 2**30
 
 
@@ -49,7 +48,7 @@ def examine() -> list[Finding]:
             f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available, for copies of the weights",
         ),
         _pinning(device),
-        *(_library(name, lowest) for name, lowest in _NEEDED.items()),
+        *(_library(*line.split(">=")) for line in _REQUIREMENTS.read_text("ascii").split()),
         _comfyui(),
         _cache(),
     ]

@@ -87,7 +87,7 @@ def test_changed_dtype_is_a_miss(folder: Path) -> None:
 def test_changed_negative_prompt_and_option_are_misses(folder: Path) -> None:
     pipe = ballast.open_pipeline(folder, device="cpu")
     pipe.encode("a boat")
-    read = pipe.manager.timeline.stages.maxlen and len(pipe.manager.timeline.stages)
+    read = len(pipe.manager.timeline.stages)
     pipe.encode("a boat", "grey")
     pipe.encode("a boat", max_sequence_length=64)
     assert len(pipe.manager.timeline.stages) == read + 2
