@@ -1,0 +1,21 @@
+"""How fast a machine moves weights and computes. What the planner's seconds are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second to the device and from disk, and operations per second of a transformer's large products."""
+
+    pinned_bytes_per_second: float
+    paged_bytes_per_second: float
+    disk_bytes_per_second: float
+    operations_per_second: float
+    source: Literal["measured", "simulated", "assumed"] = "assumed"
+
+
+# A card of the middle class behind PCIe 4 x16, and a good SSD: for plans made on a machine that has neither.
+ASSUMED = Rates(25e9, 10e9, 3e9, 60e12)
