@@ -34,12 +34,11 @@ from ..sizes import parse_bytes
 from . import card as state
 from . import clock as clock
 from . import kernels as kernels
-from . import tensor as tensors
 from .card import Stats, Transfer
 from .clock import Event, Stream
 
 __all__ = [
-    "DEVICE_TYPE", "Event", "Stats", "Stream", "Transfer", "dry_run", "enable", "fail_after", "is_enabled",
+    "DEVICE_TYPE", "Event", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
     "reset_stats", "stats", "supported", "take_interval_peak", "watch",
 ]  # fmt: skip
 
@@ -101,7 +100,7 @@ def enable(
 
 
 def stats() -> Stats:
-    """Counters since the last `reset_stats` or `enable`; inside `dry_run`, those of the dry run."""
+    """Counters since the last `reset_stats` or `enable`."""
     return state.card.stats()
 
 
@@ -137,25 +136,6 @@ def fail_after(n_allocations: int) -> Iterator[None]:
         yield
     finally:
         card.fail_in = 0
-
-
-@contextmanager
-def dry_run(total: int | str | None = None) -> Iterator[None]:
-    """Run with shapes only: tensors made on `sim` meanwhile have no data, so any model takes no memory.
-
-    The run has books of its own, which `stats()` and `torch.sim` show while it lasts, and no cap unless
-    `total` gives one. Rates are the card's. What needs values (`item`, `nonzero`, copying to the CPU) raises
-    RuntimeError. Tensors do not pass in or out of it. It holds for the whole process: do no real work on
-    `sim` in another thread meanwhile.
-    """
-    outer = state.card
-    inner = outer.dry_copy(None if total is None else parse_bytes(total))
-    state.card = inner
-    try:
-        yield
-    finally:
-        state.card = outer
-        outer.leave_out(inner.latest)
 
 
 @dataclass(frozen=True)
@@ -247,7 +227,7 @@ def _register() -> None:
     """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`."""
     global _library
     backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
-    tensors.set_device(torch.device(DEVICE_TYPE, 0))
+    state.card.device = torch.device(DEVICE_TYPE, 0)
     library = torch.library.Library("aten", "IMPL")
     kernels.register(library)
     _library = library

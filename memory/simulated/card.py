@@ -40,7 +40,7 @@ class Stats:
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
     are how long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts
     operations that touched a storage before work queued on another stream was done with it: on a real card, a
-    data race. `total_bytes` is 0 in a dry run without a cap.
+    data race. `total_bytes` is 0 without a cap.
     """
 
     allocated_bytes: int
@@ -61,32 +61,35 @@ class Stats:
 class Allocation:
     """Bytes of one storage. It is kept by the storage object, so it goes when the last view goes."""
 
-    __slots__ = ("card", "nbytes", "used_until", "written_until")
+    __slots__ = ("card", "freed", "nbytes", "used_until", "written_until")
 
-    def __init__(self, card: Card, nbytes: int) -> None:
+    def __init__(self, card: Card, nbytes: int, freed: deque[int]) -> None:
         self.card = card
         self.nbytes = nbytes
+        self.freed = freed
         self.written_until = self.used_until = 0.0
 
     def __del__(self) -> None:
         # The collector may run this anywhere, also inside the card's lock: so only leave a note.
-        self.card.freed.append(self.nbytes)
+        self.freed.append(self.nbytes)
 
 
 class Card:
-    """One simulated card. `total_bytes` caps it (None: no cap); `dry` cards have shapes but no data."""
+    """One simulated card. `total_bytes` caps it (None: no cap); on `dry` ones large tensors have shapes but no data."""
 
-    def __init__(self, total_bytes: int | None, dry: bool = False, now: float = 0.0) -> None:
+    def __init__(self, total_bytes: int | None, device: torch.device | None = None, dry: bool = False) -> None:
+        self.device = device  # what its tensors say they are on; None until that name means something to torch
         self.dry = dry
-        self.raw_device = torch.device("meta" if dry else "cpu")
         self.lock = threading.Lock()
         self.freed: deque[int] = deque()
+        self.freed_beside: deque[int] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fail_in = 0
         self.timed = False
         self._allocated = self._peak = self._interval_peak = 0
-        self.host = self.latest = now
-        self._engines = {"h2d": now, "d2h": now}
+        self._beside = self._peak_beside = 0
+        self.host = self.latest = 0.0
+        self._engines = {"h2d": 0.0, "d2h": 0.0}
         self.configure(total_bytes, 0, 25e9, 25e9, None)
 
     def configure(self, total: int | None, reserved: int, h2d: float, d2h: float, flops: float | None) -> None:
@@ -111,11 +114,13 @@ class Card:
     def _settle(self) -> None:
         while self.freed:
             self._allocated -= self.freed.popleft()
+        while self.freed_beside:
+            self._beside -= self.freed_beside.popleft()
 
     def allocate(self, nbytes: int) -> Allocation:
         """Count a new storage. Raises torch.OutOfMemoryError, having counted nothing, if it does not fit."""
         if not nbytes:
-            return Allocation(self, 0)
+            return Allocation(self, 0, self.freed)
         with self.lock:
             self._settle()
             if self.fail_in:
@@ -127,11 +132,12 @@ class Card:
                 raise self._out_of_memory(nbytes)
             self._allocated = held
             self._allocations += 1
+            self._peak_beside = max(self._peak_beside, held + self._beside)
             if held > self._interval_peak:
                 self._interval_peak = held
                 if held > self._peak:
                     self._peak = held
-        return Allocation(self, nbytes)
+        return Allocation(self, nbytes, self.freed)
 
     def _out_of_memory(self, nbytes: int) -> torch.OutOfMemoryError:
         total = self._allocated if self.total_bytes is None else self.total_bytes
@@ -163,6 +169,21 @@ class Card:
         with self.lock:
             self._settle()
             peak, self._interval_peak = self._interval_peak, self._allocated
+            return peak
+
+    def allocate_beside(self, nbytes: int) -> Allocation:
+        """Count a storage in a second sum only: what would be held if all such were too."""
+        with self.lock:
+            self._settle()
+            self._beside += nbytes
+            self._peak_beside = max(self._peak_beside, self._allocated + self._beside)
+        return Allocation(self, nbytes, self.freed_beside)
+
+    def take_peak_beside(self) -> int:
+        """Highest of that second sum since the last call of this."""
+        with self.lock:
+            self._settle()
+            peak, self._peak_beside = self._peak_beside, self._allocated + self._beside
             return peak
 
     def stats(self) -> Stats:
@@ -231,19 +252,6 @@ class Card:
         if write:
             allocation.written_until = max(allocation.written_until, end)
 
-    def dry_copy(self, total_bytes: int | None) -> Card:
-        """A card of the same rates and time whose tensors have no data."""
-        copy = Card(total_bytes, True, self.latest)
-        copy.configure(total_bytes, 0, self._rates["h2d"], self._rates["d2h"], self.flops)
-        copy.timed = self.timed
-        return copy
-
-    def leave_out(self, until: float) -> None:
-        """Let time pass up to a moment without counting it."""
-        with self.lock:
-            self._zero += until - self.latest
-            self.host = self.latest = until
-
     def wait_until(self, when: float) -> None:
         """Let the host wait for a moment of the virtual clock."""
         with self.lock:
@@ -251,4 +259,4 @@ class Card:
             self.latest = max(self.latest, when)
 
 
-card = Card(None)  # the one in use; `simulated.dry_run` puts another in its place for a while
+card = Card(None)  # the one in use; `rehearsal` puts another in its place for a while

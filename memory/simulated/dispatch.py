@@ -7,23 +7,13 @@ from typing import Any
 import torch
 
 from . import card as state
+from . import shapes
 from .clock import OPERATIONS, current_stream
 from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 
 
 def _run(func: Any, raws: Any, kwargs: dict) -> Any:
-    if not state.card.dry:
-        return func(*raws, **kwargs)
-    try:
-        return func(*raws, **kwargs)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" in str(error).lower():
-            raise _no_data(func) from error
-        raise
-
-
-def _no_data(func: Any) -> RuntimeError:
-    return RuntimeError(f"{func} needs the values of a tensor, and in a dry run tensors have none")
+    return shapes.run(func, raws, kwargs) if state.card.dry else func(*raws, **kwargs)
 
 
 def _plain(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -49,7 +39,7 @@ def _whole(func: Any, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _decomposed(func: Any, args: tuple, kwargs: dict) -> Any:
+def composite(func: Any, args: tuple, kwargs: dict) -> Any:
     return func.decompose(*args, **kwargs)
 
 
@@ -91,11 +81,16 @@ def _mutating(func: Any) -> Handler:
 def _with_device(func: Any, args: tuple, kwargs: dict) -> Any:
     """`zeros_like` and friends: `device=` says where the result goes."""
     wanted = kwargs.get("device")
-    here = wanted is None or torch.device(wanted).type == "sim"
+    here = wanted is None or _is_here(wanted)
     kwargs = {key: raw_of(value, func) for key, value in kwargs.items() if key != "pin_memory"}
-    kwargs["device"] = state.card.raw_device if here else wanted
-    result = _run(func, [raw_of(arg, func) for arg in args], kwargs)
+    raws = [raw_of(arg, func) for arg in args]
+    kwargs["device"] = raws[0].device if here else wanted
+    result = _run(func, raws, kwargs)
     return wrap_all(result) if here else result
+
+
+def _is_here(device: Any) -> bool:
+    return state.card.device is not None and torch.device(device).type == state.card.device.type
 
 
 def _copy_(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -108,11 +103,9 @@ def _copy_(func: Any, args: tuple, kwargs: dict) -> Any:
 def copy_between(target: Any, source: Any, blocking: bool) -> None:
     """Copy to, from or within the device, and count it: the bytes of the target, which is what crosses."""
     to_sim, from_sim = type(target) is SimTensor, type(source) is SimTensor
-    if source.is_meta:
+    if source.is_meta and not from_sim:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    if from_sim and state.card.dry and not to_sim:
-        raise _no_data(torch.ops.aten.copy_)
-    (target.raw if to_sim else target).copy_(source.raw if from_sim else source)
+    shapes.copy(target.raw if to_sim else target, source.raw if from_sim else source)
     direction = "d2d" if to_sim and from_sim else "h2d" if to_sim else "d2h"
     device_side = target if to_sim else source
     state.card.transfer(direction, target, device_side, blocking, current_stream())
@@ -123,24 +116,21 @@ def copy_between(target: Any, source: Any, blocking: bool) -> None:
 def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     wanted = kwargs.get("device")
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    if wanted is None or torch.device(wanted).type == "sim":
+    if wanted is None or _is_here(wanted):
         return _plain(func, args, kwargs)
     kwargs["device"] = wanted
     if torch.device(wanted).type == "meta":
         return func(args[0].raw, **kwargs)
-    if state.card.dry:
-        raise _no_data(func)
-    result = func(args[0].raw, **kwargs)
+    result = func(shapes.valued(args[0].raw), **kwargs)
     state.card.transfer("d2h", result, args[0], not kwargs.get("non_blocking", False), current_stream())
     return result
 
 
 def read_item(func: Any, args: tuple, kwargs: dict) -> Any:
     """The number in a tensor of one element: a copy that the host waits for."""
-    if state.card.dry:
-        raise _no_data(func)
+    value = shapes.known(args[0].raw, func).item()
     state.card.transfer("d2h", args[0], args[0], True, current_stream())
-    return args[0].raw.item()
+    return value
 
 
 def data_may_be_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -156,12 +146,22 @@ def _synchronous(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _index(func: Any, args: tuple, kwargs: dict) -> Any:
-    return _plain(func, (args[0], _moved(args[1])), kwargs)
+    indices = _moved(args[1])
+    if state.card.dry:
+        indices = [part for i in indices for part in _counted(i, func)]
+    return _plain(func, (args[0], indices), kwargs)
 
 
 def _moved(indices: Any) -> list:
     """Indices, and only they, may lie on the CPU: as on a real card they are copied over."""
-    return [i.to("sim") if isinstance(i, torch.Tensor) and type(i) is not SimTensor else i for i in indices]
+    return [wrap(i.clone()) if isinstance(i, torch.Tensor) and type(i) is not SimTensor else i for i in indices]
+
+
+def _counted(index: Any, func: Any) -> tuple:
+    """A mask as the places that it picks, which tell the shape of the result even of data that is not known."""
+    if type(index) is not SimTensor or index.raw.dtype not in (torch.bool, torch.uint8):
+        return (index,)
+    return tuple(wrap(places) for places in shapes.known(index.raw, func).nonzero(as_tuple=True))
 
 
 def _index_write(func: Any) -> Handler:
@@ -200,7 +200,7 @@ def plan(func: Any) -> Handler:
     elif name in _WHOLE:
         handler = _whole
     elif torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        handler = _decomposed
+        handler = composite
     elif func._schema.is_mutable:
         handler = _mutating(func)
     elif any(argument.name == "device" for argument in func._schema.arguments):

@@ -20,7 +20,6 @@ Handler = Callable[[Any, tuple, dict], Any]
 
 _MARK = "_ballast_allocation"
 _make = torch.Tensor._make_wrapper_subclass
-_device: torch.device | None = None  # "sim:0", once that name means something to torch
 handlers: dict[Any, Handler] = {}  # by operator, filled as operators are met
 
 
@@ -102,12 +101,6 @@ class SimTensor(torch.Tensor):
         return _restored, (self.detach().cpu(), self.requires_grad, getattr(self, "_is_param", False))
 
 
-def set_device(device: torch.device) -> None:
-    """Say what device new tensors claim to be on."""
-    global _device
-    _device = device
-
-
 def _dressed(tensor: torch.Tensor, requires_grad: bool, is_param: bool) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad) if is_param else tensor.requires_grad_(requires_grad)
 
@@ -116,22 +109,20 @@ def _restored(data: torch.Tensor, requires_grad: bool, is_param: bool) -> torch.
     return _dressed(data.to("sim"), requires_grad, is_param)
 
 
-def wrap(raw: torch.Tensor) -> SimTensor:
-    """Put a tensor on the device, charging its storage unless that is charged already."""
+def wrap(raw: torch.Tensor, charge: Callable[[int], state.Allocation] | None = None) -> SimTensor:
+    """Put a tensor on the device, charging its storage unless that is charged already. `charge` takes its bytes."""
     storage = raw.untyped_storage()
     allocation = getattr(storage, _MARK, None)
     if allocation is None:
-        if raw.is_meta is not state.card.dry:
-            raise RuntimeError("sim: a dry run and the world outside it cannot share tensors")
-        allocation = state.card.allocate(storage.nbytes())
+        allocation = (charge or state.card.allocate)(storage.nbytes())
         setattr(storage, _MARK, allocation)
-    strides, offset = raw.stride(), raw.storage_offset()
+    device, strides, offset = state.card.device, raw.stride(), raw.storage_offset()
     if torch.is_inference_mode_enabled() and not raw.is_inference():
         # A view of a tensor from outside inference mode is an ordinary tensor too, and torch relies on that.
         with torch.inference_mode(False):
-            tensor = _make(SimTensor, raw.shape, strides, offset, None, raw.dtype, device=_device)
+            tensor = _make(SimTensor, raw.shape, strides, offset, None, raw.dtype, device=device)
     else:
-        tensor = _make(SimTensor, raw.shape, strides, offset, None, raw.dtype, device=_device)
+        tensor = _make(SimTensor, raw.shape, strides, offset, None, raw.dtype, device=device)
     tensor.raw = raw
     tensor.allocation = allocation
     return tensor
@@ -160,6 +151,6 @@ def raw_of(value: Any, func: Any) -> Any:
     if isinstance(value, torch.Tensor) and (value.dim() or value.device.type != "cpu"):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{_device} and {value.device}! (in {func})"
+            f"{state.card.device} and {value.device}! (in {func})"
         )
     return value

@@ -1,0 +1,89 @@
+"""A dry run in any process, beside a real GPU too: torch is told of no device, `meta` serves as the simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from . import card as state
+from . import shapes
+from .dispatch import composite, plan
+from .tensor import SimTensor, handlers, wrap
+
+DEVICE = torch.device("meta")
+
+
+@contextmanager
+def rehearsal() -> Iterator[state.Card]:
+    """Let what this thread makes on `meta` be tensors of a simulated card, which is counted and has no cap.
+
+    Small tensors keep their values there, large ones have shapes only (see `shapes`). The card's seconds of compute
+    are operations. It holds for the process's simulated device too: do no work on that in another thread meanwhile.
+    """
+    outer, card = state.card, state.Card(None, DEVICE, dry=True)
+    card.configure(None, 0, 25e9, 25e9, 1.0)
+    state.card = card
+    try:
+        with _autocast_nowhere(), _Functions(), _Operators():
+            yield card
+    finally:
+        state.card = outer
+
+
+class _Operators(TorchDispatchMode):
+    """Catches the operators that make a tensor on `meta`, which no tensor of the card is an argument of."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        here = any(kind is SimTensor for kind in types)
+        if not here and DEVICE not in (*args, kwargs.get("device")):
+            return func(*args, **kwargs)
+        handler = handlers.get(func) or plan(func)
+        if handler is composite:
+            with self:  # its parts make tensors too
+                return handler(func, args, kwargs)
+        if here:
+            return handler(func, args, kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        if not (args and isinstance(args[0], torch.Tensor)):
+            return wrap(shapes.make(func, args, kwargs))
+        source = func(*args, **{**kwargs, "device": args[0].device})
+        return wrap(shapes.moved(source))
+
+
+class _Functions(TorchFunctionMode):
+    """Catches what turns numbers into tensors of the device, or back, without any operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor):
+            values = tree_map_only(SimTensor, SimTensor.tolist, args) if func is torch.tensor else args
+            device = kwargs.pop("device", None)
+            made = func(*values, **kwargs)
+            return made if device is None else made.to(device)
+        if func is torch.Tensor.__getitem__:
+            picked = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(item, list) for item in picked):
+                args = args[0], tuple(torch.tensor(i) if isinstance(i, list) else i for i in picked)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_nowhere() -> Iterator[None]:
+    """Torch refuses `autocast("meta")`. The dtypes that it would choose matter little."""
+    autocast = torch.autocast
+
+    def chosen(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == DEVICE.type else autocast(device_type, *args, **kwargs)
+
+    torch.autocast = torch.amp.autocast = chosen  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = torch.amp.autocast = autocast  # type: ignore[misc]

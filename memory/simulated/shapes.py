@@ -1,0 +1,94 @@
+"""Operators on tensors of which only some have values: a dry run of a model without its weights.
+
+Small tensors keep their values for as long as these follow from values that are known (timesteps, masks, token ids).
+Large ones, and all that was computed from a tensor without values, are raw tensors on `meta`: shape, strides and
+dtype. The host may ask for floating values that are not known and gets zeros; asking for other ones is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+KEPT_BYTES = 4 * 2**20  # storages up to this size keep their values
+
+
+def run(func: Any, raws: Any, kwargs: dict) -> Any:
+    """Run an operator with values if all of its tensors have them, else on shapes."""
+    if not any(map(_unknown, raws)) and not any(map(_unknown, kwargs.values())):
+        return _shed(func(*raws, **kwargs))
+    kwargs = {key: _shape_of(value) for key, value in kwargs.items()}
+    if "device" in kwargs:
+        kwargs["device"] = "meta"
+    try:
+        return func(*(_shape_of(raw) for raw in raws), **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
+            raise _no_value(func) from error
+        raise
+
+
+def make(func: Any, args: Any, kwargs: dict) -> torch.Tensor:
+    """Run an operator that makes a tensor out of nothing."""
+    raw = func(*args, **{**kwargs, "device": "meta"})
+    if raw.untyped_storage().nbytes() > KEPT_BYTES:
+        return raw
+    return func(*args, **{**kwargs, "device": "cpu"})
+
+
+def moved(source: torch.Tensor) -> torch.Tensor:
+    """What a tensor of the host becomes on the device."""
+    return _shape_of(source) if source.untyped_storage().nbytes() > KEPT_BYTES else source.clone()
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values where both sides have them. RuntimeError if the host would get other than floating ones."""
+    if source.is_meta and not target.is_meta:
+        if not source.is_floating_point():
+            raise _no_value(torch.ops.aten.copy_)
+    elif not target.is_meta:
+        target.copy_(source)
+
+
+def valued(raw: torch.Tensor) -> torch.Tensor:
+    """The tensor, or zeros on the CPU for one of floats without values."""
+    if not raw.is_meta:
+        return raw
+    if not raw.is_floating_point():
+        raise _no_value(torch.ops.aten._to_copy)
+    return torch.zeros(1, dtype=raw.dtype).expand(raw.shape)
+
+
+def known(raw: torch.Tensor, func: Any) -> torch.Tensor:
+    """The tensor; RuntimeError if it has no values."""
+    if raw.is_meta:
+        raise _no_value(func)
+    return raw
+
+
+def _unknown(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_unknown, value))
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_shape_of(item) for item in value]
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.dim():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _shed(result: Any) -> Any:
+    """Leave out the values of what is large."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_shed(item) for item in result)
+    if isinstance(result, torch.Tensor) and result.untyped_storage().nbytes() > KEPT_BYTES:
+        return _shape_of(result)
+    return result
+
+
+def _no_value(func: Any) -> RuntimeError:
+    return RuntimeError(f"{func} needs the values of a tensor, and in a dry run this one has none")
