@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
+RING_SLOTS = 2  # more gain nothing when residency is spread
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
+
+
+class BlockSize(NamedTuple):
+    """A block's weights: in its flat buffer, with the gaps that this has, and without."""
+
+    packed_bytes: int
+    held_bytes: int
+
+
+def ring_bytes(blocks: Sequence[BlockSize]) -> int:
+    """What the ring takes on the device: its slots are as large as the largest block."""
+    return RING_SLOTS * max((block.packed_bytes for block in blocks), default=0)
+
+
+def blocks_to_stream(fixed_bytes: int, blocks: Sequence[BlockSize], budget_bytes: int) -> list[int]:
+    """The blocks that must stream so that all weights on the device keep a budget, as indices in order.
+
+    On the device are `fixed_bytes` outside the blocks, those blocks that stay, and the ring if any streams.
+    """
+    if fixed_bytes + sum(block.held_bytes for block in blocks) <= budget_bytes:
+        return []
+    return streamed_blocks([block.packed_bytes for block in blocks], budget_bytes - fixed_bytes - ring_bytes(blocks))
 
 
 def streamed_blocks(block_bytes: Sequence[int], resident_bytes: int) -> list[int]:

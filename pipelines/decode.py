@@ -73,14 +73,20 @@ def _decode_once(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     with manager.use(vae, strategy, alone=alone) as module:
-        device = manager.device if strategy != "cpu" else torch.device("cpu")
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        _set_tiling(module, tiled)
-        try:
-            decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
-            return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
-        finally:
-            _set_tiling(module, False)
+        return run_decoder(module, latents, manager.execution_device(strategy), tiled, arguments)
+
+
+def run_decoder(
+    module: torch.nn.Module, latents: torch.Tensor, device: torch.device, tiled: bool, arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Pixels on the CPU, decoded by a VAE that is in place on a device."""
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    _set_tiling(module, tiled)
+    try:
+        decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
+        return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
+    finally:
+        _set_tiling(module, False)
 
 
 def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
