@@ -1,4 +1,4 @@
-"""Something done before and after each call of a module."""
+"""Something put between a module and whoever calls it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,21 @@ from typing import Any
 
 from torch import nn
 
+Forward = Callable[..., Any]
 
-def around_each_call(
-    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None]
-) -> Callable[[], None]:
-    """Call `before(first)` and `after(failed)` around each call of a module, whether it returns or raises.
 
-    Returns what undoes it. Not by torch's forward hooks: while a module has any, torch's own frames hold on to the
-    inputs for as long as somebody holds an error that came out of the call.
+def interpose(module: nn.Module, run: Callable[[Forward, tuple, dict], Any]) -> Callable[[], None]:
+    """Let each call of a module be `run(forward, args, kwargs)`. Returns what undoes it.
+
+    Not by torch's forward hooks: while a module has any, torch's own frames hold on to the inputs for as long as
+    somebody holds an error that came out of the call.
     """
     own, forward = vars(module), module.forward
     previous = own.get("forward")
-    first = True
 
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
-        was_first, first = first, False
-        before(was_first)
-        failed = True
-        try:
-            result = forward(*args, **kwargs)
-            failed = False
-            return result
-        finally:
-            after(failed)
+        return run(forward, args, kwargs)
 
     def undo() -> None:
         if previous is None:

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .placement import Cpu, Leafwise, Placement, Resident
+from .placement import Cpu, Leafwise, Placement, Resident, leafwise_slots
+from .planner import UnitSizes, least_weights
+from .residency import BlockSize
+from .ring import split_blocks
 from .sizes import format_bytes
 from .stream import Streamed
-from .unit import ManagedModel
+from .unit import ManagedModel, Slot, slots
 
 log = logging.getLogger("ballast")
 
 
-def least_weights(unit: ManagedModel) -> dict[str, int]:
-    """The least weights on the device for each placement of a unit, best placement first."""
-    if unit.least_streamed_bytes is None:
-        unit.least_streamed_bytes = Streamed.least_bytes(unit.module)
-    least = {"resident": unit.size_bytes, "streamed": unit.least_streamed_bytes, "leafwise": unit.leaf_bytes}
-    if unit.role == "vae" or least["streamed"] >= least["resident"]:
-        del least["streamed"]
-    return least
+def sizes_of(unit: ManagedModel) -> UnitSizes:
+    """The weights of a unit as the planner looks at them. Found out once, before they are on the device."""
+    if unit.sizes is None:
+        blocks, rest = split_blocks(unit.module, list(slots(unit.module)))
+        stays, comes = leafwise_slots(unit.module)
+        unit.sizes = UnitSizes(
+            total_bytes=unit.size_bytes,
+            fixed_bytes=_nbytes(rest),
+            # A VAE is small, and its feature maps are not.
+            blocks=tuple(BlockSize(b.packed_bytes, b.held_bytes) for b in blocks if unit.role != "vae"),
+            stay_bytes=_nbytes(stays),
+            leaf_bytes=max((_nbytes(own) for _, own in comes), default=0),
+        )
+    return unit.sizes
+
+
+def need_bytes(unit: ManagedModel, kind: str) -> int:
+    """The least that a placement takes on the device, weights and what is known of the work together."""
+    if kind == "cpu":
+        return 0
+    sizes = sizes_of(unit)
+    if kind == "leafwise" and unit.forecast is not None:
+        return sizes.stay_bytes + unit.forecast.leafwise_bytes
+    # One that is asked for by name may have nothing to stream: then all of it.
+    return {"streamed": sizes.total_bytes, **least_weights(sizes)}[kind] + unit.working_bytes  # type: ignore[index]
 
 
 def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
     """The weights that a placement is to hold on the device.
 
-    Streaming takes all the room that the work leaves, and the least as long as the work is not known.
+    Streaming takes its share of the room that the work leaves, and the least as long as the work is not known.
     """
-    least = least_weights(unit).get(kind, 0)
+    sizes = sizes_of(unit)
+    least: int = {"cpu": 0, "streamed": sizes.total_bytes, **least_weights(sizes)}[kind]  # type: ignore[index]
     if kind != "streamed" or not unit.working_bytes:
         return least
-    return max(least, min(unit.size_bytes, room_bytes - unit.working_bytes))
+    most = max(least, min(sizes.total_bytes, room_bytes - unit.working_bytes))
+    return least + int(unit.terms.share * (most - least))
 
 
 def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
@@ -44,23 +66,28 @@ def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_
     return kinds[kind](unit.module, device)
 
 
-def fitting_placements(needs: Mapping[str, int], working_bytes: int, room_bytes: int, free_bytes: int) -> list[str]:
+def fitting_placements(unit: ManagedModel, room_bytes: int, free_bytes: int, stated: bool) -> list[str]:
     """Names of the placements that fit, best first.
 
-    `needs` maps each placement, best first, to the weights that it holds on the device; `working_bytes` is what the run
-    takes beside them, 0 if unknown. `room_bytes` is what the budget leaves, `free_bytes` what the device really has.
+    `room_bytes` is what the budget leaves, `free_bytes` what the device really has; `stated` says that the budget is
+    the user's word. One that was not stated is no reason to refuse what is only thought not to fit.
     """
-    fitting = [kind for kind, need in needs.items() if need + working_bytes <= room_bytes]
-    last = list(needs)[-1]
-    if not fitting and needs[last] <= room_bytes and working_bytes <= free_bytes:
-        # It has run so before, when what it works in was not known yet.
-        log.warning(
-            "Ballast: %s of working memory are more than the budget leaves (%s), but the device has them",
-            format_bytes(working_bytes),
-            format_bytes(room_bytes - needs[last]),
-        )
-        return [last]
-    return fitting
+    least = least_weights(sizes_of(unit))
+    fitting: list[str] = [kind for kind in least if need_bytes(unit, kind) <= room_bytes]
+    last = list(least)[-1]
+    if fitting or least[last] > room_bytes:
+        return fitting
+    # Without a forecast it has run so before, when what it works in was not known yet.
+    may_try = not stated if unit.forecast is not None else least[last] + unit.working_bytes <= free_bytes
+    if not may_try:
+        return []
+    log.warning(
+        "Ballast: %s and what it works in take %s, more than there is (%s); trying",
+        unit.name,
+        format_bytes(need_bytes(unit, last)),
+        format_bytes(room_bytes),
+    )
+    return [last]
 
 
 def why_nothing_fits(
@@ -68,9 +95,15 @@ def why_nothing_fits(
 ) -> str:
     """One line: what was wanted, the budget, what could be freed, and what to do."""
     could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
+    least = least_weights(sizes_of(unit))
+    wants = " or ".join(f"{format_bytes(size)} {kind}" for kind, size in least.items())
     return (
-        f"{unit.role} {unit.name} does not fit on {device}: it wants {format_bytes(unit.size_bytes)} resident or "
-        f"{format_bytes(unit.leaf_bytes)} leafwise, and {format_bytes(unit.working_bytes)} to work in, of a budget of "
+        f"{unit.role} {unit.name} does not fit on {device}: it wants {wants}, and "
+        f"{format_bytes(unit.working_bytes)} to work in, of a budget of "
         f"{format_bytes(budget_bytes)}, of which {format_bytes(max(0, room_bytes))} can be had. "
-        f"Could be freed: {could}. Raise the vram budget, or use strategy='cpu'."
+        f"Could be freed: {could}. Raise the vram budget, choose a smaller size, or use strategy='cpu'."
     )
+
+
+def _nbytes(own: Sequence[Slot]) -> int:
+    return sum({id(slot.tensor): slot.tensor.nbytes for slot in own}.values())

@@ -12,8 +12,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -21,12 +21,13 @@ from torch import nn
 
 from . import host
 from .accelerator import Accelerator, resolve_device
-from .calls import around_each_call
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions
-from .fit import fitting_placements, least_weights, make_placement, weights_to_hold, why_nothing_fits
+from .fit import fitting_placements, make_placement, need_bytes, weights_to_hold, why_nothing_fits
+from .forecast import Forecast
 from .report import Report, UnitReport
 from .sizes import parse_bytes
+from .stage import run_stage
 from .stream import Streamed
 from .timeline import OnDevice, Timeline
 from .unit import ROLES, ManagedModel, Role
@@ -66,6 +67,7 @@ class MemoryManager:
         self._future: list[weakref.ref[ManagedModel]] | None = None
         self._vram_bytes: int | None = None
         self._ram_bytes: int | None = None
+        self._not_ours: int | None = None  # bytes on the device when the present stage began, without weights of ours
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
         self._stage_lock = threading.RLock()
@@ -87,7 +89,11 @@ class MemoryManager:
         with self._lock:
             held = sum(unit.resident_bytes for unit in self._units)
         available = max(0, held + self.accelerator.free_bytes() - self.reserve_bytes)
-        return available if self._vram_bytes is None else min(available, self._vram_bytes)
+        if self._vram_bytes is None:
+            return available
+        # What a stage holds beside weights is the pack's too.
+        beside = 0 if self._not_ours is None else self.accelerator.allocated_bytes() - held - self._not_ours
+        return min(available, max(0, self._vram_bytes - max(0, beside)))
 
     @property
     def ram_budget_bytes(self) -> int:
@@ -124,7 +130,7 @@ class MemoryManager:
         Raises DoesNotFitError when no placement fits the budget.
         """
         with self._lock:
-            self._strike(unit)
+            self.strike(unit)
             others = [other for other in self._units if other is not unit] if alone else []
         self.acquire(unit, strategy, instead_of=others)
         try:
@@ -143,7 +149,7 @@ class MemoryManager:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         with self._lock:
             self.adopt(unit)
-            unit.runs_on(self._execution_device(strategy))
+            unit.runs_on(self.execution_device(strategy))
             unit.last_use = next(self._clock)
             unit.leases += 1
             try:
@@ -171,13 +177,8 @@ class MemoryManager:
                 came = unit.placement.take_bytes_in() if unit.placement else 0
                 self.device_bytes_in += came
                 peak = self.timeline.record("ran", unit, came).peak_bytes
-                leaf = unit.leaf_bytes if unit.placement and unit.placement.name == "leafwise" else 0
-                unknown = not unit.working_bytes and not failed
-                if not failed:
-                    unit.worked_in(peak - before - leaf)
-                if unknown and isinstance(unit.placement, Streamed):
-                    # It began with the ring alone; now that the work is known, the rest of the room is for blocks.
-                    unit.placement.grow(self._weights(unit, "streamed") - unit.resident_bytes)
+                if not failed and not (unit.placement and unit.placement.name == "leafwise"):
+                    self._replan(unit, peak - before)
             if evict and unit.leases == 0:
                 self._evict(unit)
             if unit.leases == 0 and unit.placement is None:
@@ -191,6 +192,7 @@ class MemoryManager:
         strategy: str = "auto",
         *,
         work: Hashable = None,
+        forecast: Forecast | None = None,
         alone: bool = True,
         keep: bool = False,
         vram: int | None = None,
@@ -198,35 +200,48 @@ class MemoryManager:
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        Stages run one at a time, whatever thread they are of.
-        `work` tells sizes of work apart, so that what was measured for one is not expected of another. Of the stage's
-        units at most one is on the device at a time, with `alone` of all units. `vram` and `ram` are budgets in bytes
-        for this stage. With `keep` its units stay when the block ends well, to be evicted when others need the room.
-        However the block ends, nothing that it leased stays leased.
+        Stages run one at a time, whatever thread they are of. A call that runs out of memory is made again on lower
+        terms (see `ladder`); DoesNotFitError when there are none left.
+        `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
+        what it will take. Of the stage's units at most one is on the device at a time, with `alone` of all units.
+        `vram` and `ram` are budgets in bytes for this stage. With `keep` its units stay when the block ends well, to be
+        evicted when others need the room. However the block ends, nothing that it leased stays leased.
         """
-        with self._stage_lock, ExitStack() as exits:
-            exits.callback(self._narrow(vram, ram))
+        run = run_stage(self, name, units, strategy, work=work, forecast=forecast, alone=alone, keep=keep)
+        with self._stage_lock, self._narrowed(vram, ram), run:
+            yield
+
+    def units(self) -> list[ManagedModel]:
+        """All units under management."""
+        with self._lock:
+            return list(self._units)
+
+    def execution_device(self, strategy: str) -> torch.device:
+        """Where a unit runs under a strategy."""
+        return torch.device("cpu") if strategy == "cpu" else self.device
+
+    def strike(self, unit: ManagedModel) -> None:
+        """Take the next use of a unit off the schedule."""
+        with self._lock:
+            future = self._future or []
+            for i, ref in enumerate(future):
+                if ref() is unit:
+                    del future[: i + 1]
+                    return
+
+    def evict(self, unit: ManagedModel) -> None:
+        """Take a unit off the device, unless it is leased or pinned."""
+        with self._lock:
+            if not (unit.leases or unit.pinned):
+                self._evict(unit)
+
+    def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
+        """End of a stage: its units go, unless they are kept or pinned."""
+        with self._lock:
             for unit in units:
-                self.adopt(unit)
-                unit.work = work
-                unit.runs_on(self._execution_device(strategy))
-                exits.callback(self._lease_each_call(unit, strategy, units, alone))
-            record = self.timeline.begin(name, units, self.budget_bytes)
-            try:
-                with torch.inference_mode():
-                    yield
-            except BaseException as error:
-                keep = False
-                release_frames(error)
-                raise
-            finally:
-                with self._lock:
-                    for unit in units:
-                        if not (keep or unit.pinned or unit.leases):
-                            self._evict(unit)
-                            self._keep_ram_budget(unit)
-                self.accelerator.empty_cache()
-                self.timeline.finish(record, units)
+                if not (keep or unit.pinned or unit.leases):
+                    self._evict(unit)
+                    self._keep_ram_budget(unit)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
@@ -269,45 +284,23 @@ class MemoryManager:
         placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
-    def _lease_each_call(
-        self, unit: ManagedModel, strategy: str, stage: Sequence[ManagedModel], alone: bool
-    ) -> Callable[[], None]:
-        """Lease the unit for the time of each call of its module. Returns what undoes it."""
-
-        def acquire(first: bool) -> None:
-            with self._lock:
-                if first:
-                    self._strike(unit)
-                others = [u for u in (self._units if alone else stage) if u is not unit]
-            self.acquire(unit, strategy, instead_of=others)
-
-        return around_each_call(unit.module, acquire, lambda failed: self.release(unit, failed=failed))
-
-    def _narrow(self, vram: int | None, ram: int | None) -> Callable[[], None]:
-        """Set budgets for the time of a stage. Returns what sets the old ones again."""
-        before = self._vram_bytes, self._ram_bytes
+    @contextmanager
+    def _narrowed(self, vram: int | None, ram: int | None) -> Iterator[None]:
+        """Other budgets, for the time of a stage."""
+        before = self._vram_bytes, self._ram_bytes, self._not_ours
         self._vram_bytes = before[0] if vram is None else vram
         self._ram_bytes = before[1] if ram is None else ram
-
-        def widen() -> None:
-            self._vram_bytes, self._ram_bytes = before
-
-        return widen
-
-    def _execution_device(self, strategy: str) -> torch.device:
-        return torch.device("cpu") if strategy == "cpu" else self.device
+        with self._lock:
+            self._not_ours = self.accelerator.allocated_bytes() - sum(unit.resident_bytes for unit in self._units)
+        try:
+            yield
+        finally:
+            self._vram_bytes, self._ram_bytes, self._not_ours = before
 
     def _evictable(self, wanted: ManagedModel | None = None) -> list[ManagedModel]:
         """Units that may leave the device, least recently used first."""
         free = [u for u in self._units if u.placement and u is not wanted and not u.leases and not u.pinned]
         return sorted(free, key=lambda unit: unit.last_use)
-
-    def _strike(self, unit: ManagedModel) -> None:
-        future = self._future or []
-        for i, ref in enumerate(future):
-            if ref() is unit:
-                del future[: i + 1]
-                return
 
     def _uses(self, size: str) -> list[Use] | None:
         if self._future is None:
@@ -335,7 +328,7 @@ class MemoryManager:
         kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self._evictable(unit))
-            wanted = min(unit.size_bytes + unit.working_bytes, self._vram_bytes or sys.maxsize)
+            wanted = min(need_bytes(unit, "resident"), self._vram_bytes or sys.maxsize)
             host.make_room(wanted - ours, self.device)
             kinds = self._fitting_placements(unit)
             if not kinds:
@@ -359,6 +352,14 @@ class MemoryManager:
                 self.timeline.record("place", unit, came)
                 return
 
+    def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
+        """Note what a call took, and let more blocks stay, or fewer, if that was not known before."""
+        known = unit.working_bytes
+        unit.worked_in(measured_bytes)
+        if unit.working_bytes != known and isinstance(unit.placement, Streamed):
+            more = self._weights(unit, "streamed") - unit.resident_bytes
+            unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
+
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
         """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""
         if unit.placement is None or self.accelerator.is_cpu:
@@ -375,7 +376,7 @@ class MemoryManager:
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
         room, free = self._room_bytes(unit), self.accelerator.free_bytes()
-        return fitting_placements(least_weights(unit), unit.working_bytes, room, free)
+        return fitting_placements(unit, room, free, stated=self._vram_bytes is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         return weights_to_hold(unit, kind, self._room_bytes(unit))

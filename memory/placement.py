@@ -24,7 +24,7 @@ PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
 _LruCache = type(functools.lru_cache(len))
 
 # Modules that read their children's weights themselves, so that these must come along with them.
-_WHOLE_MODULES = ["MultiheadAttention"]
+WHOLE_MODULES = ["MultiheadAttention"]
 
 
 class Placement:
@@ -93,12 +93,12 @@ class Leafwise(Placement):
     def _place(self) -> None:
         from accelerate import cpu_offload
 
-        # The top module's own few tensors stay: its `forward` is already running when a unit is placed on demand.
-        self._move(list(own_slots(self.module)))
+        stays, _ = leafwise_slots(self.module)
+        self._move(stays)
         for child in self.module.children():
             weights = _Counted(child.state_dict(), self._count)
             cpu_offload(
-                child, self.device, offload_buffers=True, state_dict=weights, preload_module_classes=_WHOLE_MODULES
+                child, self.device, offload_buffers=True, state_dict=weights, preload_module_classes=WHOLE_MODULES
             )
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -111,6 +111,31 @@ class Leafwise(Placement):
         for child in self.module.children():
             remove_hook_from_submodules(child)
         self._restore()
+
+
+def leafwise_slots(module: nn.Module) -> tuple[list[Slot], list[tuple[nn.Module, list[Slot]]]]:
+    """What stays on the device under `Leafwise`, and what comes for the calls of which module.
+
+    The top module's own few tensors stay, since its `forward` is already running when a unit is placed on demand, and
+    so do buffers that are in no file, which accelerate leaves where the module runs.
+    """
+    stays, comes = list(own_slots(module)), []
+    inside: set[nn.Module] = set()
+    for child in module.children():
+        for owner in child.modules():
+            if owner in inside:
+                continue
+            whole = type(owner).__name__ in WHOLE_MODULES
+            holders = list(owner.modules()) if whole else [owner]
+            inside.update(holders)
+            own: list[Slot] = []
+            for holder in holders:
+                unsaved = holder._non_persistent_buffers_set
+                for slot in own_slots(holder):
+                    (stays if slot.key in unsaved else own).append(slot)
+            if own:
+                comes.append((owner, own))
+    return stays, comes
 
 
 class _Counted(dict):

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from .errors import release_frames
+from .forecast import UnitForecast
+from .ladder import Terms
+
 if TYPE_CHECKING:
     from .placement import Placement
+    from .planner import UnitSizes
+    from .weights import Stored
 
 Role = Literal["text_encoder", "transformer", "vae", "other"]
 Tier = Literal["disk", "host", "device"]
@@ -63,7 +69,8 @@ class ManagedModel:
 
     `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
     with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
-    disk). Both are called when first needed. `label` tells units of several pipelines apart.
+    disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
+    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class ManagedModel:
         build: Callable[[], nn.Module],
         read: Callable[[], nn.Module] | None = None,
         label: str = "",
+        stored: Callable[[], Mapping[str, Stored]] | None = None,
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"unknown role {role!r} of {name!r}. Roles are {', '.join(ROLES)}.")
@@ -83,11 +91,16 @@ class ManagedModel:
         self.pinned = False
         self.leases = 0
         self.last_use = 0
-        self.least_streamed_bytes: int | None = None  # asked for once, while the weights are not on the device
+        self.sizes: UnitSizes | None = None  # found out once, while the weights are not on the device
         self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
+        self.forecast: UnitForecast | None = None  # what that works in, where it was found out beforehand
+        self.terms = Terms()
+        self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._working: dict[Hashable, int] = {}
+        self._off: dict[Hashable, int] = {}  # how far a first call was off its forecast
         self._build = build
         self._read = read
+        self._stored = stored
         self._module: nn.Module | None = None
         self._on_host = False
 
@@ -110,6 +123,14 @@ class ManagedModel:
                 self.runs_on(torch.device("cpu"))
         return self._module
 
+    def skeleton(self) -> nn.Module:
+        """The structure once more, with parameters on `meta`, for a run on shapes."""
+        with _building:
+            module = self._build().eval()
+        module.__class__ = _located(type(module))  # type: ignore[arg-type]
+        vars(module)["_runs_on"] = torch.device("meta")
+        return module
+
     def runs_on(self, device: torch.device) -> None:
         """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""
         vars(self.module)["_runs_on"] = device
@@ -127,18 +148,16 @@ class ManagedModel:
         return sum({id(slot.tensor): slot.tensor.nbytes for slot in self._host_slots()}.values())
 
     @property
-    def leaf_bytes(self) -> int:
-        """Bytes that the largest single module holds itself: the least that must be on the device at a time."""
-        return max((sum(s.tensor.nbytes for s in own_slots(m)) for m in self.module.modules()), default=0)
-
-    @property
     def working_bytes(self) -> int:
-        """Bytes needed beside the weights for the present `work`, as measured before; 0 if it was never done."""
-        return self._working.get(self.work, 0)
+        """Bytes that the present `work` takes beside the weights: as forecast and as measured; 0 if neither was done."""
+        forecast = self.forecast.working_bytes + self._off.get(self.work, 0) if self.forecast else 0
+        return max(forecast, self._working.get(self.work, 0))
 
     def worked_in(self, measured_bytes: int) -> None:
-        """Note what the present `work` has taken."""
-        self._working[self.work] = max(self.working_bytes, measured_bytes)
+        """Note what one call of the present `work` has taken."""
+        if self.forecast and self.work not in self._working:
+            self._off[self.work] = measured_bytes - self.forecast.first_bytes
+        self._working[self.work] = max(self._working.get(self.work, 0), measured_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -159,10 +178,27 @@ class ManagedModel:
         """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read."""
         if self._on_host or self._read is None:
             return 0
-        with _building, torch.inference_mode():
-            _adopt_tensors(self.module, self._read(), self.name)
+        from .loading import load_stored  # which needs this module
+
+        try:
+            if self._stored is None or not load_stored(self.module, self._stored()):
+                with _building, torch.inference_mode():
+                    _adopt_tensors(self.module, self._read(), self.name)
+        except BaseException as error:
+            release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
+            raise
         self._on_host = True
         return self.size_bytes
+
+    def source(self) -> Mapping[str, Stored] | None:
+        """Where the weights lie in files, for `Streamed` to run from there without a `load`.
+
+        None where only `load` can read them. Raises ValueError if a file is damaged.
+        """
+        from .loading import find_stored  # which needs this module
+
+        stored = self._stored() if self._stored else {}
+        return stored if stored and find_stored(self.module, stored) is not None else None
 
     def drop(self) -> int:
         """Give the host copy up; it is read again when next needed. Returns the bytes freed."""
@@ -171,10 +207,11 @@ class ManagedModel:
         if self.placement is not None:
             raise RuntimeError(f"{self.name} is in use and cannot be dropped to disk.")
         freed = self.size_bytes
-        meta: dict[int, torch.Tensor] = {}
+        left: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for slot in slots(self.module):
-            if isinstance(slot.tensor, nn.Parameter):
-                slot.set(meta.setdefault(id(slot.tensor), torch.empty_like(slot.tensor, device="meta")))
+            if id(slot.tensor) not in left:
+                left[id(slot.tensor)] = _without_weights(slot.tensor)
+            slot.holder[slot.key] = left[id(slot.tensor)]
         self._on_host = False
         return freed
 
@@ -190,6 +227,14 @@ def _located(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls` with a `device` that is the unit's word, not that of the first parameter, which may be on `meta`."""
     device = property(lambda module: vars(module)["_runs_on"])
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
+
+
+def _without_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """What stays of a tensor on the disk tier: a parameter's shape, a buffer's values without the block around them."""
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _adopt_tensors(module: nn.Module, source: nn.Module, name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..memory.unit import ManagedModel, Role
-from ..memory.weights import file_identity, find_weights, read_header, read_tensors, stored_dtype
+from ..memory.weights import file_identity, find_weights, read_header, read_tensors, stored_dtype, stored_tensors
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -78,7 +78,7 @@ class Component:
 
     def unit(self, label: str) -> ManagedModel:
         """The component as a managed model; nothing is loaded yet."""
-        return ManagedModel(self.name, self.role, self._build, self._read, label)
+        return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: stored_tensors(self.files[0]))
 
     def _build(self) -> nn.Module:
         """The module's structure: parameters on `meta`, buffers and plain tensors real."""

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,14 +72,14 @@ class GenericPipeline(StagedPipeline):
         if not any(name in self._call for name in returned_names(self.pipeline_class.encode_prompt)):
             raise ValueError(f"{self.name} takes no embeddings that it could be given, and cannot be staged.")
 
-    def _pipeline(self, device: torch.device, *names: str) -> Any:
-        """The stock pipeline with only the named components, and a stand-in for the VAE."""
+    def _pipeline(self, device: torch.device, modules: Mapping[str, nn.Module], *tools: str) -> Any:
+        """The stock pipeline with only these modules and the named tools, and a stand-in for the VAE."""
         parts: dict[str, Any] = dict.fromkeys(
             name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
         )
         parts |= {name: value for name, value in self._config.items() if name in self._init}
-        for name in names:
-            parts[name] = self._units[name].module if name in self._units else self._tool(name)
+        parts |= modules
+        parts |= {name: self._tool(name) for name in tools}
         parts["vae"] = StandInVae(self.decoder.module, device)
         # The device is the manager's: an offloaded module says `cpu` or `meta` when it is asked.
         on_device = property(lambda _: device)
@@ -130,10 +130,15 @@ class GenericPipeline(StagedPipeline):
         }
 
     def _encode(
-        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device
+        self,
+        prompt: Prompt,
+        negative_prompt: Prompt,
+        options: dict[str, Any],
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
-        pipe = self._pipeline(device, *(unit.name for unit in self.encoders), *tools)
+        pipe = self._pipeline(device, modules, *tools)
         arguments = self._encode_defaults() | options | {"device": device}
         names = returned_names(self.pipeline_class.encode_prompt)
 
@@ -149,6 +154,18 @@ class GenericPipeline(StagedPipeline):
             if any(f"negative_{name}" in self._call for name in named):
                 named |= {f"negative_{name}": value for name, value in run(prompt=negative_prompt).items()}
         return {name: value for name, value in named.items() if value is not None and name in self._call}
+
+    def facts(self) -> dict[str, Any]:
+        import diffusers
+        import transformers
+
+        return {
+            "pipeline": self.name,
+            "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
+            "config": self._config,
+            "components": {c.name: c.config if c.is_module else c.identity() for c in self.components.values()},
+            "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
+        }
 
     def _encode_defaults(self) -> dict[str, Any]:
         """What the pipeline's own call would pass on: its defaults, and None for what has none."""
@@ -187,7 +204,7 @@ class GenericPipeline(StagedPipeline):
             if not scales:
                 raise ValueError(f"{name} takes no guidance.")
             arguments[scales[0]] = guidance
-        pipe = self._pipeline(torch.device("cpu"))
+        pipe = self._pipeline(torch.device("cpu"), {})
         multiple = _attribute(pipe, _SPATIAL, 8) * self._patch_size()
         for key, size in (("width", width), ("height", height)):
             if size is not None and (size < multiple or size % multiple):
@@ -214,11 +231,15 @@ class GenericPipeline(StagedPipeline):
         return 2 if patch == 1 and packed else patch
 
     def _denoise(
-        self, cond: Conditioning, arguments: dict[str, Any], on_step: OnStep | None, device: torch.device
+        self,
+        cond: Conditioning,
+        arguments: dict[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
     ) -> torch.Tensor:
-        tools = self._without_weights("")
-        names = [unit.name for unit in self.denoisers]
-        pipe = self._pipeline(device, *names, *(tool for tool in tools if not tool.startswith("tokenizer")))
+        tools = (tool for tool in self._without_weights("") if not tool.startswith("tokenizer"))
+        pipe = self._pipeline(device, modules, *tools)
         self._prepare(pipe, arguments)
         arguments = dict(arguments)
         if (scale := arguments.pop("guider", None)) is not None:

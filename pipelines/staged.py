@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ..memory.forecast import Forecast
 from ..memory.manager import STRATEGIES, MemoryManager, manager
+from ..memory.rates import Rates
+from ..memory.rehearse import StandIns
+from ..memory.runplan import RunPlan
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
 from .decode import check_finite, decode_latents, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
+from .planning import TYPICAL_PROMPT, forecast_sampling, plan_run, sampling_key
 
 log = logging.getLogger("ballast")
 
 Result = TypeVar("Result")
 OnStep = Callable[[int, int, torch.Tensor], None]
 Prompt = str | Sequence[str]
-
-
-def _work(cond: Conditioning, arguments: dict[str, Any]) -> Hashable:
-    """What decides how much memory sampling works in: size, number of pictures, and whether guidance doubles them."""
-    batch = max((len(value) for value in cond.tensors.values()), default=0)
-    guided = (
-        max((v for k, v in arguments.items() if k in ("guidance_scale", "true_cfg_scale", "guider")), default=2) > 1
-    )
-    return (batch, guided, *(arguments.get(name) for name in ("width", "height", "num_frames")))
+Modules = Mapping[str, nn.Module]  # by name of their unit
 
 
 class StagedPipeline(ABC):
@@ -45,6 +43,7 @@ class StagedPipeline(ABC):
     is_video = False
     latent_dimensions = 4
     decoder_config: dict[str, Any]
+    stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a rehearsal has none of
 
     def __init__(
         self,
@@ -61,6 +60,7 @@ class StagedPipeline(ABC):
         self.ram_bytes = None if ram is None else parse_bytes(ram)
         self.keep = keep
         self.cache = cache or shared_cache()
+        self.forecasts = self.cache.directory.parent / "forecasts"
         self.encoders: list[ManagedModel] = []
         self.denoisers: list[ManagedModel] = []
         self.decoder: ManagedModel
@@ -77,8 +77,8 @@ class StagedPipeline(ABC):
         if key and (found := self.cache.get(key)):
             return found
 
-        def run(device: torch.device) -> dict[str, Any]:
-            tensors = self._encode(prompt, negative_prompt, options, device)
+        def run(device: torch.device, modules: Modules) -> dict[str, Any]:
+            tensors = self._encode(prompt, negative_prompt, options, device, modules)
             return {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
 
         prompts = 1 if isinstance(prompt, str) else len(prompt)
@@ -114,24 +114,73 @@ class StagedPipeline(ABC):
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
         What it raises ends the run. `options` are further arguments of the pipeline's own call.
         """
-        if strategy not in STRATEGIES:
-            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; it takes at least 1.")
         if (made_by := cond.info.get("pipeline", self.name)) != self.name:
             raise ValueError(
                 f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline."
             )
-        arguments = self._sample_arguments(width, height, steps, guidance, frames, options)
+        arguments = self._checked(width, height, steps, guidance, frames, strategy, options)
 
-        def run(device: torch.device) -> torch.Tensor:
+        def run(device: torch.device, modules: Modules) -> torch.Tensor:
             generator = torch.Generator("cpu").manual_seed(seed)
-            latents = self._denoise(cond, arguments | {"generator": generator, "latents": noise}, on_step, device)
+            given = arguments | {"generator": generator, "latents": noise}
+            latents = self._denoise(cond, given, on_step, device, modules)
             return to_host(latents.float())
 
-        latents = self._run_stage("sample", self.denoisers, run, strategy, work=_work(cond, arguments), keep=self.keep)
+        key = sampling_key(self, cond, arguments, on_step is not None, noise)
+        forecast = None
+        if strategy != "cpu" and not self.manager.accelerator.is_cpu:
+            forecast = forecast_sampling(self, key, cond, arguments, on_step is not None, noise)
+        latents = self._run_stage("sample", self.denoisers, run, strategy, work=key, forecast=forecast, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
+
+    def plan(
+        self,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int = 28,
+        guidance: float | None = None,
+        frames: int | None = None,
+        *,
+        prompt: str = TYPICAL_PROMPT,
+        negative_prompt: str = "",
+        vram: int | str | None = None,
+        ram: int | str | None = None,
+        strategy: str = "auto",
+        rates: Rates | None = None,
+        **options: Any,
+    ) -> RunPlan:
+        """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
+
+        Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`. `vram` and `ram` are budgets in
+        bytes or as "6GB", by default those of the pipeline. `rates` are those of the machine by default. At full size
+        it takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU.
+        """
+        arguments = self._checked(width, height, steps, guidance, frames, strategy, options)
+        limit = self.vram_bytes if vram is None else parse_bytes(vram)
+        if limit is None and self.manager.accelerator.is_cpu:
+            raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")
+        budget_bytes = self.manager.budget_bytes if limit is None else limit
+        ram_limit = self.ram_bytes if ram is None else parse_bytes(ram)
+        ram_bytes = self.manager.ram_budget_bytes if ram_limit is None else ram_limit
+        size = f"{width or 'default'} x {height or 'default'}" + (f" x {frames} frames" if frames else "")
+        return plan_run(self, arguments, prompt, negative_prompt, size, steps, strategy, budget_bytes, ram_bytes, rates)
+
+    def _checked(
+        self,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        strategy: str,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; it takes at least 1.")
+        return self._sample_arguments(width, height, steps, guidance, frames, options)
 
     def decode(self, latents: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Pictures from latents, decoded in float32: [B,H,W,3], for a video [B,F,H,W,3], float32 in 0..1 on the CPU.
@@ -154,15 +203,17 @@ class StagedPipeline(ABC):
         self,
         name: str,
         units: list[ManagedModel],
-        run: Callable[[torch.device], Result],
+        run: Callable[[torch.device, Modules], Result],
         strategy: str = "auto",
         *,
         work: Hashable = None,
+        forecast: Forecast | None = None,
         keep: bool = False,
     ) -> Result:
         """Run a stage; if the device runs out of memory, again with everything else gone: streamed, then leafwise."""
         stage: dict[str, Any] = {
             "work": work,
+            "forecast": forecast,
             "alone": not self.keep,
             "keep": keep,
             "vram": self.vram_bytes,
@@ -174,7 +225,7 @@ class StagedPipeline(ABC):
             device = torch.device("cpu") if attempt == "cpu" else self.manager.device
             try:
                 with self.manager.stage(name, units, attempt, **stage):
-                    return run(device)
+                    return run(device, {unit.name: unit.module for unit in units})
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -200,14 +251,18 @@ class StagedPipeline(ABC):
         """Raise TypeError for options that `_encode` does not know."""
 
     @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides what the stages work in, beside the arguments, as plain data."""
+
+    @abstractmethod
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         """Everything that decides the embeddings, as plain data."""
 
     @abstractmethod
     def _encode(
-        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device
+        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device, modules: Modules
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Named embeddings, on any device."""
+        """Named embeddings, on any device, made by these encoders."""
 
     @abstractmethod
     def _sample_arguments(
@@ -223,9 +278,14 @@ class StagedPipeline(ABC):
 
     @abstractmethod
     def _denoise(
-        self, cond: Conditioning, arguments: dict[str, Any], on_step: OnStep | None, device: torch.device
+        self,
+        cond: Conditioning,
+        arguments: dict[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Modules,
     ) -> torch.Tensor:
-        """Latents as the decoder takes them, on any device."""
+        """Latents as the decoder takes them, on any device, made by these transformers."""
 
     def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the decoder's `decode`."""

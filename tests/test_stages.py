@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from ballast.memory import DoesNotFitError, manager
+from ballast.memory.fit import sizes_of
 from ballast.pipelines.conditioning import Conditioning
 from ballast.pipelines.embedding_cache import shared_cache
 
@@ -227,7 +228,7 @@ def test_decode_falls_back_to_tiles_and_then_to_the_cpu(folder: Path, sim: Modul
     tiled = pipe.decode(latents)
     assert tiled.shape == whole.shape
     assert manager("sim").timeline.stages[-1].peak_bytes > 0
-    sim.enable(total=pipe.decoder.leaf_bytes // 2)
+    sim.enable(total=sizes_of(pipe.decoder).leaf_bytes // 2)
     torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
 
@@ -360,14 +361,30 @@ def test_kept_placement_gives_way_to_a_better_one(first: str, folder: Path, sim:
     assert pipe.denoisers[0].placement.name == "resident"
 
 
-def test_what_ran_once_runs_again(folder: Path, sim: ModuleType) -> None:
-    """The first run of a size learns what it works in; the second must not be refused for it."""
+def test_stated_budget_is_kept_or_refused(folder: Path, sim: ModuleType) -> None:
+    """Too small for what a size works in: refused in one line each time, or run in less; never exceeded."""
     pipe = ballast.open_pipeline(folder, device="sim")
     cond = pipe.encode("a boat")
-    small = ballast.open_pipeline(folder, device="sim", vram=pipe.denoisers[0].size_bytes + 50_000)
-    first = small.sample(cond, **{**SIZE, "width": 256, "height": 256})
-    again = small.sample(cond, **{**SIZE, "width": 256, "height": 256})
-    torch.testing.assert_close(again, first, atol=1e-6, rtol=0)
+    expected = pipe.sample(cond, **SIZE)
+    least = pipe.plan(**SIZE, strategy="leafwise", prompt="a boat").sampling.peak_vram_bytes
+    small = ballast.open_pipeline(folder, device="sim", vram=least)
+    for _ in range(2):
+        with pytest.raises(DoesNotFitError, match="to work in"):
+            small.sample(cond, **{**SIZE, "width": 256, "height": 256})
+        assert sim.stats().allocated_bytes == 0
+    sim.reset_stats()
+    torch.testing.assert_close(small.sample(cond, **SIZE), expected, atol=1e-6, rtol=0)
+    assert sim.stats().peak_bytes <= least
+
+
+def test_size_that_is_thought_too_large_is_tried_when_no_budget_was_stated(folder: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(folder, device="sim")
+    cond = pipe.encode("a boat")
+    plan = pipe.plan(**SIZE, strategy="leafwise", prompt="a boat")
+    sim.enable(total=plan.sampling.peak_vram_bytes - 1000)
+    with pytest.raises(DoesNotFitError, match="even layer by layer"):
+        pipe.sample(cond, **SIZE)
+    assert sim.stats().allocated_bytes == 0
 
 
 def test_deleted_pipeline_takes_its_memory_along_at_once(folder: Path, sim: ModuleType) -> None:

@@ -1,0 +1,72 @@
+"""A call of a transformer, run in parts of its batch: the pair of classifier-free guidance one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+BatchDims = Mapping[str, int]  # by name of an argument: the dimension that is its batch, where it is not the first
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> int:
+    """How many parts a call can be run in: its batch, or 1 where it is not clear what belongs to which part."""
+    named = _named(args, kwargs)
+    sizes = [value.shape[0] for value in named.values() if isinstance(value, torch.Tensor) and value.ndim > 2]
+    lists = [len(value) for value in named.values() if _is_batch_list(value)]
+    batch = (sizes + lists)[0] if sizes + lists else 1
+    for name, value in named.items():
+        clear = not isinstance(value, torch.Tensor) or name in dims or value.ndim < 3 or value.shape[0] in (1, batch)
+        if not clear:
+            return 1
+    return batch
+
+
+def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:
+    """The arguments of each part."""
+    batch = batch_of(args, kwargs, dims)
+    bounds = [batch * i // parts for i in range(parts + 1)]
+    made = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        part = slice(begin, end)
+        made.append(
+            (
+                [_part(value, 0, batch, part) for value in args],
+                {name: _part(value, dims.get(name, 0), batch, part) for name, value in kwargs.items()},
+            )
+        )
+    return made
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """One result of those of the parts."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(results))
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    if isinstance(first, tuple):
+        return tuple(joined(items) for items in zip(*results, strict=True))
+    if dataclasses.is_dataclass(first) and isinstance(first, Mapping):  # the output classes of diffusers, transformers
+        return type(first)(**{key: joined([result[key] for result in results]) for key in first})
+    return first
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
+
+
+def _is_batch_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+
+
+def _part(value: Any, dim: int, batch: int, part: slice) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.ndim <= dim or value.shape[dim] != batch:
+            return value
+        return value.narrow(dim, part.start, part.stop - part.start)
+    if isinstance(value, list) and len(value) == batch:
+        return value[part]
+    return value
