@@ -128,9 +128,9 @@ class _Rehearsed:
         self.blocks = [0.0] * len(blocks)
         self._replace_weights(module)
         for owner in module.modules():
-            for (kind, method), stand_in in stand_ins.items():
+            for (kind, replaced), stand_in in stand_ins.items():
                 if type(owner).__name__ == kind:
-                    vars(owner)[method] = functools.partial(stand_in, owner)
+                    vars(owner)[replaced] = functools.partial(stand_in, owner)
         for index, block in enumerate(blocks):
             _wrap_forward(block.module, lambda forward, index=index: self._counted(forward, index))
         self._bring_leaves(module)
@@ -240,5 +240,6 @@ def _kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, str | int | float | bool | None) else type(value)
     raw = value.raw if isinstance(value, SimTensor) else value
-    known = not raw.is_meta and not raw.is_floating_point() and raw.numel() <= _COMPARED_ELEMENTS
+    # Not those of timesteps, which are rows of numbers too in some families.
+    known = not raw.is_meta and not raw.is_floating_point() and raw.ndim > 1 and raw.numel() <= _COMPARED_ELEMENTS
     return tuple(raw.shape), raw.dtype, tuple(raw.flatten().tolist()) if known else None

@@ -123,23 +123,22 @@ class RunPlan:
 
     def headline(self) -> str:
         """One line: what runs where, the budget, the peak, and the time."""
-        fits = "" if self.fits else " DOES NOT FIT."
-        total = self.first_step_seconds + (self.steps - 1) * self.step_seconds
-        return (
-            f"{self.model}, {self.work}, on {self.device} with {format_bytes(self.budget_bytes)}: {self.sampling.label}; "
-            f"peak {format_bytes(self.peak_vram_bytes)}; {seconds(self.step_seconds)} a step, {seconds(total)} for "
-            f"{self.steps} steps.{fits}"
+        total = seconds(self.first_step_seconds + (self.steps - 1) * self.step_seconds)
+        where = f"on {self.device} with {format_bytes(self.budget_bytes)}"
+        takes = (
+            f"peak {format_bytes(self.peak_vram_bytes)}; {seconds(self.step_seconds)} a step, {total} for {self.steps}"
         )
+        return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{'' if self.fits else ' IT DOES NOT FIT.'}"
 
     def basis(self) -> str:
         """Where the seconds come from."""
         rates = self.rates
-        return (
-            f"Seconds are for {rates.pinned_bytes_per_second / 1e9:.1f} GB/s to the device "
-            f"({rates.paged_bytes_per_second / 1e9:.1f} unpinned), {rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk and "
-            f"{rates.operations_per_second / 1e12:.1f} TFLOPS, {rates.source}; no step in this placement is faster than "
-            f"{seconds(self.bound_seconds)}."
-        )
+        to_device = f"{rates.pinned_bytes_per_second / 1e9:.1f} GB/s to the device"
+        unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
+        disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
+        compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
+        bound = f"no step in this placement is faster than {seconds(self.bound_seconds)}"
+        return f"Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}; {bound}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:
         """Predicted VRAM over time, by unit, as an RGB picture."""

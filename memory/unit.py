@@ -149,7 +149,7 @@ class ManagedModel:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes that the present `work` takes beside the weights: as forecast and as measured; 0 if neither was done."""
+        """Bytes that the present `work` takes beside the weights, forecast or measured; 0 if it is not known."""
         forecast = self.forecast.working_bytes + self._off.get(self.work, 0) if self.forecast else 0
         return max(forecast, self._working.get(self.work, 0))
 

@@ -23,6 +23,14 @@ class Conditioning:
     tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
     info: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor | list[torch.Tensor]], info: Mapping[str, str] | None = None
+    ) -> Conditioning:
+        """From tensors on any device."""
+        on_host = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
+        return cls(on_host, dict(info or {}))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -40,8 +48,7 @@ class Conditioning:
 
     def copy(self) -> Conditioning:
         """A conditioning that shares no memory with this one."""
-        tensors = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in self.tensors.items()}
-        return Conditioning(tensors, dict(self.info))
+        return Conditioning.of(self.tensors, self.info)
 
     def save(self, path: Path) -> None:
         """Write as safetensors."""

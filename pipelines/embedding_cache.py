@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from ..memory.files import cache_home
 from ..memory.sizes import format_bytes
 from .conditioning import Conditioning
 
@@ -32,7 +33,7 @@ _shared: dict[Path, EmbeddingCache] = {}
 
 def default_directory() -> Path:
     """`ballast/embeddings` under XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast" / "embeddings"
+    return cache_home() / "embeddings"
 
 
 def shared_cache(directory: Path | None = None) -> EmbeddingCache:

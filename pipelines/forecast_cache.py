@@ -34,11 +34,9 @@ def put(directory: Path, key: str, forecasts: dict[str, Forecast]) -> None:
     _ram[key] = forecasts
     while len(_ram) > MAX_ENTRIES:
         _ram.popitem(last=False)
+    facts = {stage: forecast.to_dict() for stage, forecast in forecasts.items()}
     try:
-        replace_file(
-            _path(directory, key),
-            json.dumps({stage: forecast.to_dict() for stage, forecast in forecasts.items()}).encode(),
-        )
+        replace_file(_path(directory, key), json.dumps(facts).encode())
         paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         for path in paths[:-MAX_ENTRIES]:
             path.unlink(missing_ok=True)

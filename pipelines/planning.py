@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +29,8 @@ log = logging.getLogger("ballast")
 
 # As many words as people write. Some families keep as many tokens as there are words.
 TYPICAL_PROMPT = (
-    "a weathered fishing boat with a faded red hull lies on the wet sand of a wide bay at low tide, ropes and nets over "
-    "its side, gulls on the mast, behind it a row of narrow houses climbing a green hill under heavy clouds, a single "
+    "a weathered fishing boat with a faded red hull lies on the wet sand of a wide bay at low tide, ropes and nets "
+    "over its side, gulls on the mast, behind it a row of narrow houses climbing a green hill under heavy clouds, one "
     "beam of evening light on the water, fine detail, soft colours, seen from a low angle"
 )
 
@@ -73,78 +75,85 @@ def forecast_sampling(
     return found["sample"]
 
 
-def plan_run(
-    pipe: StagedPipeline,
-    arguments: Mapping[str, Any],
-    prompt: str,
-    negative_prompt: str,
-    work: str,
-    steps: int,
-    strategy: str,
-    budget_bytes: int,
-    ram_bytes: int,
-    rates: Rates | None,
-) -> RunPlan:
+@dataclass(frozen=True)
+class Asked:
+    """A run to plan: checked `arguments` of sampling, and the conditioning, or a prompt pair to make one of."""
+
+    arguments: Mapping[str, Any]
+    steps: int
+    strategy: str
+    cond: Conditioning | None
+    prompt: str
+    negative_prompt: str
+    size: str
+
+
+def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
     """The plan of a whole run. Nothing is loaded. Raises what the rehearsal raises."""
-    facts = {"stage": "run", "arguments": dict(arguments), "prompt": prompt, "negative_prompt": negative_prompt}
-    key = cache_key(pipe.facts() | facts)
-    forecasts = forecast_cache.get(pipe.forecasts, key) if key else None
-    if forecasts is None:
-        forecasts = _rehearse_run(pipe, arguments, prompt, negative_prompt)
-        if key:
-            forecast_cache.put(pipe.forecasts, key, forecasts)
+    forecasts = _forecast_run(pipe, asked)
     used = rates or ASSUMED
 
-    def units(stage: str, owned: list[ManagedModel], asked: str = "auto", count: int = 1) -> tuple[Plan, ...]:
-        forecast = forecasts[stage]
-        named = {unit.name: unit for unit in owned}
+    def placed(stage: str, units: Sequence[ManagedModel], strategy: str = "auto", steps: int = 1) -> tuple[Plan, ...]:
+        forecast, named = forecasts[stage], {unit.name: unit for unit in units}
         return tuple(
             make_plan(
                 name,
                 sizes_of(named[name]),
-                forecasts[stage].units[name],
+                work,
                 used,
                 budget_bytes,
                 ram_bytes,
-                steps=count,
-                strategy=asked,
+                steps=steps,
+                strategy=strategy,
                 idle_bytes=forecast.idle_bytes,
                 in_ram=named[name].tier != "disk",
                 from_disk=False,
             )
-            for name in forecast.units
+            for name, work in forecast.units.items()
         )
 
-    whole, tiled = units("decode", [pipe.decoder], "resident"), units("decode in tiles", [pipe.decoder], "resident")
-    fits = whole[0].fits or not tiled[0].fits
-    stages = (
-        StagePlan("encode", units("encode", pipe.encoders), forecasts["encode"].idle_bytes),
-        StagePlan("sample", units("sample", pipe.denoisers, strategy, steps), forecasts["sample"].idle_bytes),
-        StagePlan(
-            "decode", whole if fits else tiled, note="" if whole[0].fits else "in tiles" if not fits else "on the CPU"
-        ),
-    )
-    return RunPlan(pipe.folder.name, str(pipe.manager.device), work, steps, budget_bytes, used, stages)
+    stages = [StagePlan("sample", placed("sample", pipe.denoisers, asked.strategy, asked.steps))]
+    if "encode" in forecasts:
+        stages.insert(0, StagePlan("encode", placed("encode", pipe.encoders)))
+    whole, tiled = (placed(stage, [pipe.decoder], "resident") for stage in ("decode", "decode in tiles"))
+    if whole[0].fits:
+        stages.append(StagePlan("decode", whole))
+    else:
+        stages.append(StagePlan("decode", tiled, note="in tiles" if tiled[0].fits else "in tiles or on the CPU"))
+    device = str(pipe.manager.device)
+    return RunPlan(pipe.folder.name, device, asked.size, asked.steps, budget_bytes, used, tuple(stages))
 
 
-def _rehearse_run(
-    pipe: StagedPipeline, arguments: Mapping[str, Any], prompt: str, negative_prompt: str
-) -> dict[str, Forecast]:
-    modules = {unit.name: unit.skeleton() for unit in pipe.encoders}
+def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
+    if asked.cond:
+        key = sampling_key(pipe, asked.cond, asked.arguments, True, None)
+        key = key and f"{key}-run"
+    else:
+        words = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
+        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": dict(asked.arguments)})
+    forecasts = forecast_cache.get(pipe.forecasts, key) if key else None
+    if forecasts is None:
+        forecasts = _rehearse_run(pipe, asked)
+        if key:
+            forecast_cache.put(pipe.forecasts, key, forecasts)
+    return forecasts
 
-    def encode(device: torch.device) -> Conditioning:
-        tensors = pipe._encode(prompt, negative_prompt, {}, device, modules)
-        return Conditioning(
-            {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
+
+def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
+    forecasts, cond = {}, asked.cond
+    if cond is None:
+        modules = {unit.name: unit.skeleton() for unit in pipe.encoders}
+        forecasts["encode"], cond = rehearse(
+            modules,
+            lambda device: Conditioning.of(pipe._encode(asked.prompt, asked.negative_prompt, {}, device, modules)),
+            pipe.stand_ins,
         )
-
-    encoding, cond = rehearse(modules, encode, pipe.stand_ins)
-    sampling, latents = _rehearse_sampling(pipe, cond, arguments, True, None)
-    forecasts = {"encode": encoding, "sample": sampling}
+    forecasts["sample"], latents = _rehearse_sampling(pipe, cond, asked.arguments, True, None)
+    arguments = pipe._decode_arguments(latents, {})
     for stage, tiled in (("decode", False), ("decode in tiles", True)):
-        decoder = {pipe.decoder.name: pipe.decoder.skeleton()}
-        run = _decoder_run(pipe, decoder[pipe.decoder.name], latents, tiled)
-        forecasts[stage], _ = rehearse(decoder, run, method="decode")
+        module = pipe.decoder.skeleton()
+        run = functools.partial(run_decoder, module, latents, tiled=tiled, arguments=arguments)
+        forecasts[stage], _ = rehearse({pipe.decoder.name: module}, run, method="decode")
     return forecasts
 
 
@@ -159,10 +168,3 @@ def _rehearse_sampling(
         return to_host(pipe._denoise(cond, given, report, device, modules).float())
 
     return rehearse(modules, sample, pipe.stand_ins)
-
-
-def _decoder_run(
-    pipe: StagedPipeline, module: torch.nn.Module, latents: torch.Tensor, tiled: bool
-) -> Callable[[torch.device], torch.Tensor]:
-    arguments = pipe._decode_arguments(latents, {})
-    return lambda device: run_decoder(module, latents, device, tiled, arguments)

@@ -22,7 +22,7 @@ from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
 from .decode import check_finite, decode_latents, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
-from .planning import TYPICAL_PROMPT, forecast_sampling, plan_run, sampling_key
+from .planning import TYPICAL_PROMPT, Asked, forecast_sampling, plan_run, sampling_key
 
 log = logging.getLogger("ballast")
 
@@ -77,14 +77,14 @@ class StagedPipeline(ABC):
         if key and (found := self.cache.get(key)):
             return found
 
-        def run(device: torch.device, modules: Modules) -> dict[str, Any]:
-            tensors = self._encode(prompt, negative_prompt, options, device, modules)
-            return {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name}
+        info = {name: str(value) for name, value in words.items()}
+
+        def run(device: torch.device, modules: Modules) -> Conditioning:
+            return Conditioning.of(self._encode(prompt, negative_prompt, options, device, modules), info)
 
         prompts = 1 if isinstance(prompt, str) else len(prompt)
-        tensors = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
-        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name}
-        conditioning = Conditioning(tensors, {name: str(value) for name, value in words.items()})
+        conditioning = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
         if key:
             self.cache.put(key, conditioning)
         return conditioning
@@ -142,6 +142,7 @@ class StagedPipeline(ABC):
         guidance: float | None = None,
         frames: int | None = None,
         *,
+        cond: Conditioning | None = None,
         prompt: str = TYPICAL_PROMPT,
         negative_prompt: str = "",
         vram: int | str | None = None,
@@ -152,9 +153,10 @@ class StagedPipeline(ABC):
     ) -> RunPlan:
         """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
 
-        Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`. `vram` and `ram` are budgets in
-        bytes or as "6GB", by default those of the pipeline. `rates` are those of the machine by default. At full size
-        it takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU.
+        Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`; `cond` is what will be sampled
+        from, or the prompts that will be encoded, by default one of usual length. `vram` and `ram` are budgets in bytes
+        or as "6GB", by default those of the pipeline. `rates` are those of the machine by default. At full size it
+        takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU.
         """
         arguments = self._checked(width, height, steps, guidance, frames, strategy, options)
         limit = self.vram_bytes if vram is None else parse_bytes(vram)
@@ -164,7 +166,8 @@ class StagedPipeline(ABC):
         ram_limit = self.ram_bytes if ram is None else parse_bytes(ram)
         ram_bytes = self.manager.ram_budget_bytes if ram_limit is None else ram_limit
         size = f"{width or 'default'} x {height or 'default'}" + (f" x {frames} frames" if frames else "")
-        return plan_run(self, arguments, prompt, negative_prompt, size, steps, strategy, budget_bytes, ram_bytes, rates)
+        asked = Asked(arguments, steps, strategy, cond, prompt, negative_prompt, size)
+        return plan_run(self, asked, budget_bytes, ram_bytes, rates)
 
     def _checked(
         self,

@@ -201,7 +201,7 @@ def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Fo
 
 @pytest.mark.parametrize("name", ["lumina2", "hidream", "wan", "cogvideox"])
 def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """With room for more than the ring and less than the whole: starts with the ring, grows once, same result."""
+    """With room for more than the ring and less than the whole: some blocks stay from the first step on, same result."""
     expected, _ = tiny.stock(tiny_folders(name))
     pipe, encode, sample, _ = stages(name, tiny_folders(name), "sim")
     cond = encode()
@@ -210,13 +210,12 @@ def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folder
     if least >= dit.size_bytes:
         pytest.skip("too few blocks to stream")
     sample(cond)
-    for key in list(dit._working):
-        dit.work = key
-    pipe.vram_bytes = (least + dit.size_bytes) // 2 + dit.working_bytes
+    assert dit.forecast is not None
+    pipe.vram_bytes = (least + dit.size_bytes) // 2 + dit.forecast.peak_bytes
     for _ in range(2):
         latents = sample(cond)
         torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
         record = manager("sim").timeline.stages[-1]
         assert record.units["transformer"].placement == "streamed"
-        assert record.peak_bytes <= 1.05 * pipe.vram_bytes + cond.nbytes * 3
+        assert record.peak_bytes <= pipe.vram_bytes
     assert sim.stats().allocated_bytes == 0
