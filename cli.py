@@ -1,4 +1,4 @@
-"""`ballast demo | generate | doctor`."""
+"""`ballast demo | generate | doctor | bench`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ballast", description="Run diffusion transformers that do not fit in VRAM.")
-    commands = parser.add_subparsers(required=True, metavar="demo | generate | doctor")
+    commands = parser.add_subparsers(required=True, metavar="demo | generate | doctor | bench")
 
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps, or sim for the simulated GPU")
@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="say what this machine has, and what is missing")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench", help="measure how fast models stream", usage="ballast bench stream | peers [-h] ..."
+    )
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -152,6 +158,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(f"{'ok  ' if finding.ok else 'MISS'}  {finding.what:<12} {finding.detail}")
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    try:
+        from . import bench
+    except ImportError as error:
+        raise RuntimeError("bench is not part of this install. Clone the repository and run it from there.") from error
+    return bench.main(arguments.rest)
 
 
 if __name__ == "__main__":

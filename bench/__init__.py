@@ -1,0 +1,60 @@
+"""Measures: the streaming engine against the bound, and Ballast against its peers. Not part of what ComfyUI installs.
+
+`main` is what `ballast bench` hands its arguments to. The figures go to a JSON file and a picture of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SIZES = ("tiny", "newbie", "hidream")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `stream` or `peers`. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
+    shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
+    shared.add_argument("--out", type=Path, default=RESULTS, help="folder for the .json and the .png")
+
+    stream = commands.add_parser("stream", parents=[shared], help="the streaming engine against the bound")
+    stream.set_defaults(run=_stream)
+
+    peers = commands.add_parser(
+        "peers",
+        parents=[shared],
+        help="Ballast against other ways to offload",
+        description="Runs each rival with each setting in a process of its own, on the same model and inputs. None of "
+        "them is a dependency: those are taken that this Python can import, and those in a folder made by "
+        "`pip install --target DIR --no-deps NAME ...`; the others are listed with their error.",
+    )
+    peers.add_argument("--only", help="names from the table, separated by commas, such as resident,ballast,cache-dit")
+    peers.add_argument("--shares", default="0,0.25,0.5,0.75", help="resident shares, for those that take a budget")
+    peers.add_argument("--ratio", type=float, default=0.5, help="seconds of computing for each second of copying")
+    peers.add_argument("--rivals", type=Path, help="folder with further packages")
+    peers.add_argument("--timeout", type=float, default=300, help="seconds that one rival may take")
+    peers.set_defaults(run=_peers)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _stream(arguments: argparse.Namespace) -> int:
+    from .stream import run
+
+    return run(arguments.device, arguments.size, arguments.out)
+
+
+def _peers(arguments: argparse.Namespace) -> int:
+    from .peers import run
+
+    only = arguments.only.split(",") if arguments.only else None
+    shares = [float(share) for share in arguments.shares.split(",")]
+    return run(
+        arguments.device, arguments.size, arguments.out, only, shares, arguments.ratio, arguments.rivals,
+        arguments.timeout,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""The transformers that are measured: diffusers' own classes with published configs, and seeded random weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_POOL = 2**22  # random numbers that all weights are cut from: drawing billions of them takes minutes
+_IMAGE_TOKENS = 4096  # of one image at most (1024 x 1024 pixels); more tokens are more images
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model class of diffusers, its config and what its inputs look like."""
+
+    class_name: str
+    config: dict[str, Any]
+    dtype: torch.dtype
+    text_tokens: int
+    tokens: int  # of the images, where nothing else is asked for
+
+
+SIZES = {
+    "tiny": Size(
+        "PixArtTransformer2DModel",
+        {
+            "sample_size": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 20,
+            "num_attention_heads": 3,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 48,
+            "caption_channels": 16,
+            "interpolation_scale": 1,
+            "use_additional_conditions": False,
+        },
+        torch.float32,
+        16,
+        64,
+    ),
+    "newbie": Size(
+        "Lumina2Transformer2DModel",
+        {"in_channels": 16, "hidden_size": 2304, "num_layers": 36, "axes_lens": (1024, 512, 512), "cap_feat_dim": 2560},
+        torch.bfloat16,
+        128,
+        _IMAGE_TOKENS,
+    ),
+    "hidream": Size(
+        "HiDreamImageTransformer2DModel",
+        {
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "caption_channels": (4096, 4096),
+            "axes_dims_rope": (64, 32, 32),
+            "llama_layers": (*range(32), *(31,) * 16),
+        },
+        torch.bfloat16,
+        128,
+        _IMAGE_TOKENS,
+    ),
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """The model on the CPU, in eval mode; the same weights for the same seed.
+
+    Its parameters are made once, in their final dtype. Buffers and tables are those of the class.
+    """
+    import diffusers
+    from accelerate import init_empty_weights
+
+    size = SIZES[name]
+    with init_empty_weights(include_buffers=False):
+        module = getattr(diffusers, size.class_name)(**size.config)
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.empty(_POOL, dtype=torch.float32).normal_(generator=generator).to(size.dtype)
+    for path, owner in module.named_modules():
+        for key, empty in list(owner._parameters.items()):
+            if empty is not None:
+                is_norm = empty.ndim == 1 and key == "weight"
+                scale = math.prod(empty.shape[1:]) ** -0.5 if empty.ndim > 1 else 0.02
+                weight = _drawn(empty.shape, pool, scale, generator)
+                owner._parameters[key] = nn.Parameter(weight.add_(1) if is_norm else weight, requires_grad=False)
+        assert not any(tensor.is_meta for tensor in owner._buffers.values() if tensor is not None), path
+    return module.eval()
+
+
+def _drawn(shape: torch.Size, pool: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """The pool's numbers times `scale`, over and over, from a random place on."""
+    weight = torch.empty(shape, dtype=pool.dtype)
+    flat = weight.view(-1)
+    at, start = 0, int(torch.randint(_POOL, (), generator=generator))
+    while at < flat.numel():
+        piece = pool[start : start + flat.numel() - at]
+        torch.mul(piece, scale, out=flat[at : at + piece.numel()])
+        at, start = at + piece.numel(), 0
+    return weight
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each counted once."""
+    return sum({id(t): t.nbytes for t in (*module.parameters(), *module.buffers())}.values())
+
+
+def inputs(name: str, tokens: int, device: torch.device, seed: int = 1) -> dict[str, Any]:
+    """Keyword arguments of a forward call on about so many image tokens, on the device."""
+    size = SIZES[name]
+    images = max(1, -(-tokens // _IMAGE_TOKENS))
+    side = max(1, round(math.sqrt(tokens / images)))
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(size.dtype).to(device)
+
+    latents = noise(images, size.config["in_channels"], 2 * side, 2 * side)  # patches of 2 x 2
+    if name == "tiny":
+        return {
+            "hidden_states": latents,
+            "timestep": torch.full((images,), 500.0).to(device),
+            "encoder_hidden_states": noise(images, size.text_tokens, size.config["caption_channels"]),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+            "return_dict": False,
+        }
+    if name == "newbie":
+        return {
+            "hidden_states": latents,
+            "timestep": torch.full((images,), 0.5, dtype=size.dtype).to(device),
+            "encoder_hidden_states": noise(images, size.text_tokens, size.config["cap_feat_dim"]),
+            "encoder_attention_mask": torch.ones(images, size.text_tokens, dtype=torch.bool).to(device),
+            "return_dict": False,
+        }
+    return {
+        "hidden_states": latents,
+        "timesteps": torch.full((images,), 500.0).to(device),
+        "encoder_hidden_states_t5": noise(images, size.text_tokens, 4096),
+        "encoder_hidden_states_llama3": noise(32, images, size.text_tokens, 4096),
+        "pooled_embeds": noise(images, 2048),
+        "return_dict": False,
+    }

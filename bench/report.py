@@ -1,0 +1,58 @@
+"""Figures to a table, a JSON file and a picture's file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ..memory.sizes import format_bytes
+
+
+def words(name: str, value: Any) -> str:
+    """A figure for people. Names that end in `_bytes` are sizes."""
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def table(headings: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
+    """Columns of text: the rows' values of these names, under these headings."""
+    lines = [list(headings.values()), *([words(name, row.get(name)) for name in headings] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def say(text: str) -> None:
+    """Print it, now."""
+    print(text, flush=True)  # noqa: T201
+
+
+def write(bench: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
+    """Write both files, named after what was measured. Returns a line that names them."""
+    device = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+    stem = out / f"{bench}-{device}-{found['size']}"
+    out.mkdir(parents=True, exist_ok=True)
+    # Not `with_suffix`, which would cut a name at its last dot.
+    json_path, png_path = Path(f"{stem}.json"), Path(f"{stem}.png")
+    json_path.write_text(json.dumps(_rounded(found), indent=1) + "\n", "utf-8")
+    picture.save(png_path, optimize=True)
+    return f"wrote {json_path}, {png_path}"
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to five figures: more are noise."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
