@@ -125,10 +125,10 @@ class RunPlan:
         """One line: what runs where, the budget, the peak, and the time."""
         total = seconds(self.first_step_seconds + (self.steps - 1) * self.step_seconds)
         where = f"on {self.device} with {format_bytes(self.budget_bytes)}"
-        takes = (
-            f"peak {format_bytes(self.peak_vram_bytes)}; {seconds(self.step_seconds)} a step, {total} for {self.steps}"
-        )
-        return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{'' if self.fits else ' IT DOES NOT FIT.'}"
+        peak, step = format_bytes(self.peak_vram_bytes), seconds(self.step_seconds)
+        takes = f"peak {peak}; {step} a step, {total} for {self.steps}"
+        doubt = "" if self.fits else " IT DOES NOT FIT."
+        return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
 
     def basis(self) -> str:
         """Where the seconds come from."""

@@ -201,7 +201,7 @@ def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Fo
 
 @pytest.mark.parametrize("name", ["lumina2", "hidream", "wan", "cogvideox"])
 def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """With room for more than the ring and less than the whole: some blocks stay from the first step on, same result."""
+    """With room for more than the ring and less than the whole: some blocks stay, from the first step on."""
     expected, _ = tiny.stock(tiny_folders(name))
     pipe, encode, sample, _ = stages(name, tiny_folders(name), "sim")
     cond = encode()
