@@ -233,8 +233,9 @@ def _why_not(candidate: Candidate, chosen: Candidate, budget_bytes: int, bound_t
     if candidate.peak_vram_bytes > budget_bytes:
         return f"{format_bytes(candidate.peak_vram_bytes)} do not fit {format_bytes(budget_bytes)}"
     if candidate.step_seconds > chosen.step_seconds:
-        return f"{candidate.step_seconds / chosen.step_seconds:.1f} times as slow" if chosen.step_seconds else "slower"
-    return "no faster, and leaves less to do for the room there is"
+        times = candidate.step_seconds / chosen.step_seconds if chosen.step_seconds else 0
+        return f"{times:.1f} times as slow" if times >= 1.05 else "slower"
+    return "no faster, though it takes less"
 
 
 def _reason(chosen: Candidate, sizes: UnitSizes, budget_bytes: int, fits: bool, ram_bytes: int, rates: Rates) -> str:

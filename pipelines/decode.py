@@ -107,6 +107,16 @@ def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
         module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
 
 
+def first_tile(module: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+    """The latents of one tile; all of them where the VAE knows no tiles."""
+    _set_tiling(module, True)
+    facts = vars(module)
+    ratio = getattr(module, "spatial_compression_ratio", 8)
+    height = facts.get("tile_sample_min_height", 0) // ratio or facts.get("tile_latent_min_size") or latents.shape[-2]
+    width = facts.get("tile_sample_min_width", 0) // ratio or facts.get("tile_latent_min_size") or latents.shape[-1]
+    return latents[..., :height, :width]
+
+
 def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:
     """[B,3,H,W] or [B,3,F,H,W] in -1..1 -> [B,H,W,3], or [B,F,H,W,3] for a video, in 0..1."""
     images = (pixels / 2 + 0.5).clamp(0, 1)

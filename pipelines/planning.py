@@ -5,27 +5,29 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..memory.fit import sizes_of
 from ..memory.forecast import Forecast
-from ..memory.planner import Plan, make_plan
+from ..memory.planner import make_plan
 from ..memory.rates import ASSUMED, Rates
 from ..memory.rehearse import rehearse
 from ..memory.runplan import RunPlan, StagePlan
 from ..memory.unit import ManagedModel
 from . import forecast_cache
 from .conditioning import Conditioning, to_host
-from .decode import run_decoder
+from .decode import first_tile, run_decoder
 from .embedding_cache import cache_key
 
 if TYPE_CHECKING:
     from .staged import StagedPipeline
 
 log = logging.getLogger("ballast")
+
+_COPIES_OF_PIXELS = 3  # that tiled decoding holds at most: the tiles with their overlaps, the rows, the whole
 
 # As many words as people write. Some families keep as many tokens as there are words.
 TYPICAL_PROMPT = (
@@ -92,36 +94,52 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
     """The plan of a whole run. Nothing is loaded. Raises what the rehearsal raises."""
     forecasts = _forecast_run(pipe, asked)
     used = rates or ASSUMED
-
-    def placed(stage: str, units: Sequence[ManagedModel], strategy: str = "auto", steps: int = 1) -> tuple[Plan, ...]:
-        forecast, named = forecasts[stage], {unit.name: unit for unit in units}
-        return tuple(
-            make_plan(
-                name,
-                sizes_of(named[name]),
-                work,
-                used,
-                budget_bytes,
-                ram_bytes,
-                steps=steps,
-                strategy=strategy,
-                idle_bytes=forecast.idle_bytes,
-                in_ram=named[name].tier != "disk",
-                from_disk=False,
-            )
-            for name, work in forecast.units.items()
-        )
-
-    stages = [StagePlan("sample", placed("sample", pipe.denoisers, asked.strategy, asked.steps))]
+    place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
+    stages = [place("sample", forecasts["sample"], pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
     if "encode" in forecasts:
-        stages.insert(0, StagePlan("encode", placed("encode", pipe.encoders)))
-    whole, tiled = (placed(stage, [pipe.decoder], "resident") for stage in ("decode", "decode in tiles"))
-    if whole[0].fits:
-        stages.append(StagePlan("decode", whole))
+        stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
+    whole, tiled = (
+        place("decode", forecasts[stage], [pipe.decoder], strategy="resident")
+        for stage in ("decode", "decode in tiles")
+    )
+    if whole.units[0].fits:
+        stages.append(whole)
     else:
-        stages.append(StagePlan("decode", tiled, note="in tiles" if tiled[0].fits else "in tiles or on the CPU"))
+        stages.append(replace(tiled, note="in tiles" if tiled.units[0].fits else "in tiles or on the CPU"))
     device = str(pipe.manager.device)
     return RunPlan(pipe.folder.name, device, asked.size, asked.steps, budget_bytes, used, tuple(stages))
+
+
+def plan_stage(
+    name: str,
+    forecast: Forecast,
+    units: Sequence[ManagedModel],
+    *,
+    budget_bytes: int,
+    ram_bytes: int,
+    rates: Rates | None = None,
+    strategy: str = "auto",
+    steps: int = 1,
+) -> StagePlan:
+    """The plan of one stage, for what it is forecast to work in."""
+    named, used = {unit.name: unit for unit in units}, rates or ASSUMED
+    plans = tuple(
+        make_plan(
+            unit,
+            sizes_of(named[unit]),
+            work,
+            used,
+            budget_bytes,
+            ram_bytes,
+            steps=steps,
+            strategy=strategy,
+            idle_bytes=forecast.idle_bytes,
+            in_ram=named[unit].tier != "disk",
+            from_disk=False,
+        )
+        for unit, work in forecast.units.items()
+    )
+    return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=used)
 
 
 def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
@@ -150,11 +168,24 @@ def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         )
     forecasts["sample"], latents = _rehearse_sampling(pipe, cond, asked.arguments, True, None)
     arguments = pipe._decode_arguments(latents, {})
-    for stage, tiled in (("decode", False), ("decode in tiles", True)):
+
+    def decode(latents: torch.Tensor) -> tuple[Forecast, torch.Tensor]:
         module = pipe.decoder.skeleton()
-        run = functools.partial(run_decoder, module, latents, tiled=tiled, arguments=arguments)
-        forecasts[stage], _ = rehearse({pipe.decoder.name: module}, run, method="decode")
+        run = functools.partial(run_decoder, module, latents, tiled=False, arguments=arguments)
+        return rehearse({pipe.decoder.name: module}, run, method="decode")
+
+    forecasts["decode"], pixels = decode(latents)
+    one, _ = decode(first_tile(pipe.decoder.skeleton(), latents))
+    forecasts["decode in tiles"] = _beside(one, _COPIES_OF_PIXELS * pixels.nbytes)
     return forecasts
+
+
+def _beside(forecast: Forecast, more_bytes: int) -> Forecast:
+    """The same with more held while the units run."""
+    units = {
+        name: replace(unit, working_bytes=unit.working_bytes + more_bytes) for name, unit in forecast.units.items()
+    }
+    return replace(forecast, units=units)
 
 
 def _rehearse_sampling(

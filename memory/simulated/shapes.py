@@ -45,7 +45,7 @@ def moved(source: torch.Tensor) -> torch.Tensor:
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values where both sides have them. RuntimeError if the host would get other than floating ones."""
     if source.is_meta and not target.is_meta:
-        if not source.is_floating_point():
+        if not _is_measure(source):
             raise _no_value(torch.ops.aten.copy_)
     elif not target.is_meta:
         target.copy_(source)
@@ -55,7 +55,7 @@ def valued(raw: torch.Tensor) -> torch.Tensor:
     """The tensor, or zeros on the CPU for one of floats without values."""
     if not raw.is_meta:
         return raw
-    if not raw.is_floating_point():
+    if not _is_measure(raw):
         raise _no_value(torch.ops.aten._to_copy)
     return torch.zeros(1, dtype=raw.dtype).expand(raw.shape)
 
@@ -65,6 +65,11 @@ def known(raw: torch.Tensor, func: Any) -> torch.Tensor:
     if raw.is_meta:
         raise _no_value(func)
     return raw
+
+
+def _is_measure(raw: torch.Tensor) -> bool:
+    # Which number it is does not decide what the code does next.
+    return raw.is_floating_point() or raw.is_complex()
 
 
 def _unknown(value: Any) -> bool:
