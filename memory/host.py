@@ -82,6 +82,28 @@ def free_all() -> int:
     return max(0, int(mm.get_free_memory(on) - before))
 
 
+def pin_memory(tensor: torch.Tensor) -> bool | None:
+    """Have the host pin a tensor's memory in place, within its own cap and as its flags say.
+
+    None where there is no host, or one that does not pin for others.
+    """
+    mm = model_management()
+    if not mm or not (hasattr(mm, "pin_memory") and hasattr(mm, "unpin_memory")):
+        return None
+    # It makes room for a pin without asking whether there was enough.
+    make_room = getattr(mm, "ensure_pin_registerable", None)
+    if make_room and make_room(tensor.nbytes) is False:
+        return False
+    # Some versions pin nothing but parameters.
+    return mm.pin_memory(torch.nn.Parameter(tensor, requires_grad=False)) is True
+
+
+def unpin_memory(tensor: torch.Tensor) -> None:
+    """Undo `pin_memory`, before the memory goes."""
+    if mm := model_management():
+        mm.unpin_memory(torch.nn.Parameter(tensor, requires_grad=False))
+
+
 def throw_if_interrupted() -> None:
     """Raise the host's own exception if the user pressed stop."""
     if mm := model_management():

@@ -6,6 +6,7 @@ Tensors of the module become views into it: the weights are held once, and the m
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 import weakref
@@ -15,24 +16,40 @@ from typing import Any
 import psutil
 import torch
 
+from . import host
+
 ALIGNMENT_BYTES = 256
 _PINNED_SHARE = 0.5  # of the machine's RAM at most: pinned pages cannot be swapped, and others need theirs too
 
 _lock = threading.Lock()
-_pinned_bytes = 0
+_pinned_bytes = 0  # by us; what the host pins for us it counts itself
+_left_paged: set[torch.device] = set()
 
 
 class _Pages(mmap.mmap):
     """Anonymous memory of its own pages: torch's pinned allocator would round to the next power of two."""
 
-    cudart: Any = None
+    cudart: Any = None  # that the pages are registered with
+    stand_in: torch.Tensor | None = None  # what the host knows the pages by, if it has pinned them
     address = 0
 
     def pin(self, address: int) -> bool:
         """Lock the pages for direct transfer by CUDA (or ROCm). False where that is refused or would be too much."""
-        global _pinned_bytes
-        if self.cudart is not None:
+        if self.cudart is not None or self.stand_in is not None:
             return True
+        # A tensor that does not hold the pages, so that they can be let go of before they go.
+        stand_in = torch.frombuffer((ctypes.c_ubyte * len(self)).from_address(address), dtype=torch.uint8)
+        try:
+            by_host = host.pin_memory(stand_in)
+        except (RuntimeError, AttributeError):
+            return False
+        if by_host is None:
+            return self._register(address)
+        self.stand_in = stand_in if by_host else None
+        return by_host
+
+    def _register(self, address: int) -> bool:
+        global _pinned_bytes
         with _lock:
             if _pinned_bytes + len(self) > _PINNED_SHARE * psutil.virtual_memory().total:
                 return False
@@ -46,14 +63,22 @@ class _Pages(mmap.mmap):
             _pinned_bytes += len(self)
         return True
 
-    def __del__(self) -> None:
-        # Runs before the pages go back to the system, which must not happen while they are registered. No lock: the
-        # collector may run this while this very thread holds it.
+    def unpin(self) -> None:
+        """Let the pages go again. No copy from or to them may be under way."""
+        # No lock: the collector may run this while this very thread holds it.
         global _pinned_bytes
+        if self.stand_in is not None:
+            with contextlib.suppress(Exception):
+                host.unpin_memory(self.stand_in)
+            self.stand_in = None
         if self.cudart is not None:
             with contextlib.suppress(Exception):
                 self.cudart.cudaHostUnregister(self.address)
+            self.cudart = None
             _pinned_bytes -= len(self)
+
+    def __del__(self) -> None:
+        self.unpin()  # before the pages go back to the system, which must not happen while they are registered
 
 
 _pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
@@ -88,6 +113,27 @@ def view_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor
     return flat[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
+def place_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The same view, as a parameter if `like` is one: what a module holds instead of `like`."""
+    with torch.inference_mode(False), torch.no_grad():
+        view = view_of(flat, offset, like)
+        return torch.nn.Parameter(view, requires_grad=False) if isinstance(like, torch.nn.Parameter) else view
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """A flat buffer of so many bytes (at least 1) on pages of its own, all zero."""
+    pages = _Pages(-1, nbytes)
+    with torch.inference_mode(False):
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    _pages[buffer.data_ptr()] = pages
+    return buffer
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a buffer made by `allocate` or `pack`, to read files into."""
+    return memoryview(_pages[flat.data_ptr()])
+
+
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A flat buffer of the tensors' values, and the tensors as views into it; the same ones if they lie so already.
 
@@ -97,15 +143,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
     with torch.inference_mode(False), torch.no_grad():
         if flat := _packed(tensors, offsets, total):
             return flat[0], list(tensors)
-        pages = _Pages(-1, total)
-        buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        _pages[buffer.data_ptr()] = pages
+        buffer = allocate(total)
         views = []
         for tensor, offset in zip(tensors, offsets, strict=True):
-            view = view_of(buffer, offset, tensor)
+            view = place_of(buffer, offset, tensor)
             view.copy_(tensor)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            views.append(torch.nn.Parameter(view, requires_grad=False) if is_parameter else view)
+            views.append(view)
         return buffer, views
 
 
@@ -120,10 +163,26 @@ def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> 
     return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,), (1,))]
 
 
+def wants_pinned(device: torch.device) -> bool:
+    """Whether copies to a device are asynchronous, and fast, only from pinned memory."""
+    return device.type == "cuda" and device not in _left_paged
+
+
+def leave_paged(device: torch.device) -> None:
+    """Pin nothing for a device from now on: it was found to gain nothing."""
+    _left_paged.add(device)
+
+
+def unpin(flat: torch.Tensor) -> None:
+    """Undo `pin`. No copy from or to the buffer may be under way."""
+    if pages := _pages.get(flat.data_ptr()):
+        pages.unpin()
+
+
 def pin(flat: torch.Tensor, device: torch.device) -> bool:
-    """Pin a buffer made by `pack` for copies to a device. False where it stays paged, which is slower but works."""
+    """Pin a buffer made here for copies to a device. False where it stays paged, which is slower but works."""
     pages = _pages.get(flat.data_ptr())
-    if device.type != "cuda" or pages is None:
+    if not wants_pinned(device) or pages is None:
         return False
     if pages.pin(flat.data_ptr()):
         return True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .hostbuffer import can_pack, layout, pack, pin, view_of
+from .hostbuffer import can_pack, layout, pack, pin, place_of, unpin
 from .residency import block_lists
 from .unit import Slot, slots
 
@@ -62,6 +62,11 @@ class Queues:
             target.copy_(source, non_blocking=True)
         done.record(self.copying)
 
+    def mark_copy(self, event: Any) -> None:
+        """Let the event happen when the copies queued so far are done."""
+        if event:
+            event.record(self.copying)
+
     def finish(self) -> None:
         """Let the host wait for the copies under way."""
         if self.copying:
@@ -77,6 +82,8 @@ class Block:
     packed_bytes: int
     held_bytes: int  # without the gaps of the flat buffer
     host: torch.Tensor | None = None  # the flat buffer, once it was needed
+    pinned: bool = False  # it is, so that copies from it are asynchronous
+    parts: Sequence[Any] | None = None  # what a `Stager` makes it up of, if it comes through one
     resident: bool = False
     calls: int = 0  # under way
     place: RingSlot | None = None  # where it runs now
@@ -91,8 +98,8 @@ class Block:
         for slot in self.slots:
             slot.restore()
 
-    def pack(self, device: torch.device) -> torch.Tensor:
-        """The host weights in one buffer, which then is their only place in RAM; pinned where that is possible."""
+    def pack(self, device: torch.device) -> None:
+        """Put the host weights in one buffer, which then is their only place in RAM; pinned where that is possible."""
         if self.host is None:
             tensors = self.tensors()
             host, views = pack(tensors)
@@ -101,9 +108,18 @@ class Block:
                 if slot.holder[slot.key] is slot.tensor:
                     slot.holder[slot.key] = replaced[id(slot.tensor)]
                 slot.tensor = replaced[id(slot.tensor)]
-            pin(host, device)
             self.host = host
-        return self.host
+            self.pin(device)
+
+    def pin(self, device: torch.device) -> None:
+        """Pin the buffer where that is possible."""
+        self.pinned = self.host is not None and pin(self.host, device)
+
+    def unpin(self) -> None:
+        """Let the system have the buffer's pages again. No copy from it may be under way."""
+        if self.host is not None:
+            unpin(self.host)
+        self.pinned = False
 
 
 @dataclass(eq=False)
@@ -115,16 +131,25 @@ class RingSlot:
     copied: Any  # event: the weights of `block` are there
     block: Block | None = None
     running: bool = False
+    pending: Any = None  # what the slot waits for, where the copy could not be queued yet
     _views: dict[Block, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
 
-    def load(self, block: Block, queues: Queues) -> None:
-        """Queue the copy of a block's weights."""
-        assert block.host is not None
+    def prepare(self, block: Block) -> None:
+        """Make the views that the block's parameters and buffers are in this slot."""
         if block not in self._views:
             self._views[block] = _views(block, self.memory)
+
+    def load(self, block: Block, queues: Queues) -> None:
+        """Queue the copy of a block's weights from its buffer."""
+        assert block.host is not None
+        self.prepare(block)
         self.block = None  # until the copy is queued, in case it is interrupted
-        queues.copy(self._views[block][0], block.host, self.used, self.copied)
+        self.receive(block, block.host, queues)
         self.block = block
+
+    def receive(self, block: Block, flat: torch.Tensor, queues: Queues) -> None:
+        """Queue the copy of a block's weights from a flat buffer in RAM."""
+        queues.copy(self._views[block][0], flat, self.used, self.copied)
 
     def enter(self, block: Block) -> None:
         """Let the block's parameters and buffers be views into the slot, until its `restore`."""
@@ -138,12 +163,9 @@ def _views(block: Block, memory: torch.Tensor) -> tuple[torch.Tensor, list[View]
     """The part of a slot that the block's copy fills, and what its parameters and buffers are meanwhile."""
     tensors = block.tensors()
     offsets, total = layout(tensors)
-    made: dict[int, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            view = view_of(memory, offset, tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(view, requires_grad=False) if is_parameter else view
+        places = zip(tensors, offsets, strict=True)
+        made = {id(tensor): place_of(memory, offset, tensor) for tensor, offset in places}
         return memory[:total], [(slot.holder, slot.key, made[id(slot.tensor)]) for slot in block.slots]
 
 

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import is_out_of_memory
+from .loading import find_stored
+from .order import Order
 from .placement import Placement
 from .residency import streamed_blocks
 from .ring import Block, Queues, RingSlot, split_blocks
 from .sizes import format_bytes
+from .supply import Supply
+from .unit import Slot
+from .weights import Stored
 
 RING_SLOTS = 2  # more gain nothing when residency is spread
 
@@ -30,15 +36,30 @@ class Streamed(Placement):
     resident blocks. 0 asks for the least. Raises ValueError if it is less than `least_bytes`. Blocks whose weights are
     not plain tensors are resident, and so are weights that several blocks share. One call of the module at a time,
     from whichever thread; `grow` and `shrink` may be called from others meanwhile.
+
+    With `source`, which tells where the weights lie in files, by name, a module on `meta` runs straight from the disk
+    and RAM holds no more than `host_bytes`; ValueError if it does not name them all. The same windows serve blocks
+    whose RAM could not be pinned, where the device wants it pinned.
     """
 
     name = "streamed"
 
-    def __init__(self, module: nn.Module, device: torch.device, resident_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        resident_bytes: int = 0,
+        source: Mapping[str, Stored] | None = None,
+    ) -> None:
         super().__init__(module, device)
         self._blocks, self._rest = split_blocks(module, self.host_slots)
         self._lock = threading.RLock()
         self._queues = Queues(device)
+        on_disk = source is not None and any(slot.tensor.is_meta for slot in self.host_slots)
+        found = find_stored(module, source or {}) if on_disk else {}
+        if found is None:
+            raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
+        self._supply = Supply(self._blocks, self._queues, found)
         self._ring: list[RingSlot] = []
         self._fixed_bytes = sum({id(slot.tensor): slot.tensor.nbytes for slot in self._rest}.values())
         least = self._least_bytes()
@@ -50,10 +71,7 @@ class Streamed(Placement):
         self._streaming = self._choose(max(resident_bytes, least))
         self._budget_bytes = max(resident_bytes, least)
         self._placed = self._unsettled = False
-        # Which block was called after which: execution order, learnt as it is seen.
-        self._after = {block: self._blocks[(i + 1) % len(self._blocks)] for i, block in enumerate(self._blocks)}
-        self._upcoming: dict[Block, list[Block]] = {}
-        self._last: Block | None = None
+        self._order = Order(self._blocks, lambda block: not block.resident)
 
     @staticmethod
     def least_bytes(module: nn.Module) -> int:
@@ -65,6 +83,11 @@ class Streamed(Placement):
         """Bytes that a call of the whole module copies to the device."""
         streamed = [block.packed_bytes for block in self._streaming]
         return sum(streamed) if len(streamed) > RING_SLOTS else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM taken beside the module's own tensors."""
+        return self._supply.host_bytes
 
     def grow(self, bytes: int) -> int:
         """Take up to so many bytes more for resident blocks. Returns the bytes really taken.
@@ -83,26 +106,28 @@ class Streamed(Placement):
     # Putting in place and taking away
 
     def _place(self) -> None:
+        self._supply.open()
         self._move(self._rest)
         for block in self._blocks:
             if block not in self._streaming:
                 self._make_resident(block)
-        for block in self._streaming:
-            block.pack(self.device)
+        self._supply.prepare([block for block in self._blocks if block in self._streaming])
         self._make_ring()
         for block in self._blocks:
             self._hook(block)
         if self._ring:
-            self._prefetch(self._next_after(self._blocks[-1]))
+            self._fetch_after(self._blocks[-1])
         self._placed = True
 
     def _remove(self) -> None:
         with self._lock:
+            self._supply.close()
             # The copies read host memory that may be dropped next, and write to what is freed here.
             self._queues.finish()
             self._ring.clear()
-            self._upcoming.clear()
-            self._last, self._placed, self._unsettled = None, False, False
+            self._order.lost()
+            self._order.forget()
+            self._placed = self._unsettled = False
             for block in self._blocks:
                 block.resident, block.place, block.calls = False, None, 0
                 if block.undo:
@@ -132,10 +157,7 @@ class Streamed(Placement):
     def _enter(self, block: Block) -> None:
         with self._lock:
             block.calls += 1
-            last, self._last = self._last, block
-            if last and last is not block and self._after[last] is not block:
-                self._after[last] = block
-                self._upcoming.clear()
+            self._order.called(block)
             if block.resident or block.calls > 1:
                 return
             slot = next((slot for slot in self._ring if slot.block is block), None)
@@ -145,7 +167,9 @@ class Streamed(Placement):
                 self._load(block, slot)
             slot.enter(block)
             self._prefetch(upcoming)
-            self._queues.wait(slot.copied)
+        if slot.pending:
+            self._supply.wait(slot)  # without the lock: others may grow and shrink meanwhile
+        self._queues.wait(slot.copied)
 
     def _leave(self, block: Block, failed: bool) -> None:
         with self._lock:
@@ -159,23 +183,19 @@ class Streamed(Placement):
             if self._unsettled and not block.calls:
                 self._settle()
             if failed:
-                self._last = None
+                self._order.lost()
             elif self._ring:
-                self._prefetch(self._next_after(block))
+                self._fetch_after(block)
 
     def _next_after(self, block: Block) -> list[Block]:
-        """The streamed blocks that will be called next, as many as there are slots."""
-        if block not in self._upcoming:
-            found: list[Block] = []
-            following = block
-            for _ in self._blocks:
-                following = self._after[following]
-                if not following.resident and following not in found:
-                    found.append(following)
-                    if len(found) == RING_SLOTS:
-                        break
-            self._upcoming[block] = found
-        return self._upcoming[block]
+        """The streamed blocks that will be called next, as many as there are slots and windows."""
+        return self._order.after(block, RING_SLOTS + self._supply.reach)
+
+    def _fetch_after(self, block: Block) -> None:
+        upcoming = self._next_after(block)
+        self._prefetch(upcoming[:RING_SLOTS])
+        if self._supply.reach:
+            self._supply.ahead(upcoming, self._ring)
 
     def _prefetch(self, wanted: list[Block]) -> None:
         """Queue the copies of the wanted blocks that are not in the ring yet, as far as slots are free."""
@@ -195,8 +215,19 @@ class Streamed(Placement):
         return next((slot for slot in free if slot.block not in upcoming), free[0])
 
     def _load(self, block: Block, slot: RingSlot) -> None:
-        slot.load(block, self._queues)
+        self._supply.load(block, slot)
         self._bytes_in += block.packed_bytes
+
+    def _move(self, moving: list[Slot]) -> None:
+        """As any placement does; what is not in RAM comes through the windows."""
+        fresh = self._supply.bring([slot.tensor for slot in moving], self.device)
+        came = sum(tensor.nbytes for tensor in fresh.values())
+        self.resident_bytes += came
+        self._bytes_in += came
+        for slot in moving:
+            if id(slot.tensor) in fresh:
+                slot.set(fresh[id(slot.tensor)])
+        super()._move([slot for slot in moving if id(slot.tensor) not in fresh])
 
     # What streams and what stays
 
@@ -241,7 +272,7 @@ class Streamed(Placement):
             idle = [block for block in self._blocks if not block.calls]
             for block in idle:
                 if block.resident and block in self._streaming:
-                    block.pack(self.device)
+                    self._supply.prepare([block])
                     self._make_streamed(block)
             if self._streaming and not self._ring and any(not block.resident for block in self._blocks):
                 self._make_ring()
@@ -254,7 +285,7 @@ class Streamed(Placement):
                         if not is_out_of_memory(error):
                             raise
                         self._streaming.add(block)  # there is less memory than was said
-            self._upcoming.clear()
+            self._order.forget()
             self._unsettled = any(block.resident is (block in self._streaming) for block in self._blocks)
 
     def _make_resident(self, block: Block) -> None:

@@ -11,7 +11,9 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,28 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_WHOLE_NUMBERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _MAX_HEADER_BYTES = 100 * 2**20
 _WHOLE_BYTES = 4 * 2**20  # files up to this size are hashed whole
 _SAMPLE_BYTES, _SAMPLES = 64 * 1024, 16
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in a file: contiguous, from `offset` bytes after the start of the file."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
@@ -89,6 +109,24 @@ def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     if 8 + length + end != size:
         raise ValueError(f"{path} is cut short: {size} bytes of {8 + length + end}. Download it again.")
     return header
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """Where every tensor of the files lies, by name; without those of types that torch does not know.
+
+    Raises ValueError if a file is damaged or cut short.
+    """
+    found = {}
+    for path in files:
+        header = read_header(path)
+        start = path.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for name, entry in header.items():
+            dtype = (_DTYPES | _WHOLE_NUMBERS).get(entry["dtype"])
+            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+            # What contradicts itself is left out: safetensors' own reader then has the word.
+            if dtype and begin >= 0 and end - begin == prod(shape) * dtype.itemsize:
+                found[name] = Stored(path, start + begin, dtype, shape)
+    return found
 
 
 def stored_dtype(files: Iterable[Path]) -> torch.dtype:

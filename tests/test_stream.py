@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -525,6 +526,7 @@ def test_pages_are_pinned_where_the_device_takes_them_and_let_go_before_they_go(
             return 0
 
     cudart = Cudart()
+    monkeypatch.delitem(sys.modules, "comfy.model_management", raising=False)  # it would pin them itself
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     before = hostbuffer._pinned_bytes
     flat, views = hostbuffer.pack([torch.ones(1000), torch.zeros(3, dtype=torch.int8)])
