@@ -59,9 +59,9 @@ def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
 
 
 def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
-    """The placement of that name; nothing is moved yet."""
-    if kind == "streamed":
-        return Streamed(unit.module, device, weights_bytes)
+    """The placement of that name; nothing is moved yet. What is not in RAM streams from disk."""
+    if kind == "streamed" or (kind == "resident" and not unit.in_ram):
+        return Streamed(unit.module, device, weights_bytes, unit.source())
     kinds: dict[str, type[Placement]] = {"resident": Resident, "leafwise": Leafwise, "cpu": Cpu}
     return kinds[kind](unit.module, device)
 

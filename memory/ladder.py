@@ -42,9 +42,9 @@ def next_terms(terms: Terms, placement: str | None, streams: bool, batch: int) -
     return None
 
 
-def describe(terms: Terms) -> str:
-    """What the terms mean, for a message."""
-    if terms.strategy == "leafwise":
+def describe(terms: Terms, placement: str | None = None) -> str:
+    """What the terms mean, for a message; `placement` is how the unit sat under them, where that is known."""
+    if "leafwise" in (terms.strategy, placement):
         how = "layer by layer"
     elif terms.strategy != "streamed":
         how = "with everything else gone"

@@ -49,6 +49,11 @@ class Placement:
             self.remove()
             raise
 
+    @property
+    def host_bytes(self) -> int:
+        """RAM taken beside the module's own tensors."""
+        return 0
+
     def take_bytes_in(self) -> int:
         """Bytes of weights copied to the device since this was last asked."""
         taken, self._bytes_in = self._bytes_in, 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from .forecast import UnitForecast
 from .placement import PlacementName
 from .rates import Rates
-from .residency import RING_SLOTS, BlockSize, blocks_to_stream, ring_bytes
+from .residency import RING_SLOTS, WINDOWS, BlockSize, blocks_to_stream, least_streamed_bytes, ring_bytes
 from .sizes import format_bytes
 
 _STEPS_TO_STEADY = 4
@@ -37,7 +37,7 @@ class UnitSizes:
     @property
     def least_streamed_bytes(self) -> int:
         """The least on the device that the unit can be streamed in; all of it if it has no blocks."""
-        return min(self.total_bytes, self.fixed_bytes + ring_bytes(self.blocks))
+        return least_streamed_bytes(self.fixed_bytes, self.blocks)
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,11 @@ def _candidate(
         seconds = step_seconds(compute, transfer, streamed, outside)
     brought = (weights_bytes if placement != "leafwise" else 0) / bandwidth
     read = 0.0 if in_ram or from_disk else sizes.total_bytes / rates.disk_bytes_per_second
-    windows = RING_SLOTS * max((block.packed_bytes for block in sizes.blocks), default=0)
     return Candidate(
         placement=placement,
         weights_bytes=weights_bytes,
         peak_vram_bytes=max(idle_bytes, work.live_bytes + working + weights_bytes),
-        ram_bytes=windows if from_disk else sizes.total_bytes,
+        ram_bytes=ring_bytes(sizes.blocks, slots=WINDOWS) if from_disk else sizes.total_bytes,
         streamed=streamed,
         blocks=len(sizes.blocks),
         step_seconds=seconds * calls_per_step,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 RING_SLOTS = 2  # more gain nothing when residency is spread
+WINDOWS = 3  # one more than blocks can be asked for at a time: another can then always be read
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
+
+
+class HasSizes(Protocol):
+    """A block, or what is known of one."""
+
+    @property
+    def packed_bytes(self) -> int: ...
+
+    @property
+    def held_bytes(self) -> int: ...
 
 
 class BlockSize(NamedTuple):
@@ -18,12 +29,17 @@ class BlockSize(NamedTuple):
     held_bytes: int
 
 
-def ring_bytes(blocks: Sequence[BlockSize]) -> int:
+def ring_bytes(blocks: Iterable[HasSizes], slots: int = RING_SLOTS) -> int:
     """What the ring takes on the device: its slots are as large as the largest block."""
-    return RING_SLOTS * max((block.packed_bytes for block in blocks), default=0)
+    return slots * max((block.packed_bytes for block in blocks), default=0)
 
 
-def blocks_to_stream(fixed_bytes: int, blocks: Sequence[BlockSize], budget_bytes: int) -> list[int]:
+def least_streamed_bytes(fixed_bytes: int, blocks: Sequence[HasSizes]) -> int:
+    """The least on the device that weights can be streamed in: all of them if there are no blocks."""
+    return fixed_bytes + min(ring_bytes(blocks), sum(block.held_bytes for block in blocks))
+
+
+def blocks_to_stream(fixed_bytes: int, blocks: Sequence[HasSizes], budget_bytes: int) -> list[int]:
     """The blocks that must stream so that all weights on the device keep a budget, as indices in order.
 
     On the device are `fixed_bytes` outside the blocks, those blocks that stay, and the ring if any streams.

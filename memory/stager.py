@@ -20,10 +20,9 @@ import torch
 from . import hostbuffer
 from .probe import observe_disk
 from .reader import BATCH_BYTES, READERS, Piece, batches, piece_of, read_batch
+from .residency import WINDOWS
 from .ring import Block, Queues, RingSlot
 from .weights import Stored
-
-WINDOWS = 3  # one more than blocks can be asked for at a time: another can then always be read
 
 Part = Piece | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
 

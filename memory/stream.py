@@ -19,14 +19,12 @@ from .errors import is_out_of_memory
 from .loading import find_stored
 from .order import Order
 from .placement import Placement
-from .residency import streamed_blocks
+from .residency import RING_SLOTS, blocks_to_stream, least_streamed_bytes, ring_bytes, streamed_blocks
 from .ring import Block, Queues, RingSlot, split_blocks
 from .sizes import format_bytes
 from .supply import Supply
 from .unit import Slot
 from .weights import Stored
-
-RING_SLOTS = 2  # more gain nothing when residency is spread
 
 
 class Streamed(Placement):
@@ -233,29 +231,23 @@ class Streamed(Placement):
 
     def _choose(self, budget_bytes: int) -> set[Block]:
         """The blocks that must stream to keep a budget."""
-        if not self._ring and self._fixed_bytes + sum(block.held_bytes for block in self._blocks) <= budget_bytes:
-            return set()
-        slot_bytes = self._slot_bytes()
-        movable = [block for block in self._blocks if block.packed_bytes <= slot_bytes]
-        kept = sum(block.held_bytes for block in self._blocks if block.packed_bytes > slot_bytes)
-        room = budget_bytes - self._fixed_bytes - kept - RING_SLOTS * slot_bytes
-        return {movable[i] for i in streamed_blocks([block.packed_bytes for block in movable], room)}
-
-    def _slot_bytes(self) -> int:
-        if self._ring:
-            return self._ring[0].memory.nbytes
-        return max((block.packed_bytes for block in self._blocks), default=0)
+        if self._ring:  # which stays once it is there
+            room = budget_bytes - self._fixed_bytes - ring_bytes(self._blocks)
+            chosen = streamed_blocks([block.packed_bytes for block in self._blocks], room)
+        else:
+            chosen = blocks_to_stream(self._fixed_bytes, self._blocks, budget_bytes)
+        return {self._blocks[i] for i in chosen}
 
     def _least_bytes(self) -> int:
-        whole = self._fixed_bytes + sum(block.held_bytes for block in self._blocks)
-        return min(whole, self._fixed_bytes + RING_SLOTS * self._slot_bytes())
+        return least_streamed_bytes(self._fixed_bytes, self._blocks)
 
     def _rearrange(self, more_bytes: int) -> int:
         with self._lock, torch.inference_mode():
             before, planned = self.resident_bytes, self._planned_bytes()
             streaming = self._choose(planned + more_bytes)
-            # Spread anew, blocks of several sizes may come out below what there was.
-            if self._placed and (more_bytes < 0 or self._planned_bytes(streaming) > planned):
+            change = self._planned_bytes(streaming) - planned
+            # Spread anew, blocks of several sizes may come out below what there was; of few, the ring may take more.
+            if self._placed and (change <= 0 if more_bytes < 0 else change > 0):
                 self._streaming, self._budget_bytes = streaming, planned + more_bytes
                 self._settle()
             return self.resident_bytes - before
@@ -264,7 +256,7 @@ class Streamed(Placement):
         """What the weights take once everything is where it shall be."""
         streaming = self._streaming if streaming is None else streaming
         kept = sum(block.held_bytes for block in self._blocks if block not in streaming)
-        return self._fixed_bytes + kept + (RING_SLOTS * self._slot_bytes() if streaming or self._ring else 0)
+        return self._fixed_bytes + kept + (ring_bytes(self._blocks) if streaming or self._ring else 0)
 
     def _settle(self) -> None:
         """Move what is not running to where it shall be: first what frees memory, then what takes it."""
@@ -307,7 +299,7 @@ class Streamed(Placement):
         """Allocate the slots, once, for the largest block that may ever stream."""
         if not self._streaming or self._ring:
             return
-        size = self._slot_bytes()
+        size = ring_bytes(self._blocks, slots=1)
         # Ordinary tensors, which may be written to in and outside inference mode.
         with torch.inference_mode(False):
             for _ in range(RING_SLOTS):

@@ -9,8 +9,9 @@ import torch
 from . import hostbuffer
 from .errors import release_frames
 from .reader import BATCH_BYTES
+from .residency import WINDOWS
 from .ring import Block, Queues, RingSlot
-from .stager import WINDOWS, Stager, parts_of
+from .stager import Stager, parts_of
 from .weights import Stored
 
 

@@ -166,8 +166,13 @@ class ManagedModel:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of weights in RAM now."""
-        return self.size_bytes if self._on_host else 0
+        """RAM taken by weights now."""
+        return (self.size_bytes if self._on_host else 0) + (self.placement.host_bytes if self.placement else 0)
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether RAM holds all the weights."""
+        return self._on_host
 
     @property
     def reloadable(self) -> bool:

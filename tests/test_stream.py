@@ -401,11 +401,12 @@ def test_without_streams_copies_block_and_the_result_is_the_same(
 @given(
     st.lists(st.integers(8, 48), min_size=3, max_size=10),
     st.floats(0, 1),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(-40_000, 40_000)), max_size=8),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(-40_000, 40_000), st.booleans()), max_size=8),
 )
 def test_grow_and_shrink_in_mid_forward(
-    sim: ModuleType, widths: list[int], share: float, moves: list[tuple[int, int]]
+    sim: ModuleType, widths: list[int], share: float, moves: list[tuple[int, int, bool]]
 ) -> None:
+    """Of blocks of any size, at any block, with errors thrown in: within the budget, the same result, nothing left."""
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     module = Blocks(0)
     module.blocks = nn.ModuleList(Block() for _ in widths).requires_grad_(False)
@@ -415,11 +416,11 @@ def test_grow_and_shrink_in_mid_forward(
     expected = truth(module)
     placement = placed(module, share)
     try:
-        for at, change in moves:
+        for at, change, fails in moves:
             block = module.blocks[at % len(widths)]
             moved: list[int] = []
 
-            def move(change: int = change, moved: list[int] = moved) -> None:
+            def move(change: int = change, moved: list[int] = moved, fails: bool = fails) -> None:
                 before = placement.resident_bytes
                 method = placement.grow if change > 0 else placement.shrink
                 thread = threading.Thread(target=lambda: moved.append(method(abs(change))))
@@ -427,14 +428,21 @@ def test_grow_and_shrink_in_mid_forward(
                 thread.join()
                 moved.append(abs(placement.resident_bytes - before))
                 moved.append(placement._unsettled)
+                if fails:
+                    raise KeyError("in mid-forward")
 
             block.middle = move
-            check(module, expected)
+            if fails:
+                with pytest.raises(KeyError):
+                    run(module, noise())
+            else:
+                check(module, expected)
             block.middle = None
             said, was, unsettled = moved
             assert said == was or unsettled
             assert change < 0 or said <= change
             assert sim.stats().allocated_bytes == placement.resident_bytes == placement._planned_bytes()
+            assert placement.resident_bytes <= max(placement._budget_bytes, placement._least_bytes())
             check(module, expected)
         assert sim.stats().hazards == 0
     finally:
@@ -564,7 +572,7 @@ def timed(
     module = Blocks(16, WIDE)
     with pytest.MonkeyPatch.context() as patch:
         if choose:
-            patch.setattr("ballast.memory.stream.streamed_blocks", choose)
+            patch.setattr("ballast.memory.stream.blocks_to_stream", choose)
         placement = Streamed(module, torch.device(SIM), Streamed.least_bytes(module) + resident * WEIGHT)
     placement.place()
     x = noise(TOKENS, WIDE)
@@ -592,7 +600,7 @@ def test_steady_steps_take_what_the_bound_says(ratio: float, resident: int, sim:
 
 
 def test_bunched_residency_would_be_slower(sim: ModuleType) -> None:
-    step, bound = timed(sim, 1.5, 5, lambda sizes, room: list(range(5, 16)))
+    step, bound = timed(sim, 1.5, 5, lambda fixed, blocks, room: list(range(5, 16)))
     assert step >= 1.2 * bound
 
 
