@@ -120,7 +120,7 @@ def make_plan(
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
     made = []
     for placement in least_weights(sizes):
-        for room in _rooms(placement, sizes, work, budget_bytes):
+        for room in _rooms(placement, sizes, work, budget_bytes, strategy):
             weights, streamed = _weights(placement, sizes, room)
             made.append(
                 _candidate(
@@ -129,9 +129,15 @@ def make_plan(
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
     allowed = [c for c in made if c.placement in bound_to] or made
-    fitting = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
+    # Where nothing streams from disk, weights that exceed the RAM budget are held all the same.
+    ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
+    fitting = [c for c in allowed if c.peak_vram_bytes <= budget_bytes and c.ram_bytes <= ram_bytes_allowed]
     chosen = _best(fitting) if fitting else min(allowed, key=lambda c: c.peak_vram_bytes)
-    rejected = tuple(replace(c, why_not=_why_not(c, chosen, budget_bytes, bound_to)) for c in made if c is not chosen)
+    rejected = tuple(
+        replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to))
+        for c in made
+        if c is not chosen
+    )
     facts = {name: getattr(chosen, name) for name in Candidate.__dataclass_fields__}
     reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates)
     return Plan(**facts, unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting))
@@ -165,10 +171,15 @@ def step_seconds(compute: Sequence[float], transfer: Sequence[float], streamed: 
     return done - last
 
 
-def _rooms(placement: PlacementName, sizes: UnitSizes, work: UnitForecast, budget_bytes: int) -> list[int]:
+def _rooms(
+    placement: PlacementName, sizes: UnitSizes, work: UnitForecast, budget_bytes: int, strategy: str
+) -> list[int]:
     """The bytes of weights to consider: all that the budget leaves, and the least."""
     least = least_weights(sizes)[placement]
     most = budget_bytes - work.peak_bytes
+    if strategy == "streamed":  # takes what there is, all of it too
+        most = min(most, sizes.total_bytes)
+        return [most, least] if least < most else [least]
     return [most, least] if placement == "streamed" and least < most < sizes.total_bytes else [least]
 
 
@@ -226,11 +237,13 @@ def _candidate(
     )
 
 
-def _why_not(candidate: Candidate, chosen: Candidate, budget_bytes: int, bound_to: list[str]) -> str:
+def _why_not(candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_bytes: int, bound_to: list[str]) -> str:
     if candidate.placement not in bound_to:
         return "not what was asked for"
     if candidate.peak_vram_bytes > budget_bytes:
         return f"{format_bytes(candidate.peak_vram_bytes)} do not fit {format_bytes(budget_bytes)}"
+    if candidate.ram_bytes > ram_bytes:
+        return f"{format_bytes(candidate.ram_bytes)} do not fit {format_bytes(ram_bytes)} of RAM"
     if candidate.step_seconds > chosen.step_seconds:
         times = candidate.step_seconds / chosen.step_seconds if chosen.step_seconds else 0
         return f"{times:.1f} times as slow" if times >= 1.05 else "slower"

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import pytest
 import torch
-from ballast.memory import ManagedModel, hostbuffer, reader, ring, stager
+from ballast.memory import ManagedModel, hostbuffer, manager, reader, ring, stager
 from ballast.memory.errors import release_frames
 from ballast.memory.placement import Resident
 from ballast.memory.stream import RING_SLOTS, Streamed
@@ -556,3 +557,37 @@ def test_what_could_not_be_pinned_comes_through_windows(
     placement.remove()
     assert sim.stats().allocated_bytes == 0
     assert sim.stats().hazards == 0
+
+
+# Through the manager
+
+
+@pytest.mark.parametrize("strategy", ["auto", "streamed", "resident"])
+def test_pipeline_whose_transformer_exceeds_the_ram_budget_runs_from_disk(
+    strategy: str, tiny_folders: Callable[[str], Path], sim: ModuleType
+) -> None:
+    folder = tiny_folders("flux")
+    size = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
+    pipe = ballast.open_pipeline(folder, device="sim")
+    cond = pipe.encode("a red boat")
+    expected = pipe.sample(cond, **size)
+    (dit,) = pipe.denoisers
+    vram = pipe.plan(**size, cond=cond, vram=1, strategy="streamed").sampling.peak_vram_bytes
+    scant = ballast.open_pipeline(
+        folder, device="sim", ram=dit.size_bytes - 1, vram=vram if strategy == "auto" else None
+    )
+    plan = scant.plan(**size, cond=cond, strategy=strategy).sampling
+    assert plan.from_disk and "from disk" in plan.reason
+    (poor,) = scant.denoisers
+    seen: list[tuple[int, int]] = []
+    mgr = manager("sim")
+    for _ in range(2):
+        read = mgr.disk_bytes_read
+        latents = scant.sample(cond, **size, strategy=strategy, on_step=lambda *_: seen.append((poor.host_bytes, 1)))
+        torch.testing.assert_close(latents, expected, atol=0, rtol=0)
+        assert mgr.disk_bytes_read > read
+        assert (poor.tier, poor.host_bytes, sim.stats().allocated_bytes) == ("disk", 0, 0)
+        record = mgr.timeline.stages[-1]
+        assert record.peak_bytes == plan.peak_vram_bytes
+    assert {held for held, _ in seen} == {plan.ram_bytes}, "the windows, nothing else"
+    torch.testing.assert_close(scant.sample(cond, **size, strategy="leafwise"), expected, atol=0, rtol=0)
