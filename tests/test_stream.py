@@ -599,6 +599,66 @@ def test_steady_steps_take_what_the_bound_says(ratio: float, resident: int, sim:
     assert bound * 0.999 <= step <= bound * 1.02
 
 
+class Mix(nn.Module):
+    """Lists of blocks of several sizes, run one list after the other; the first on an eighth of the tokens."""
+
+    def __init__(self, lists: list[tuple[int, int]]) -> None:
+        super().__init__()
+        for number, (count, width) in enumerate(lists):
+            self.add_module(f"list{number}", nn.ModuleList(Square(width) for _ in range(count)))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lists = list(self.children())
+        for number, blocks in enumerate(lists):
+            for block in blocks:  # type: ignore[attr-defined]
+                width = block.up.in_features
+                block(x[: TOKENS // 8 if len(lists) > 2 and not number else TOKENS, :width])
+        return x
+
+
+class Square(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1, 1.5, 3])
+@pytest.mark.parametrize("share", [0, 0.2, 0.35, 0.5, 0.75])
+@pytest.mark.parametrize(
+    "lists", [[(19, 155), (38, 100)], [(49, 20), (16, 131), (32, 100)]], ids=["flux-like", "hidream-like"]
+)
+def test_mixed_lists_take_what_the_bound_says(
+    lists: list[tuple[int, int]], share: float, ratio: float, sim: ModuleType
+) -> None:
+    """Blocks in the proportions of the real models; HiDream's caption projections have bytes and little to compute."""
+    flops = 1e10
+    rate = 8 / (ratio * 4 * TOKENS / flops)  # bytes a second: of a block, the copy takes `ratio` of the computing
+    sim.enable(total="1GB", tflops=flops / 1e12, h2d_gbps=rate / GB)
+    module = Mix(lists)
+    least = Streamed.least_bytes(module)
+    placement = Streamed(module, torch.device(SIM), least + int(share * (nbytes(module) - least)))
+    placement.place()
+    x = noise(TOKENS, 160)
+    for _ in range(3):
+        run(module, x)
+    sim.reset_stats()
+    run(module, x)
+    start, steps = sim.stats().clock_seconds, 10
+    sim.reset_stats()
+    for _ in range(steps + 1):
+        run(module, x)
+    stats = sim.stats()
+    assert (stats.hazards, stats.d2h_bytes) == (0, 0)
+    assert stats.h2d_bytes == (steps + 1) * placement.streamed_bytes
+    bound = max(stats.compute_seconds / (steps + 1), placement.streamed_bytes / rate)
+    assert (stats.clock_seconds - start) / steps <= 1.05 * bound
+    placement.remove()
+
+
 def test_bunched_residency_would_be_slower(sim: ModuleType) -> None:
     step, bound = timed(sim, 1.5, 5, lambda fixed, blocks, room: list(range(5, 16)))
     assert step >= 1.2 * bound
