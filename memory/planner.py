@@ -45,7 +45,8 @@ class Candidate:
     """One way to run a unit. `streamed` are the indices of the blocks that pass through the ring.
 
     `peak_vram_bytes` is the most on the device, weights and work together; `ram_bytes` what the weights hold in RAM.
-    The first step brings the weights, the others do not; no step can be faster than `bound_seconds`. `why_not` is
+    The first step brings the weights, the others do not; no step can be faster than `bound_seconds`, and its copies
+    alone take `transfer_seconds`. `why_not` is
     empty for the one that was chosen.
     """
 
@@ -58,6 +59,7 @@ class Candidate:
     step_seconds: float
     first_step_seconds: float
     bound_seconds: float
+    transfer_seconds: float
     from_disk: bool = False
     why_not: str = ""
 
@@ -233,6 +235,7 @@ def _candidate(
         step_seconds=seconds * calls_per_step,
         first_step_seconds=read + brought + seconds * calls_per_step,
         bound_seconds=max(outside + sum(compute), copied) * calls_per_step,
+        transfer_seconds=copied * calls_per_step,
         from_disk=from_disk,
     )
 
@@ -254,13 +257,11 @@ def _reason(chosen: Candidate, sizes: UnitSizes, budget_bytes: int, fits: bool, 
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits:
         return f"Nothing fits {budget}: {chosen.placement} wants least, {format_bytes(chosen.peak_vram_bytes)}."
-    if chosen.placement == "resident":
+    if chosen.placement != "leafwise" and not chosen.streamed:
         reason = f"All {whole} of weights fit {budget} with what they work in"
     elif chosen.placement == "streamed":
-        hidden = chosen.step_seconds <= 1.02 * max(1e-9, chosen.bound_seconds) and chosen.bound_seconds > 0
-        copies = sum(sizes.blocks[i].packed_bytes for i in chosen.streamed)
-        copy_bound = copies / rates.pinned_bytes_per_second >= chosen.bound_seconds * 0.99
-        cost = "the copies set the pace" if copy_bound or not hidden else "the copies hide behind the computing"
+        copies_first = chosen.transfer_seconds >= 0.99 * chosen.bound_seconds
+        cost = "the copies set the pace" if copies_first else "the copies hide behind the computing"
         reason = (
             f"{whole} of weights do not fit {budget}: {chosen.blocks - len(chosen.streamed)} of {chosen.blocks} blocks "
             f"stay, {len(chosen.streamed)} pass through two slots, and {cost}"
@@ -270,6 +271,7 @@ def _reason(chosen: Candidate, sizes: UnitSizes, budget_bytes: int, fits: bool, 
             f"Two blocks and what they work in do not fit {budget}: each layer comes for its own call, which is slow"
         )
     if chosen.from_disk:
-        all_of_it = f"{sizes.total_bytes / rates.disk_bytes_per_second:.0f} s for all"
-        reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so they are read from disk, {all_of_it}"
+        once = sizes.total_bytes / rates.disk_bytes_per_second
+        cost = f"{chosen.transfer_seconds:.1f} s of each step" if chosen.streamed else f"{once:.0f} s, once"
+        reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so they are read from disk, {cost}"
     return reason + "."

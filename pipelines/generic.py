@@ -55,6 +55,8 @@ class GenericPipeline(StagedPipeline):
         self._units = {unit.name: unit for unit in units}
         self.encoders = [unit for unit in units if unit.role == "text_encoder"]
         self.denoisers = [unit for unit in units if unit.role in ("transformer", "other")]
+        for unit in self.denoisers:
+            unit.batch_dims = self.batch_dims
         self.decoder = self._units["vae"]
         self.decoder_config = self.components["vae"].config
         convolutions = [m for m in self.decoder.module.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]

@@ -34,6 +34,7 @@ class HiDreamPipeline(GenericPipeline):
     """`HiDreamImagePipeline`, staged."""
 
     stand_ins: ClassVar = {("MOEFeedForwardSwiGLU", "moe_infer"): _likely_routing}
+    batch_dims: ClassVar = {"encoder_hidden_states_llama3": 1}  # [layers, batch, tokens, channels]
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.
