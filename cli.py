@@ -1,4 +1,4 @@
-"""`ballast demo | generate | doctor | bench`."""
+"""`ballast demo | generate | plan | doctor | bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from . import plan_command
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ballast", description="Run diffusion transformers that do not fit in VRAM.")
-    commands = parser.add_subparsers(required=True, metavar="demo | generate | doctor | bench")
+    commands = parser.add_subparsers(required=True, metavar="demo | generate | plan | doctor | bench")
 
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps, or sim for the simulated GPU")
@@ -63,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
     generate.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
     generate.set_defaults(run=_generate)
+
+    plan = commands.add_parser("plan", help="say what a run would take, and why, without loading anything")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=_plan)
 
     doctor = commands.add_parser("doctor", help="say what this machine has, and what is missing")
     doctor.set_defaults(run=_doctor)
@@ -149,6 +155,11 @@ def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
             frames[0].save(path)
             written.append(path)
     return written
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    print(plan_command.run(arguments))
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

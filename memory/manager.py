@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 import torch
@@ -23,7 +24,7 @@ from . import host
 from .accelerator import Accelerator, resolve_device
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions
-from .fit import fitting_placements, make_placement, need_bytes, weights_to_hold, why_nothing_fits
+from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
 from .forecast import Forecast
 from .report import Report, UnitReport
 from .sizes import parse_bytes
@@ -31,6 +32,9 @@ from .stage import run_stage
 from .stream import Streamed
 from .timeline import OnDevice, Timeline
 from .unit import ROLES, ManagedModel, Role
+
+if TYPE_CHECKING:
+    from .runplan import StagePlan
 
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 _RAM_RESERVE_BYTES = 2 * 2**30
@@ -159,7 +163,6 @@ class MemoryManager:
                     if other in instead_of:
                         self._evict(other)
                 if unit.placement is None:
-                    self._load(unit)
                     self._place(unit, strategy)
                 self._called[unit] = self.timeline.record("call", unit).allocated_bytes
             except BaseException:
@@ -174,9 +177,7 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             if (before := self._called.pop(unit, None)) is not None:
-                came = unit.placement.take_bytes_in() if unit.placement else 0
-                self.device_bytes_in += came
-                peak = self.timeline.record("ran", unit, came).peak_bytes
+                peak = self._came(unit, "ran")
                 if not failed and not (unit.placement and unit.placement.name == "leafwise"):
                     self._replan(unit, peak - before)
             if evict and unit.leases == 0:
@@ -193,6 +194,7 @@ class MemoryManager:
         *,
         work: Hashable = None,
         forecast: Forecast | None = None,
+        planned: StagePlan | None = None,
         alone: bool = True,
         keep: bool = False,
         vram: int | None = None,
@@ -203,11 +205,14 @@ class MemoryManager:
         Stages run one at a time, whatever thread they are of. A call that runs out of memory is made again on lower
         terms (see `ladder`); DoesNotFitError when there are none left.
         `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
-        what it will take. Of the stage's units at most one is on the device at a time, with `alone` of all units.
+        what it will take, and `planned` goes into the record. Of the stage's units at most one is on the device at a
+        time, with `alone` of all units.
         `vram` and `ram` are budgets in bytes for this stage. With `keep` its units stay when the block ends well, to be
         evicted when others need the room. However the block ends, nothing that it leased stays leased.
         """
-        run = run_stage(self, name, units, strategy, work=work, forecast=forecast, alone=alone, keep=keep)
+        run = run_stage(
+            self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
+        )
         with self._stage_lock, self._narrowed(vram, ram), run:
             yield
 
@@ -307,8 +312,12 @@ class MemoryManager:
             return None
         return [Use(u, getattr(u, size), u.working_bytes) for ref in self._future if (u := ref()) is not None]
 
-    def _load(self, unit: ManagedModel) -> None:
-        self._keep_ram_budget(unit, wanted_bytes=0 if unit.tier == "host" else unit.size_bytes)
+    def _load(self, unit: ManagedModel, kind: str) -> None:
+        """Bring a unit to RAM, unless it does not fit there and can run from disk."""
+        streams = kind == "streamed" or (kind == "resident" and sizes_of(unit).blocks)
+        if not unit.in_ram and streams and unit.size_bytes > self.ram_budget_bytes and unit.source() is not None:
+            return
+        self._keep_ram_budget(unit, wanted_bytes=0 if unit.in_ram else unit.size_bytes)
         read = unit.load()
         self.disk_bytes_read += read
         if read:
@@ -337,6 +346,7 @@ class MemoryManager:
                 raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
             try:
+                self._load(unit, kind)
                 self._make_room(unit, kind)
                 placement = make_placement(unit, kind, self.device, self._weights(unit, kind))
                 placement.place()
@@ -347,9 +357,7 @@ class MemoryManager:
                 self.free()
             else:
                 unit.placement = placement
-                came = placement.take_bytes_in()
-                self.device_bytes_in += came
-                self.timeline.record("place", unit, came)
+                self._came(unit, "place")
                 return
 
     def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
@@ -360,12 +368,21 @@ class MemoryManager:
             more = self._weights(unit, "streamed") - unit.resident_bytes
             unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
 
+    def _came(self, unit: ManagedModel, kind: Literal["place", "ran"]) -> int:
+        """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
+        came = unit.placement.take_bytes_in() if unit.placement else 0
+        self.device_bytes_in += came
+        if not unit.in_ram:
+            self.disk_bytes_read += came
+        return self.timeline.record(kind, unit, came).peak_bytes
+
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
         """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""
         if unit.placement is None or self.accelerator.is_cpu:
             return False
         if strategy != "auto":
-            return strategy != unit.placement.name
+            # What runs from disk is always streamed, wholly resident or not.
+            return strategy != unit.placement.name and not (strategy == "resident" and not unit.in_ram)
         return unit.placement.name != "resident" and self._fitting_placements(unit)[:1] != [unit.placement.name]
 
     def _room_bytes(self, unit: ManagedModel) -> int:

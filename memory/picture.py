@@ -1,8 +1,11 @@
-"""Draws a timeline: what each unit's weights and the work beside them took of the device, stage by stage."""
+"""Draws a timeline: what each unit's weights and the work beside them took of the device, stage by stage.
+
+`Chart` has the axes, labels and legend, which the picture of a plan shares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +15,12 @@ from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .timeline import OnDevice, StageRecord
+    from .unit import Role
 
-_INK, _MUTED, _GRID, _PAPER = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff"
-_BANDS = ("#f8fafc", "#eef2f7")
-_WORK = "#cbd5e1"
+INK, MUTED, _GRID, _PAPER = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff"
+GROUND = "#f8fafc"
+_BANDS = (GROUND, "#eef2f7")
+WORK = "#cbd5e1"
 _BUDGET = "#dc2626"
 # One hue for each role, another shade for each further unit of it.
 _HUES = {
@@ -28,6 +33,74 @@ _SUPERSAMPLE = 2
 _LEFT, _TOP, _RIGHT, _BOTTOM = 84, 46, 24, 70  # margins in pixels
 
 
+class Chart:
+    """Axes of bytes, and what is drawn around them. Positions are in pixels of a picture `scale` times the size."""
+
+    scale = _SUPERSAMPLE
+
+    def __init__(self, width: int, height: int, peak_bytes: int, budget_bytes: int, title: str = "") -> None:
+        scale = self.scale
+        self.size = width, height
+        self.canvas = Image.new("RGB", (width * scale, height * scale), _PAPER)
+        self.draw = ImageDraw.Draw(self.canvas)
+        self.font, self.bold = ImageFont.load_default(13 * scale), ImageFont.load_default(15 * scale)
+        self.left, self.top = _LEFT * scale, (_TOP + (26 if title else 0)) * scale
+        self.right, self.bottom = (width - _RIGHT) * scale, (height - _BOTTOM) * scale
+        self.budget_bytes = budget_bytes
+        # A budget far above the peak would flatten the picture; then it is only named.
+        self.budget_shown = budget_bytes <= 2.5 * peak_bytes
+        self.ceiling = max(peak_bytes, budget_bytes if self.budget_shown else 0) * 1.06
+        self.draw.text((self.left, 10 * scale), title, INK, self.bold)
+
+    def y_at(self, size: float) -> float:
+        """Where so many bytes are."""
+        return self.bottom - (self.bottom - self.top) * min(size / self.ceiling, 1.0)
+
+    def ground(self, edges: Sequence[float]) -> None:
+        """A band for each stage, and lines at round numbers of bytes."""
+        for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+            self.draw.rectangle((start, self.top, end, self.bottom), _BANDS[number % 2])
+        for size in range(0, int(self.ceiling) + 1, _nice_step(self.ceiling)):
+            self.draw.line((self.left, self.y_at(size), self.right, self.y_at(size)), _GRID, self.scale)
+            words = format_bytes(size) if size else "0"
+            self.draw.text((self.left - 8 * self.scale, self.y_at(size)), words, MUTED, self.font, anchor="rm")
+
+    def stages(self, edges: Sequence[float], names: Sequence[str], facts: Sequence[str]) -> None:
+        """The name of each stage above it, with the facts where there is room."""
+        scale, label_end = self.scale, 0.0
+        for start, end, name, fact in zip(edges, edges[1:], names, facts, strict=False):
+            text = f"{name}  {fact}"
+            # Labels of stages too short for their own width move right, never over each other.
+            label = text if start + self.draw.textlength(text, self.bold) <= end else name
+            length = self.draw.textlength(label, self.bold)
+            x = min(max(start, label_end), (self.size[0] - 4) * scale - length)
+            self.draw.text((x, self.top - 24 * scale), label, INK, self.bold)
+            label_end = x + length + 12 * scale
+            self.draw.line((start, self.top, start, self.bottom), MUTED, 1)
+
+    def frame(self, colours: Mapping[str, str]) -> None:
+        """The lower edge, the budget, and the legend."""
+        scale = self.scale
+        self.draw.line((self.left, self.bottom, self.right, self.bottom), INK, scale)
+        if self.budget_shown:
+            y = self.y_at(self.budget_bytes)
+            for dash in range(self.left, self.right, 12 * scale):
+                self.draw.line((dash, y, min(dash + 6 * scale, self.right), y), _BUDGET, scale)
+        x, y = float(self.left), self.bottom + 34 * scale
+        budget = f"budget {format_bytes(self.budget_bytes)}" + ("" if self.budget_shown else ", off the scale")
+        for name, colour in [*colours.items(), ("working memory", WORK), (budget, _BUDGET)]:
+            length = 18 * scale + self.draw.textlength(name, self.font)
+            if x + length > (self.size[0] - 4) * scale:
+                x, y = float(self.left), y + 18 * scale
+            self.draw.rectangle((x, y, x + 12 * scale, y + 12 * scale), colour)
+            self.draw.text((x + 18 * scale, y + 6 * scale), name, INK, self.font, anchor="lm")
+            x += length + 22 * scale
+
+    def picture(self) -> Image.Image:
+        """What was drawn, at its size."""
+        return self.canvas.resize(self.size, Image.Resampling.LANCZOS)
+
+
 @dataclass
 class _Column:
     """One pixel column: the weights on the device, and the highest allocation, of the time that it stands for."""
@@ -38,73 +111,36 @@ class _Column:
 
 def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Image.Image:
     """An RGB picture of `width` by `height` pixels. Time between stages is left out."""
-    scale = _SUPERSAMPLE
-    canvas = Image.new("RGB", (width * scale, height * scale), _PAPER)
-    draw = ImageDraw.Draw(canvas)
-    font, bold = ImageFont.load_default(13 * scale), ImageFont.load_default(15 * scale)
-    left, top = _LEFT * scale, _TOP * scale
-    right, bottom = (width - _RIGHT) * scale, (height - _BOTTOM) * scale
     seconds = sum(stage.seconds for stage in stages)
     peak = max((stage.peak_bytes for stage in stages), default=0)
+    chart = Chart(width, height, peak, max((stage.budget_bytes for stage in stages), default=0))
+    draw, left, right, bottom = chart.draw, chart.left, chart.right, chart.bottom
     if not seconds or not peak:
         nothing = "All stages ran on the CPU: there is no VRAM to show." if seconds else "Nothing has run yet."
-        draw.text((left, top), nothing, _INK, bold)
-        return canvas.resize((width, height), Image.Resampling.LANCZOS)
+        draw.text((left, chart.top), nothing, INK, chart.bold)
+        return chart.picture()
 
-    budget = max(stage.budget_bytes for stage in stages)
-    # A budget far above the peak would flatten the picture; then it is only named.
-    budget_shown = budget <= 2.5 * peak
-    ceiling = (budget if budget_shown else peak) * 1.06
-    colours = _unit_colours(stages)
+    colours = unit_colours({r.name: r.role for stage in stages for event in stage.events for r in event.residents})
 
     def x_at(elapsed: float) -> float:
         return left + (right - left) * elapsed / seconds
 
-    def y_at(size: float) -> float:
-        return bottom - (bottom - top) * min(size / ceiling, 1.0)
-
-    starts = [sum(stage.seconds for stage in stages[:number]) for number in range(len(stages) + 1)]
-    for number in range(len(stages)):
-        draw.rectangle((x_at(starts[number]), top, x_at(starts[number + 1]), bottom), _BANDS[number % 2])
-    step = _nice_step(ceiling)
-    for size in range(0, int(ceiling) + 1, step):
-        draw.line((left, y_at(size), right, y_at(size)), _GRID, scale)
-        draw.text((left - 8 * scale, y_at(size)), format_bytes(size) if size else "0", _MUTED, font, anchor="rm")
-
+    edges = [x_at(sum(stage.seconds for stage in stages[:number])) for number in range(len(stages) + 1)]
+    chart.ground(edges)
     for at, column in enumerate(_columns(stages, right - left), left):
         base = 0
-        draw.line((at, y_at(column.peak_bytes), at, bottom), _WORK)
+        draw.line((at, chart.y_at(column.peak_bytes), at, bottom), WORK)
         for unit in column.residents:
-            draw.line((at, y_at(base + unit.bytes), at, y_at(base)), colours[unit.name])
+            draw.line((at, chart.y_at(base + unit.bytes), at, chart.y_at(base)), colours[unit.name])
             base += unit.bytes
-
-    label_end = 0.0
-    for stage, start in zip(stages, starts, strict=False):
-        text = f"{stage.name}  {stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}"
-        fits = x_at(start) + draw.textlength(text, bold) <= x_at(start + stage.seconds)
-        # Labels of stages too short for their own width move right, never over each other.
-        label = text if fits else stage.name
-        length = draw.textlength(label, bold)
-        x = min(max(x_at(start), label_end), (width - 4) * scale - length)
-        draw.text((x, top - 24 * scale), label, _INK, bold)
-        label_end = x + length + 12 * scale
-        draw.line((x_at(start), top, x_at(start), bottom), _MUTED, 1)
-    draw.line((left, bottom, right, bottom), _INK, scale)
-    if budget_shown:
-        for dash in range(left, right, 12 * scale):
-            draw.line((dash, y_at(budget), dash + 6 * scale, y_at(budget)), _BUDGET, scale)
+    facts = [f"{stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}" for stage in stages]
+    chart.stages(edges, [stage.name for stage in stages], facts)
     for tick in range(6):
         anchor = ("lt", "mt", "rt")[(tick > 0) + (tick == 5)]
-        draw.text((x_at(seconds * tick / 5), bottom + 6 * scale), f"{seconds * tick / 5:.1f} s", _MUTED, font, anchor)
-
-    x = float(left)
-    named = f"budget {format_bytes(budget)}" + ("" if budget_shown else ", off the scale")
-    for name, colour in [*colours.items(), ("working memory", _WORK), (named, _BUDGET)]:
-        y = bottom + 38 * scale
-        draw.rectangle((x, y, x + 12 * scale, y + 12 * scale), colour)
-        draw.text((x + 18 * scale, y + 6 * scale), name, _INK, font, anchor="lm")
-        x += 18 * scale + draw.textlength(name, font) + 22 * scale
-    return canvas.resize((width, height), Image.Resampling.LANCZOS)
+        x, words = x_at(seconds * tick / 5), f"{seconds * tick / 5:.1f} s"
+        draw.text((x, bottom + 6 * chart.scale), words, MUTED, chart.font, anchor)
+    chart.frame(colours)
+    return chart.picture()
 
 
 def _columns(stages: Sequence[StageRecord], count: int) -> list[_Column]:
@@ -132,14 +168,14 @@ def _nice_step(ceiling: float) -> int:
     unit = 1
     while unit * 1024 <= ceiling / 4:
         unit *= 1024
-    for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500):
+    for factor in (1, 2, 5, 10, 20, 50, 100, 200, 512):
         if ceiling / (unit * factor) <= 8:
             return unit * factor
     return unit * 1024
 
 
-def _unit_colours(stages: Sequence[StageRecord]) -> dict[str, str]:
-    roles = {r.name: r.role for stage in stages for event in stage.events for r in event.residents}
+def unit_colours(roles: Mapping[str, Role]) -> dict[str, str]:
+    """A colour for each unit by its role."""
     counts = dict.fromkeys(_HUES, 0)
     colours = {}
     for name, role in roles.items():

@@ -132,7 +132,7 @@ class _Rehearsed:
                 if type(owner).__name__ == kind:
                     vars(owner)[replaced] = functools.partial(stand_in, owner)
         for index, block in enumerate(blocks):
-            _wrap_forward(block.module, lambda forward, index=index: self._counted(forward, index))
+            _wrap_forward(block.module, functools.partial(self._counted, index))
         self._bring_leaves(module)
         vars(module)[method] = self
 
@@ -157,9 +157,9 @@ class _Rehearsed:
     def _bring_leaves(self, module: nn.Module) -> None:
         """Count the weights that would be there if each module's own came for its call, as `Leafwise` does it."""
         for owner, own in leafwise_slots(module)[1]:
-            _wrap_forward(owner, lambda forward, own=own: self._with_weights(forward, own))
+            _wrap_forward(owner, functools.partial(self._with_weights, own))
 
-    def _with_weights(self, forward: Callable[..., Any], own: list[Slot]) -> Callable[..., Any]:
+    def _with_weights(self, own: list[Slot], forward: Callable[..., Any]) -> Callable[..., Any]:
         def brought(*args: Any, **kwargs: Any) -> Any:
             # Counted for as long as anything holds on to them, such as a view that the module gives.
             for slot in own:
@@ -175,7 +175,7 @@ class _Rehearsed:
 
         return brought
 
-    def _counted(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def _counted(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             before = self.operations
             result = forward(*args, **kwargs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .planner import Candidate, Plan
-from .rates import Rates
+from .rates import ASSUMED, Rates
 from .report import format_table
 from .sizes import format_bytes
 
@@ -16,12 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its units' plans in the order of their first calls, and what it holds before them."""
+    """One stage: its units' plans in the order of their first calls, and what it holds before them.
+
+    Its calls make up `steps`; its seconds are for `rates`.
+    """
 
     name: str
     units: tuple[Plan, ...]
     idle_bytes: int = 0
     note: str = ""
+    steps: int = 1
+    rates: Rates = ASSUMED
 
     @property
     def peak_vram_bytes(self) -> int:
@@ -32,6 +38,21 @@ class StagePlan:
     def main(self) -> Plan:
         """The unit that takes most of the time."""
         return max(self.units, key=lambda plan: (plan.step_seconds, plan.peak_vram_bytes))
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a steady step: those of all its units, each for the calls that it gets in a step."""
+        return sum(plan.step_seconds for plan in self.units)
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Seconds of the first step, which brings the weights. In a stage of one step, all that it takes."""
+        return sum(plan.first_step_seconds for plan in self.units)
+
+    @property
+    def seconds(self) -> float:
+        """All that it takes."""
+        return self.first_step_seconds + (self.steps - 1) * self.step_seconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,11 @@ class RunPlan:
     @property
     def sampling(self) -> Plan:
         """The plan of the transformer."""
-        return next(stage for stage in self.stages if stage.name == "sample").main
+        return self._sample.main
+
+    @property
+    def _sample(self) -> StagePlan:
+        return next(stage for stage in self.stages if stage.name == "sample")
 
     @property
     def placement(self) -> str:
@@ -74,12 +99,17 @@ class RunPlan:
     @property
     def step_seconds(self) -> float:
         """Seconds of a steady sampling step."""
-        return self.sampling.step_seconds
+        return self._sample.step_seconds
 
     @property
     def first_step_seconds(self) -> float:
         """Seconds of the first sampling step, which brings the weights."""
         return self.sampling.first_step_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all stages of the plan."""
+        return sum(stage.seconds for stage in self.stages)
 
     @property
     def bound_seconds(self) -> float:
@@ -88,8 +118,10 @@ class RunPlan:
 
     @property
     def reason(self) -> str:
-        """Why the transformer sits so, in one sentence."""
-        return self.sampling.reason
+        """Why the transformer sits so, in one sentence; one more for each other unit that fits in no way."""
+        plans = [plan for stage in self.stages for plan in stage.units]
+        others = [f"{plan.unit}: {plan.reason}" for plan in plans if not plan.fits and plan is not self.sampling]
+        return " ".join([self.sampling.reason, *others])
 
     @property
     def rejected(self) -> tuple[Candidate, ...]:
@@ -112,23 +144,31 @@ class RunPlan:
                 sizes = map(format_bytes, (plan.weights_bytes, plan.peak_vram_bytes, plan.ram_bytes))
                 label = f"{plan.label}, {stage.note}" if stage.note else plan.label
                 rows.append(("" if i else stage.name, plan.unit, label, *sizes, per_step, first))
-        others = [("not", "weights", "peak VRAM", "per step", "because")]
+        others: list[tuple[str, ...]] = [("not", "weights", "peak VRAM", "per step", "because")]
         for other in self.rejected:
             sizes = map(format_bytes, (other.weights_bytes, other.peak_vram_bytes))
             others.append((other.label, *sizes, seconds(other.step_seconds), other.why_not))
         parts = [self.headline(), format_table(rows), self.reason]
         if len(others) > 1:
-            parts.append(format_table(list(others)))
-        return "\n\n".join([*parts, self.basis()])
+            parts.append(format_table(others))
+        bound = f"No step in this placement is faster than {seconds(self.bound_seconds)}."
+        return "\n\n".join([*parts, f"{self.basis()} {bound}"])
 
     def headline(self) -> str:
         """One line: what runs where, the budget, the peak, and the time."""
-        total = seconds(self.first_step_seconds + (self.steps - 1) * self.step_seconds)
-        where = f"on {self.device} with {format_bytes(self.budget_bytes)}"
+        total = seconds(self._sample.seconds)
+        card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
+        where = f"{card}with {format_bytes(self.budget_bytes)}"
         peak, step = format_bytes(self.peak_vram_bytes), seconds(self.step_seconds)
         takes = f"peak {peak}; {step} a step, {total} for {self.steps}"
         doubt = "" if self.fits else " IT DOES NOT FIT."
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
+
+    def brief(self) -> str:
+        """A shorter line: the budget, what becomes of the transformer, the peak, and the time."""
+        took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
+        peak = f"peak {format_bytes(self.peak_vram_bytes)}{'' if self.fits else ' DOES NOT FIT'}"
+        return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def basis(self) -> str:
         """Where the seconds come from."""
@@ -137,20 +177,38 @@ class RunPlan:
         unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
         disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
         compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
-        bound = f"no step in this placement is faster than {seconds(self.bound_seconds)}"
-        return f"Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}; {bound}."
+        return f"Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:
         """Predicted VRAM over time, by unit, as an RGB picture."""
-        from .picture import draw_plan
+        from .plan_picture import draw_plan
 
         return draw_plan(self, width, height)
 
 
+def compare(plans: Sequence[RunPlan]) -> str:
+    """Plans of the same run for several budgets: a row for each, and its reason in one line."""
+    rows: list[tuple[str, ...]] = [
+        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "fits")
+    ]
+    for plan in plans:
+        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
+        times = map(seconds, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
+        budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
+        rows.append((budget, plan.sampling.label, *sizes, *times, fits))
+    reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
+    one = plans[0]
+    return "\n\n".join([f"{one.model}, {one.work}, {one.steps} steps", format_table(rows), reasons, one.basis()])
+
+
 def seconds(value: float) -> str:
     """A time as people say it: "0.41 s", "3.2 min"."""
+    if not value:
+        return "0 s"
     if value >= 90:
         return f"{value / 60:.1f} min"
-    if value and value < 0.0995:
+    if value < 0.000995:
+        return f"{value * 1e6:.0f} us"
+    if value < 0.0995:
         return f"{value * 1000:.1f} ms"
     return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"

@@ -22,6 +22,7 @@ from .unit import ManagedModel
 
 if TYPE_CHECKING:
     from .manager import MemoryManager
+    from .runplan import StagePlan
 
 log = logging.getLogger("ballast")
 
@@ -35,6 +36,7 @@ def run_stage(
     *,
     work: Hashable,
     forecast: Forecast | None,
+    planned: StagePlan | None,
     alone: bool,
     keep: bool,
 ) -> Iterator[None]:
@@ -48,6 +50,7 @@ def run_stage(
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         record = manager.timeline.begin(name, units, manager.budget_bytes)
+        record.planned = planned
         try:
             with torch.inference_mode():
                 yield
@@ -109,11 +112,11 @@ class _Calls:
             unit.terms, placement, len(sizes_of(unit).blocks) > 0, batch_of(args, kwargs, unit.batch_dims)
         )
         if lower is None:
+            how, works_in = describe(unit.terms, placement), format_bytes(unit.working_bytes)
             raise DoesNotFitError(
-                f"{unit.role} {unit.name} ran out of memory on {manager.device} even {describe(unit.terms)}: it works "
-                f"in {format_bytes(unit.working_bytes)} beside its weights, of a budget of "
-                f"{format_bytes(manager.budget_bytes)}. Choose a smaller size or fewer frames, or raise the vram "
-                f"budget. ({error})"
+                f"{unit.role} {unit.name} ran out of memory on {manager.device} even {how}: it works in {works_in} "
+                f"beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
+                f"fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
         unit.terms, self.placement = lower, None

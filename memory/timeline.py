@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from .accelerator import Accelerator
 from .report import format_table
+from .runplan import seconds as in_seconds
 from .sizes import format_bytes
 from .unit import ManagedModel, Role, Tier
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from .runplan import StagePlan
 
 EventKind = Literal["load", "place", "call", "ran", "evict", "drop", "stage", "done"]
 
@@ -57,7 +60,7 @@ class UnitRecord:
 
 @dataclass
 class StageRecord:
-    """One stage: its units, its peak in bytes, and how long it took."""
+    """One stage: its units, its peak in bytes, how long it took, and what was planned, if it was."""
 
     name: str
     started: float
@@ -65,13 +68,41 @@ class StageRecord:
     seconds: float = 0.0
     peak_bytes: int = 0
     budget_bytes: int = 0
+    planned: StagePlan | None = None
     events: list[Event] = field(default_factory=list)
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step, from the end of the first step to that of the last; None where it cannot be told.
+
+        The first is left out, since it waits for the weights.
+        """
+        steps = self.planned.steps if self.planned else 0
+        ends = [i for i, event in enumerate(self.events) if event.kind == "ran"]
+        if steps < 2 or not ends or len(ends) % steps:
+            return None
+        first = ends[len(ends) // steps - 1]
+        if any(event.kind in ("load", "place", "evict") for event in self.events[first : ends[-1]]):
+            return None  # a call was made again, or one unit took another's place
+        # By what follows the last call the device is done, which the return of a call does not say.
+        last = self.events[min(ends[-1] + 1, len(self.events) - 1)]
+        return (last.seconds - self.events[first].seconds) / (steps - 1)
+
     def summary(self) -> str:
-        """One line: what came in, the peak, the time."""
-        came = [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
-        peak = f"peak {format_bytes(self.peak_bytes)}" if self.peak_bytes else "on the CPU"
-        return "; ".join([*came, peak, f"{self.seconds:.1f} s"])
+        """One line: what came in, the peak, the time, and beside them what was planned."""
+        said = [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
+        planned, per_step = self.planned, self.step_seconds
+        if self.peak_bytes:
+            plan = f" (planned {format_bytes(planned.peak_vram_bytes)})" if planned else ""
+            said.append(f"peak {format_bytes(self.peak_bytes)}{plan}")
+        else:
+            said.append("on the CPU")
+        if planned and per_step is not None:
+            # Assumed rates are no forecast of this machine, and simulated ones are of another clock.
+            measured = planned.rates.source == "measured"
+            plan = f" (planned {in_seconds(planned.step_seconds)})" if measured else ""
+            said.append(f"{in_seconds(per_step)} a step{plan}")
+        return "; ".join([*said, f"{self.seconds:.1f} s"])
 
 
 class Timeline:
@@ -128,12 +159,13 @@ class Timeline:
         self.stages.clear()
 
     def table(self, stages: int = _MAX_STAGES) -> str:
-        """A row for each unit of each of the newest stages: tier before and after, bytes brought in, peak, seconds."""
+        """A row for each unit of each of the newest stages: tiers, bytes brought in, peak, the planned one, seconds."""
         rows: list[tuple[str, ...]] = [
-            ("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "seconds")
+            ("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "planned", "seconds")
         ]
         for stage in list(self.stages)[-stages:]:
             peak, seconds = format_bytes(stage.peak_bytes), f"{stage.seconds:.2f}"
+            planned = format_bytes(stage.planned.peak_vram_bytes) if stage.planned else "-"
             for i, unit in enumerate(stage.units.values()):
                 rows.append(
                     (
@@ -144,6 +176,7 @@ class Timeline:
                         unit.placement,
                         format_bytes(unit.bytes_in),
                         "" if i else peak,
+                        "" if i else planned,
                         "" if i else seconds,
                     )
                 )

@@ -8,10 +8,11 @@ from .decode import VaeDecode
 from .encode import TextEncode
 from .free import FreeVram
 from .load import LoadPipeline
+from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
 
 
 class BallastExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadPipeline, TextEncode, Sampler, VaeDecode, FreeVram, VramReport]
+        return [LoadPipeline, TextEncode, Sampler, VaeDecode, FreeVram, VramReport, VramPlan]

@@ -6,7 +6,6 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from .generic import GenericPipeline
 
@@ -15,7 +14,7 @@ from .generic import GenericPipeline
 _MOST_TOKENS = 15 / 16
 
 
-def _likely_routing(module: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _likely_routing(module: Any, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`moe_infer` on shapes, where nobody knows which expert gets a token."""
     cache, order = torch.zeros_like(x), indices.argsort()
     tokens = order // module.num_activated_experts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from ..memory.fit import sizes_of
 from ..memory.forecast import Forecast
 from ..memory.planner import make_plan
+from ..memory.probe import rates as measured_rates
 from ..memory.rates import ASSUMED, Rates
 from ..memory.rehearse import rehearse
 from ..memory.runplan import RunPlan, StagePlan
@@ -55,6 +57,23 @@ def _shape(tensor: torch.Tensor) -> Any:
     return [str(tensor.dtype), list(tensor.shape)] if tensor.is_floating_point() else tensor
 
 
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the libraries' warnings about long prompts and the like: they belong to a run, not to its rehearsal."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries: tuple[Any, ...] = (diffusers_logging, transformers_logging)
+    before = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for library, verbosity in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+
+
 def forecast_sampling(
     pipe: StagedPipeline,
     key: str | None,
@@ -67,7 +86,8 @@ def forecast_sampling(
     found = forecast_cache.get(pipe.forecasts, key) if key else None
     if found is None:
         try:
-            forecast, _ = _rehearse_sampling(pipe, cond, arguments, on_step, noise)
+            with quietly():
+                forecast, _ = _rehearse_sampling(pipe, cond, arguments, on_step, noise)
         except Exception as error:
             log.info("Ballast: %s cannot be rehearsed, and is measured as it runs (%s)", pipe.name, error)
             return None
@@ -93,7 +113,7 @@ class Asked:
 def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
     """The plan of a whole run. Nothing is loaded. Raises what the rehearsal raises."""
     forecasts = _forecast_run(pipe, asked)
-    used = rates or ASSUMED
+    used = rates or measured_rates(pipe.manager.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
     stages = [place("sample", forecasts["sample"], pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
     if "encode" in forecasts:
@@ -117,29 +137,29 @@ def plan_stage(
     *,
     budget_bytes: int,
     ram_bytes: int,
-    rates: Rates | None = None,
+    rates: Rates = ASSUMED,
     strategy: str = "auto",
     steps: int = 1,
 ) -> StagePlan:
     """The plan of one stage, for what it is forecast to work in."""
-    named, used = {unit.name: unit for unit in units}, rates or ASSUMED
+    named = {unit.name: unit for unit in units}
     plans = tuple(
         make_plan(
             unit,
             sizes_of(named[unit]),
             work,
-            used,
+            rates,
             budget_bytes,
             ram_bytes,
             steps=steps,
             strategy=strategy,
             idle_bytes=forecast.idle_bytes,
             in_ram=named[unit].tier != "disk",
-            from_disk=False,
+            from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
         )
         for unit, work in forecast.units.items()
     )
-    return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=used)
+    return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
 
 
 def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
@@ -151,7 +171,8 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": dict(asked.arguments)})
     forecasts = forecast_cache.get(pipe.forecasts, key) if key else None
     if forecasts is None:
-        forecasts = _rehearse_run(pipe, asked)
+        with quietly():
+            forecasts = _rehearse_run(pipe, asked)
         if key:
             forecast_cache.put(pipe.forecasts, key, forecasts)
     return forecasts

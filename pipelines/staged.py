@@ -11,18 +11,20 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from ..memory.batch import BatchDims
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.forecast import Forecast
 from ..memory.manager import STRATEGIES, MemoryManager, manager
+from ..memory.probe import rates as measured_rates
 from ..memory.rates import Rates
 from ..memory.rehearse import StandIns
-from ..memory.runplan import RunPlan
+from ..memory.runplan import RunPlan, StagePlan
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
 from .decode import check_finite, decode_latents, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
-from .planning import TYPICAL_PROMPT, Asked, forecast_sampling, plan_run, sampling_key
+from .planning import TYPICAL_PROMPT, Asked, forecast_sampling, plan_run, plan_stage, sampling_key
 
 log = logging.getLogger("ballast")
 
@@ -44,6 +46,7 @@ class StagedPipeline(ABC):
     latent_dimensions = 4
     decoder_config: dict[str, Any]
     stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a rehearsal has none of
+    batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
 
     def __init__(
         self,
@@ -127,10 +130,11 @@ class StagedPipeline(ABC):
             return to_host(latents.float())
 
         key = sampling_key(self, cond, arguments, on_step is not None, noise)
-        forecast = None
+        expected: dict[str, Any] = {"work": key}
         if strategy != "cpu" and not self.manager.accelerator.is_cpu:
             forecast = forecast_sampling(self, key, cond, arguments, on_step is not None, noise)
-        latents = self._run_stage("sample", self.denoisers, run, strategy, work=key, forecast=forecast, keep=self.keep)
+            expected |= {"forecast": forecast, "planned": forecast and self._planned(forecast, strategy, steps)}
+        latents = self._run_stage("sample", self.denoisers, run, strategy, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -163,11 +167,32 @@ class StagedPipeline(ABC):
         if limit is None and self.manager.accelerator.is_cpu:
             raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")
         budget_bytes = self.manager.budget_bytes if limit is None else limit
-        ram_limit = self.ram_bytes if ram is None else parse_bytes(ram)
-        ram_bytes = self.manager.ram_budget_bytes if ram_limit is None else ram_limit
-        size = f"{width or 'default'} x {height or 'default'}" + (f" x {frames} frames" if frames else "")
+        ram_bytes = self._ram_budget(ram)
+        size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
+        size += f" x {frames} frames" if frames else ""
         asked = Asked(arguments, steps, strategy, cond, prompt, negative_prompt, size)
         return plan_run(self, asked, budget_bytes, ram_bytes, rates)
+
+    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan:
+        """The plan of a sampling stage that is about to run here."""
+        manager = self.manager
+        room_bytes = max(0, manager.accelerator.total_bytes() - manager.reserve_bytes)
+        # Within a stated budget the host makes room; without one, what is free now is the budget.
+        budget_bytes = manager.budget_bytes if self.vram_bytes is None else min(self.vram_bytes, room_bytes)
+        return plan_stage(
+            "sample",
+            forecast,
+            self.denoisers,
+            budget_bytes=budget_bytes,
+            ram_bytes=self._ram_budget(None),
+            rates=measured_rates(manager.device),
+            strategy=strategy,
+            steps=steps,
+        )
+
+    def _ram_budget(self, ram: int | str | None) -> int:
+        limit = self.ram_bytes if ram is None else parse_bytes(ram)
+        return self.manager.ram_budget_bytes if limit is None else limit
 
     def _checked(
         self,
@@ -211,12 +236,14 @@ class StagedPipeline(ABC):
         *,
         work: Hashable = None,
         forecast: Forecast | None = None,
+        planned: StagePlan | None = None,
         keep: bool = False,
     ) -> Result:
         """Run a stage; if the device runs out of memory, again with everything else gone: streamed, then leafwise."""
         stage: dict[str, Any] = {
             "work": work,
             "forecast": forecast,
+            "planned": planned,
             "alone": not self.keep,
             "keep": keep,
             "vram": self.vram_bytes,

@@ -1,0 +1,148 @@
+"""VRAM Plan: what a run will take, and why, before it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from comfy_api.latest import io, ui
+
+from ..memory.manager import managers
+from ..memory.sizes import parse_bytes
+from .progress import show_text
+from .reference import ConditioningType, PipelineReference, PipelineType
+
+if TYPE_CHECKING:
+    from ..memory.runplan import RunPlan
+    from ..pipelines.conditioning import Conditioning
+
+_FREE_STEP_BYTES = 2**28  # free memory differs by less from one moment to the next
+
+
+class VramPlan(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastVRAMPlan",
+            display_name="VRAM Plan",
+            category="ballast",
+            description="Says what a run would take and why: VRAM, RAM and seconds, for one VRAM budget or several. "
+            "Loads nothing and needs no GPU. The plan is made again when an input changes or, as long as no budget is "
+            "stated here, when the free VRAM does.",
+            search_aliases=["memory", "estimate", "forecast", "fits"],
+            inputs=[
+                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
+                io.Int.Input(
+                    "width",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    step=8,
+                    tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    step=8,
+                    tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
+                ),
+                io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
+                io.Float.Input(
+                    "guidance",
+                    default=4.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Scale of classifier-free guidance. Above 1 each step runs twice.",
+                ),
+                io.String.Input(
+                    "vram_gb",
+                    default="",
+                    tooltip="VRAM budgets to plan for, in GB with commas between them, such as 8, 12, 24; a unit may "
+                    "be given, as in 512MB. Empty for the budget of the pipeline, which is what is free if it states "
+                    "none.",
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=0,
+                    min=0,
+                    max=16384,
+                    advanced=True,
+                    tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
+                ),
+                io.Combo.Input(
+                    "strategy",
+                    options=["auto", "resident", "streamed", "leafwise"],
+                    default="auto",
+                    advanced=True,
+                    tooltip="As in Offloaded Sampler: auto chooses what is fastest of what fits.",
+                ),
+                ConditioningType.Input(
+                    "conditioning",
+                    optional=True,
+                    tooltip="From Staged Text Encode: the plan is then for sampling from it and decoding. Without, it "
+                    "is for a prompt of usual length, encoding included.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
+                io.String.Output("plan", tooltip="The plan as tables, with the reasons."),
+            ],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pipeline: PipelineReference,
+        width: int,
+        height: int,
+        steps: int,
+        guidance: float,
+        vram_gb: str,
+        frames: int,
+        strategy: str,
+        conditioning: Conditioning | None = None,
+    ) -> io.NodeOutput:
+        from ..memory.plan_picture import draw_plans
+        from ..memory.runplan import compare
+
+        budgets = _budgets(vram_gb)
+        pipe = pipeline.open()
+        asked: dict[str, Any] = {"steps": steps, "guidance": guidance, "cond": conditioning, "strategy": strategy}
+        asked |= {"width": width or None, "height": height or None, "frames": frames or None}
+        plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
+        text = str(plans[0]) if len(plans) == 1 else compare(plans)
+        show_text(cls, _lines(plans))
+        picture = np.asarray(draw_plans(plans, 900, 450 if len(plans) == 1 else 340), dtype=np.float32) / 255
+        return io.NodeOutput(torch.from_numpy(picture)[None], text, ui=ui.PreviewText(text))
+
+    @classmethod
+    def fingerprint_inputs(cls, vram_gb: str, **_: object) -> str:
+        # Without a budget it may be what is free. The pipeline, which knows, cannot be seen from here.
+        gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
+        free = [f"{manager.device}: {manager.budget_bytes // _FREE_STEP_BYTES}" for manager in gpus]
+        return "" if vram_gb.strip() else "; ".join(free)
+
+
+def _budgets(words: str) -> list[int | None]:
+    sizes: list[int | None] = []
+    for word in filter(None, map(str.strip, words.split(","))):
+        try:
+            sizes.append(parse_bytes(f"{word}GB" if re.fullmatch(r"[\d.]+", word) else word))
+        except ValueError:
+            raise ValueError(f"vram_gb has {word!r}, which is no size. Write GB, such as 8, 12, 24.") from None
+    return sizes or [None]
+
+
+def _lines(plans: list[RunPlan]) -> str:
+    """Short ones: the page draws a proportional font in a narrow node."""
+    one = plans[0]
+    lines = [f"{one.model}, {one.work}, {one.steps} steps", *(plan.brief() for plan in plans)]
+    return "\n".join(lines if len(plans) > 1 else [*lines, one.reason])

@@ -1,0 +1,97 @@
+"""`ballast plan`: what a run would take, for one budget or several. Nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .memory.rates import Rates
+    from .memory.runplan import RunPlan
+
+_PICTURES = (".png", ".jpg", ".webp")
+_SIZE = 1200, 420  # of the picture of one budget among several
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("model", type=Path, help="folder with a model_index.json")
+    parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
+    parser.add_argument("--negative", default="")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--frames", type=int, help="frames of a video")
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--guidance", type=float)
+    parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB; needed where there is no GPU")
+    parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
+    parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise")
+    parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
+    parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
+    parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
+    parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
+    parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Make the plans, draw the picture if one is wanted, and return the text. Raises ValueError for bad options."""
+    from .memory.runplan import compare
+    from .pipelines.planning import quietly
+
+    if arguments.out and arguments.out.suffix.lower() not in _PICTURES:
+        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(_PICTURES)}.")
+    for option in ("h2d_gbps", "disk_gbps", "tflops"):
+        if (value := getattr(arguments, option)) is not None and not value > 0:
+            raise ValueError(f"--{option.replace('_', '-')} is {value:g}; it takes a number above 0.")
+    if arguments.strategy == "cpu":
+        raise ValueError("--strategy cpu takes no VRAM to plan. Use auto, resident, streamed or leafwise.")
+    with quietly():
+        plans = _plans(arguments)
+    text = str(plans[0]) if len(plans) == 1 else compare(plans)
+    if arguments.out:
+        _draw(plans, arguments.out)
+        text += f"\n\nwrote {arguments.out}"
+    return text
+
+
+def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
+    from .pipelines import open_pipeline
+
+    pipe = open_pipeline(arguments.model, arguments.device, ram=arguments.ram, dtype=arguments.dtype)
+    asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
+    asked["negative_prompt"] = arguments.negative
+    if arguments.prompt is not None:
+        asked["prompt"] = arguments.prompt
+
+    def plan(vram: str | None, rates: Rates | None = None) -> RunPlan:
+        return pipe.plan(vram=vram, rates=rates, **asked)
+
+    budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]
+    plans = [plan(vram) for vram in budgets or [None]]
+    rates = _named_rates(plans[0].rates, arguments)
+    return plans if rates == plans[0].rates else [plan(vram, rates) for vram in budgets or [None]]
+
+
+def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
+    """The machine's rates, with those in their place that the options name."""
+    rates = machine
+    if arguments.h2d_gbps:
+        to_device = arguments.h2d_gbps * 1e9
+        paged = min(rates.paged_bytes_per_second, to_device)
+        rates = replace(rates, pinned_bytes_per_second=to_device, paged_bytes_per_second=paged)
+    if arguments.disk_gbps:
+        rates = replace(rates, disk_bytes_per_second=arguments.disk_gbps * 1e9)
+    if arguments.tflops:
+        rates = replace(rates, operations_per_second=arguments.tflops * 1e12)
+    return rates if rates == machine else replace(rates, source="assumed")
+
+
+def _draw(plans: list[RunPlan], out: Path) -> None:
+    from .memory.plan_picture import draw_plans
+
+    picture = plans[0].picture() if len(plans) == 1 else draw_plans(plans, *_SIZE)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(out)
