@@ -1,22 +1,23 @@
 """How a leased unit sits: put in place, and taken away without copying a weight back.
 
-`resident`: all weights on the device. `leafwise`: each module's weights come for its own call and go again
-(accelerate's `cpu_offload`). `cpu`: the unit runs where its weights are. `streamed`, in `stream`: some blocks resident,
-the rest through a ring.
+`resident`: all weights on the device. `leafwise`: each module's weights come for its own call and go again. `cpu`: the
+unit runs where its weights are. `streamed`, in `stream`: some blocks resident, the rest through a ring.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from .calls import Forward, interpose
 from .unit import Slot, own_slots, slots
 
 PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
@@ -25,6 +26,13 @@ _LruCache = type(functools.lru_cache(len))
 
 # Modules that read their children's weights themselves, so that these must come along with them.
 WHOLE_MODULES = ["MultiheadAttention"]
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """For tensors that outlive a run: quantized ones cannot be made in inference mode, and others not be written to."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Placement:
@@ -43,7 +51,7 @@ class Placement:
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
         try:
-            with torch.inference_mode():
+            with outside_inference():
                 self._place()
         except BaseException:
             self.remove()
@@ -95,36 +103,52 @@ class Resident(Placement):
 class Leafwise(Placement):
     name = "leafwise"
 
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(module, device)
+        self._undo: list[Callable[[], None]] = []
+
     def _place(self) -> None:
-        from accelerate import cpu_offload
-
-        stays, _ = leafwise_slots(self.module)
+        stays, comes = leafwise_slots(self.module)
         self._move(stays)
-        for child in self.module.children():
-            weights = _Counted(child.state_dict(), self._count)
-            cpu_offload(
-                child, self.device, offload_buffers=True, state_dict=weights, preload_module_classes=WHOLE_MODULES
-            )
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        self._bytes_in += tensor.nbytes
+        for owner, own in comes:
+            self._undo.append(interpose(owner, _Coming(self, own).run))
 
     def _remove(self) -> None:
-        from accelerate.hooks import remove_hook_from_submodules
+        while self._undo:
+            self._undo.pop()()
 
-        # The weights are back on the host by now, so the hooks find nothing to copy back.
-        for child in self.module.children():
-            remove_hook_from_submodules(child)
-        self._restore()
+
+class _Coming:
+    """The weights of one module, on the device for the time of its calls."""
+
+    def __init__(self, placement: Leafwise, own: list[Slot]) -> None:
+        self._placement, self._own = placement, own
+        self._calls = 0  # under way, one inside the other
+
+    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        held = self._placement.resident_bytes
+        self._calls += 1
+        try:
+            if self._calls == 1:
+                with outside_inference():
+                    self._placement._move(self._own)
+            return forward(*args, **kwargs)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                for slot in self._own:
+                    slot.restore()
+                self._placement.resident_bytes = held
 
 
 def leafwise_slots(module: nn.Module) -> tuple[list[Slot], list[tuple[nn.Module, list[Slot]]]]:
     """What stays on the device under `Leafwise`, and what comes for the calls of which module.
 
     The top module's own few tensors stay, since its `forward` is already running when a unit is placed on demand, and
-    so do buffers that are in no file, which accelerate leaves where the module runs.
+    so do buffers that are in no file: small tables, which models read from elsewhere too.
     """
-    stays, comes = list(own_slots(module)), []
+    stays: list[Slot] = list(own_slots(module))
+    comes: list[tuple[nn.Module, list[Slot]]] = []
     inside: set[nn.Module] = set()
     for child in module.children():
         for owner in child.modules():
@@ -141,19 +165,6 @@ def leafwise_slots(module: nn.Module) -> tuple[list[Slot], list[tuple[nn.Module,
             if own:
                 comes.append((owner, own))
     return stays, comes
-
-
-class _Counted(dict):
-    """A state dict that tells which of its tensors are asked for."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], asked: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(tensors)
-        self._asked = asked
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = super().__getitem__(name)
-        self._asked(tensor)
-        return tensor
 
 
 class Cpu(Placement):

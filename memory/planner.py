@@ -267,9 +267,8 @@ def _reason(chosen: Candidate, sizes: UnitSizes, budget_bytes: int, fits: bool, 
             f"stay, {len(chosen.streamed)} pass through two slots, and {cost}"
         )
     else:
-        reason = (
-            f"Two blocks and what they work in do not fit {budget}: each layer comes for its own call, which is slow"
-        )
+        why = f"two blocks and what they work in do not fit {budget}" if sizes.blocks else "it has no blocks to stream"
+        reason = f"{whole} of weights do not fit {budget}, and {why}: each layer comes for its own call, which is slow"
     if chosen.from_disk:
         once = sizes.total_bytes / rates.disk_bytes_per_second
         cost = f"{chosen.transfer_seconds:.1f} s of each step" if chosen.streamed else f"{once:.0f} s, once"

@@ -18,7 +18,7 @@ from torch import nn
 from .errors import is_out_of_memory
 from .loading import find_stored
 from .order import Order
-from .placement import Placement
+from .placement import Placement, outside_inference
 from .residency import RING_SLOTS, blocks_to_stream, least_streamed_bytes, ring_bytes, streamed_blocks
 from .ring import Block, Queues, RingSlot, split_blocks
 from .sizes import format_bytes
@@ -242,7 +242,7 @@ class Streamed(Placement):
         return least_streamed_bytes(self._fixed_bytes, self._blocks)
 
     def _rearrange(self, more_bytes: int) -> int:
-        with self._lock, torch.inference_mode():
+        with self._lock, outside_inference():
             before, planned = self.resident_bytes, self._planned_bytes()
             streaming = self._choose(planned + more_bytes)
             change = self._planned_bytes(streaming) - planned
@@ -260,7 +260,7 @@ class Streamed(Placement):
 
     def _settle(self) -> None:
         """Move what is not running to where it shall be: first what frees memory, then what takes it."""
-        with torch.inference_mode():
+        with outside_inference():
             idle = [block for block in self._blocks if not block.calls]
             for block in idle:
                 if block.resident and block in self._streaming:
