@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 
 from .generic import GenericPipeline
 
-# The share of all tokens that one expert is thought to get at most. Half is even; a trained router comes near that,
-# but random weights send nearly all of them to the same two.
-_MOST_TOKENS = 15 / 16
 
+def _any_routing(module: Any, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`moe_infer` on shapes, where nobody knows which expert gets a token: as if one expert got every token.
 
-def _likely_routing(module: Any, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`moe_infer` on shapes, where nobody knows which expert gets a token."""
+    An upper bound. Even routing gives an expert half of them (2 of 4 experts are active).
+    """
     cache, order = torch.zeros_like(x), indices.argsort()
     tokens = order // module.num_activated_experts
-    end = 0
-    while end < len(tokens):
-        part = slice(end, min(len(tokens), end + math.ceil(_MOST_TOKENS * len(x))))
-        out = module.experts[0](x[tokens[part]])
+    for active in range(module.num_activated_experts):
+        part = slice(active * len(x), (active + 1) * len(x))
+        out = module.experts[active](x[tokens[part]])
         out.mul_(weights[order[part]])
         cache = cache.to(out.dtype)
         cache.scatter_reduce_(0, tokens[part].view(-1, 1).repeat(1, x.shape[-1]), out, reduce="sum")
-        end = part.stop
     return cache
 
 
 class HiDreamPipeline(GenericPipeline):
     """`HiDreamImagePipeline`, staged."""
 
-    stand_ins: ClassVar = {("MOEFeedForwardSwiGLU", "moe_infer"): _likely_routing}
+    stand_ins: ClassVar = {("MOEFeedForwardSwiGLU", "moe_infer"): _any_routing}
     batch_dims: ClassVar = {"encoder_hidden_states_llama3": 1}  # [layers, batch, tokens, channels]
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class Asked:
 
 
 def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
-    """The plan of a whole run. Nothing is loaded. Raises what the rehearsal raises."""
+    """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
     forecasts = _forecast_run(pipe, asked)
     used = rates or measured_rates(pipe.manager.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
@@ -171,8 +171,12 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": dict(asked.arguments)})
     forecasts = forecast_cache.get(pipe.forecasts, key) if key else None
     if forecasts is None:
-        with quietly():
-            forecasts = _rehearse_run(pipe, asked)
+        try:
+            with quietly():
+                forecasts = _rehearse_run(pipe, asked)
+        except Exception as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{pipe.name} cannot be planned at {asked.size}: its own code fails ({why}).") from error
         if key:
             forecast_cache.put(pipe.forecasts, key, forecasts)
     return forecasts

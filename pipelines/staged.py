@@ -117,11 +117,7 @@ class StagedPipeline(ABC):
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
         What it raises ends the run. `options` are further arguments of the pipeline's own call.
         """
-        if (made_by := cond.info.get("pipeline", self.name)) != self.name:
-            raise ValueError(
-                f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline."
-            )
-        arguments = self._checked(width, height, steps, guidance, frames, strategy, options)
+        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
 
         def run(device: torch.device, modules: Modules) -> torch.Tensor:
             generator = torch.Generator("cpu").manual_seed(seed)
@@ -160,9 +156,12 @@ class StagedPipeline(ABC):
         Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`; `cond` is what will be sampled
         from, or the prompts that will be encoded, by default one of usual length. `vram` and `ram` are budgets in bytes
         or as "6GB", by default those of the pipeline. `rates` are those of the machine by default. At full size it
-        takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU.
+        takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU, and for a
+        size that the pipeline's own code cannot run.
         """
-        arguments = self._checked(width, height, steps, guidance, frames, strategy, options)
+        if strategy == "cpu":
+            raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
+        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
         limit = self.vram_bytes if vram is None else parse_bytes(vram)
         if limit is None and self.manager.accelerator.is_cpu:
             raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")
@@ -196,6 +195,7 @@ class StagedPipeline(ABC):
 
     def _checked(
         self,
+        cond: Conditioning | None,
         width: int | None,
         height: int | None,
         steps: int,
@@ -204,6 +204,10 @@ class StagedPipeline(ABC):
         strategy: str,
         options: dict[str, Any],
     ) -> dict[str, Any]:
+        if cond is not None and (made_by := cond.info.get("pipeline", self.name)) != self.name:
+            raise ValueError(
+                f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline."
+            )
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         if steps < 1:

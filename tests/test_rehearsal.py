@@ -65,10 +65,12 @@ def test_what_is_on_the_host_is_not_counted(card: Card) -> None:
 
 def test_simulated_device_is_as_it_was(sim: Any) -> None:
     kept = torch.ones(4, device="sim")
-    before = sim.stats()
+    before, stream = sim.stats(), torch.sim.current_stream()  # type: ignore[attr-defined]
+    ready = stream.ready
     with torch.inference_mode(), rehearsal():
-        torch.ones(1000, device="meta").sum()
+        torch.ones(1000, 1000, device="meta") @ torch.ones(1000, 1000, device="meta")
     assert sim.stats() == before
+    assert (torch.sim.current_stream(), stream.ready) == (stream, ready)  # type: ignore[attr-defined]
     assert kept.tolist() == [1, 1, 1, 1]
     with pytest.raises(NotImplementedError):
         torch.ones(2, device="meta").tolist()
