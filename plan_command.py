@@ -46,8 +46,6 @@ def run(arguments: argparse.Namespace) -> str:
     for option in ("h2d_gbps", "disk_gbps", "tflops"):
         if (value := getattr(arguments, option)) is not None and not value > 0:
             raise ValueError(f"--{option.replace('_', '-')} is {value:g}; it takes a number above 0.")
-    if arguments.strategy == "cpu":
-        raise ValueError("--strategy cpu takes no VRAM to plan. Use auto, resident, streamed or leafwise.")
     with quietly():
         plans = _plans(arguments)
     text = str(plans[0]) if len(plans) == 1 else compare(plans)
@@ -58,6 +56,7 @@ def run(arguments: argparse.Namespace) -> str:
 
 
 def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
+    from .memory.probe import rates as measured_rates
     from .pipelines import open_pipeline
 
     pipe = open_pipeline(arguments.model, arguments.device, ram=arguments.ram, dtype=arguments.dtype)
@@ -66,13 +65,9 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 
-    def plan(vram: str | None, rates: Rates | None = None) -> RunPlan:
-        return pipe.plan(vram=vram, rates=rates, **asked)
-
+    rates = _named_rates(measured_rates(pipe.manager.device), arguments)
     budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]
-    plans = [plan(vram) for vram in budgets or [None]]
-    rates = _named_rates(plans[0].rates, arguments)
-    return plans if rates == plans[0].rates else [plan(vram, rates) for vram in budgets or [None]]
+    return [pipe.plan(vram=vram, rates=rates, **asked) for vram in budgets or [None]]
 
 
 def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:

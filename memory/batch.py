@@ -17,11 +17,17 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) ->
     sizes = [value.shape[0] for value in named.values() if isinstance(value, torch.Tensor) and value.ndim > 2]
     lists = [len(value) for value in named.values() if _is_batch_list(value)]
     batch = (sizes + lists)[0] if sizes + lists else 1
-    for name, value in named.items():
-        clear = not isinstance(value, torch.Tensor) or name in dims or value.ndim < 3 or value.shape[0] in (1, batch)
-        if not clear:
-            return 1
-    return batch
+    return batch if all(name in dims or _is_clear(value, batch) for name, value in named.items()) else 1
+
+
+def _is_clear(value: Any, batch: int) -> bool:
+    """Whether it is plain which part of the batch a value belongs to: all of it to each, or its first dimension."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim < 3 or value.shape[0] in (1, batch)
+    if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+        # One for each of the batch, not one for each layer with a batch of its own.
+        return len(value) == batch and all(item.ndim < 4 and item.shape[:1] != (batch,) for item in value)
+    return not isinstance(value, dict)
 
 
 def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:

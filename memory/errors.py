@@ -15,6 +15,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device is out of memory, in the words of any backend."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    if isinstance(error, DoesNotFitError):  # which tells that all was tried
+        return False
     # The second is what CUDA's libraries say when their workspace does not fit.
     return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in ("out of memory", "alloc_failed"))
 

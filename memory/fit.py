@@ -41,8 +41,12 @@ def need_bytes(unit: ManagedModel, kind: str) -> int:
     sizes = sizes_of(unit)
     if kind == "leafwise" and unit.forecast is not None:
         return sizes.stay_bytes + unit.forecast.leafwise_bytes
-    # One that is asked for by name may have nothing to stream: then all of it.
-    return {"streamed": sizes.total_bytes, **least_weights(sizes)}[kind] + unit.working_bytes  # type: ignore[index]
+    return _least(sizes, kind) + unit.working_bytes
+
+
+def _least(sizes: UnitSizes, kind: str) -> int:
+    # One that is asked to stream may have nothing to stream: then all of it.
+    return {"cpu": 0, "streamed": sizes.total_bytes, **least_weights(sizes)}[kind]  # type: ignore[index]
 
 
 def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
@@ -51,7 +55,7 @@ def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
     Streaming takes its share of the room that the work leaves, and the least as long as the work is not known.
     """
     sizes = sizes_of(unit)
-    least: int = {"cpu": 0, "streamed": sizes.total_bytes, **least_weights(sizes)}[kind]  # type: ignore[index]
+    least = _least(sizes, kind)
     if kind != "streamed" or not unit.working_bytes:
         return least
     most = max(least, min(sizes.total_bytes, room_bytes - unit.working_bytes))
@@ -98,7 +102,7 @@ def why_nothing_fits(
     least = least_weights(sizes_of(unit))
     wants = " or ".join(f"{format_bytes(size)} {kind}" for kind, size in least.items())
     return (
-        f"{unit.role} {unit.name} does not fit on {device}: it wants {wants}, and "
+        f"{unit.name} does not fit on {device}: it wants {wants}, and "
         f"{format_bytes(unit.working_bytes)} to work in, of a budget of "
         f"{format_bytes(budget_bytes)}, of which {format_bytes(max(0, room_bytes))} can be had. "
         f"Could be freed: {could}. Raise the vram budget, choose a smaller size, or use strategy='cpu'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,10 +34,11 @@ class UnitForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One stage: its units by name, and the most that it holds before any of them is called."""
+    """One stage: its units by name, the most that it holds before any of them is called, and its sampling steps."""
 
     idle_bytes: int
     units: Mapping[str, UnitForecast] = field(default_factory=dict)
+    steps: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a file."""
@@ -48,7 +50,8 @@ class Forecast:
         units = {}
         for name, facts in data["units"].items():
             numbers = {key: value for key, value in facts.items() if key != "block_operations"}
-            if not all(isinstance(number, int | float) for number in numbers.values()):
-                raise ValueError(f"{name} has facts that are not numbers")
-            units[name] = UnitForecast(**numbers, block_operations=tuple(map(float, facts["block_operations"])))
-        return cls(int(data["idle_bytes"]), units)
+            blocks = facts["block_operations"]
+            if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks)):
+                raise ValueError(f"{name} has facts that are not numbers from 0 up")
+            units[name] = UnitForecast(**numbers, block_operations=tuple(map(float, blocks)))
+        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])))

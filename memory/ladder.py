@@ -46,7 +46,7 @@ def describe(terms: Terms, placement: str | None = None) -> str:
     """What the terms mean, for a message; `placement` is how the unit sat under them, where that is known."""
     if "leafwise" in (terms.strategy, placement):
         how = "layer by layer"
-    elif terms.strategy != "streamed":
+    elif terms.share == 1:
         how = "with everything else gone"
     else:
         how = f"with {terms.share:.0%} of the blocks that could stay" if terms.share else "with no block staying"

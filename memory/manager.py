@@ -147,8 +147,18 @@ class MemoryManager:
         else:
             self.release(unit)
 
-    def acquire(self, unit: ManagedModel, strategy: str = "auto", *, instead_of: Collection[ManagedModel] = ()) -> None:
-        """Put a unit in place and count a lease; of `instead_of` leaves what may. `release` must follow."""
+    def acquire(
+        self,
+        unit: ManagedModel,
+        strategy: str = "auto",
+        *,
+        instead_of: Collection[ManagedModel] = (),
+        anew: bool = True,
+    ) -> None:
+        """Put a unit in place and count a lease; of `instead_of` leaves what may. `release` must follow.
+
+        With `anew`, one that is in place already is fitted to what it is going to do now.
+        """
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         with self._lock:
@@ -164,6 +174,8 @@ class MemoryManager:
                         self._evict(other)
                 if unit.placement is None:
                     self._place(unit, strategy)
+                elif anew and unit.leases == 1:
+                    self._resize(unit)
                 self._called[unit] = self.timeline.record("call", unit).allocated_bytes
             except BaseException:
                 self.release(unit, evict=True, failed=True)
@@ -364,7 +376,12 @@ class MemoryManager:
         """Note what a call took, and let more blocks stay, or fewer, if that was not known before."""
         known = unit.working_bytes
         unit.worked_in(measured_bytes)
-        if unit.working_bytes != known and isinstance(unit.placement, Streamed):
+        if unit.working_bytes != known:
+            self._resize(unit)
+
+    def _resize(self, unit: ManagedModel) -> None:
+        """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""
+        if isinstance(unit.placement, Streamed):
             more = self._weights(unit, "streamed") - unit.resident_bytes
             unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
 
@@ -383,7 +400,8 @@ class MemoryManager:
         if strategy != "auto":
             # What runs from disk is always streamed, wholly resident or not.
             return strategy != unit.placement.name and not (strategy == "resident" and not unit.in_ram)
-        return unit.placement.name != "resident" and self._fitting_placements(unit)[:1] != [unit.placement.name]
+        fitting = self._fitting_placements(unit)
+        return bool(fitting) and fitting[0] != unit.placement.name
 
     def _room_bytes(self, unit: ManagedModel) -> int:
         """What a unit could have once everything that may leave has left."""

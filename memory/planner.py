@@ -132,17 +132,19 @@ def make_plan(
     made = [c for i, c in enumerate(made) if c not in made[:i]]
     allowed = [c for c in made if c.placement in bound_to] or made
     # Where nothing streams from disk, weights that exceed the RAM budget are held all the same.
-    ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
-    fitting = [c for c in allowed if c.peak_vram_bytes <= budget_bytes and c.ram_bytes <= ram_bytes_allowed]
+    ram_bytes_allowed = max(ram_bytes, ring_bytes(sizes.blocks, WINDOWS)) if streams_from_disk else sizes.total_bytes
+    on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
+    fitting = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed] or on_device
     chosen = _best(fitting) if fitting else min(allowed, key=lambda c: c.peak_vram_bytes)
     rejected = tuple(
         replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to))
         for c in made
         if c is not chosen
     )
-    facts = {name: getattr(chosen, name) for name in Candidate.__dataclass_fields__}
     reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates)
-    return Plan(**facts, unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting))
+    return Plan(
+        **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
+    )
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
@@ -210,7 +212,7 @@ def _candidate(
     compute = [operations / max(1, work.calls) / rates.operations_per_second for operations in work.block_operations]
     compute = compute if len(compute) == len(sizes.blocks) else [0.0] * len(sizes.blocks)
     outside = max(0.0, work.operations / max(1, work.calls) / rates.operations_per_second - sum(compute))
-    from_disk = from_disk and placement != "leafwise"
+    from_disk = from_disk and placement != "leafwise" and bool(sizes.blocks)
     bandwidth = rates.pinned_bytes_per_second
     if from_disk:
         bandwidth = min(bandwidth, rates.disk_bytes_per_second)

@@ -104,7 +104,7 @@ class RunPlan:
     @property
     def first_step_seconds(self) -> float:
         """Seconds of the first sampling step, which brings the weights."""
-        return self.sampling.first_step_seconds
+        return self._sample.units[0].first_step_seconds
 
     @property
     def total_seconds(self) -> float:
@@ -114,7 +114,7 @@ class RunPlan:
     @property
     def bound_seconds(self) -> float:
         """No sampling step in this placement can be faster."""
-        return self.sampling.bound_seconds
+        return sum(plan.bound_seconds for plan in self._sample.units)
 
     @property
     def reason(self) -> str:

@@ -87,7 +87,8 @@ class _Calls:
 
     def _run_once(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         failed = True
-        self.manager.acquire(self.unit, self.placement or self.unit.terms.strategy, instead_of=self._others())
+        strategy, anew = self.placement or self.unit.terms.strategy, self.placement is None
+        self.manager.acquire(self.unit, strategy, instead_of=self._others(), anew=anew)
         self.placement = self.unit.placement.name if self.unit.placement else None
         try:
             if self.unit.terms.parts == 1:
@@ -114,7 +115,7 @@ class _Calls:
         if lower is None:
             how, works_in = describe(unit.terms, placement), format_bytes(unit.working_bytes)
             raise DoesNotFitError(
-                f"{unit.role} {unit.name} ran out of memory on {manager.device} even {how}: it works in {works_in} "
+                f"{unit.name} ran out of memory on {manager.device} even {how}: it works in {works_in} "
                 f"beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
                 f"fewer frames, or raise the vram budget. ({error})"
             ) from None

@@ -124,7 +124,12 @@ class ManagedModel:
         return self._module
 
     def skeleton(self) -> nn.Module:
-        """The structure once more, with parameters on `meta`, for a run on shapes."""
+        """The structure once more, with parameters on `meta`, for a run on shapes.
+
+        RuntimeError for a unit made of a module, which there is only one of.
+        """
+        if self._on_host and self._read is None:
+            raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
         with _building:
             module = self._build().eval()
         module.__class__ = _located(type(module))  # type: ignore[arg-type]

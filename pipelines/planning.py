@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ballast")
 
+_not_rehearsable: set[str | None] = set()  # keys, so that what failed once is not tried before every run
+
+_REHEARSED_STEPS = 4  # after which multistep solvers hold all that they ever hold
 _COPIES_OF_PIXELS = 3  # that tiled decoding holds at most: the tiles with their overlaps, the rows, the whole
 
 # As many words as people write. Some families keep as many tokens as there are words.
@@ -37,6 +40,17 @@ TYPICAL_PROMPT = (
     "over its side, gulls on the mast, behind it a row of narrow houses climbing a green hill under heavy clouds, one "
     "beam of evening light on the water, fine detail, soft colours, seen from a low angle"
 )
+
+
+def alike(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments to rehearse, the same for all runs that work in the same: guidance on or off, and a few steps."""
+    stands_for = dict(arguments)
+    for name in ("guidance_scale", "true_cfg_scale", "guider"):
+        if isinstance(scale := arguments.get(name), int | float):
+            stands_for[name] = 2.0 if scale > 1 else scale
+    if arguments.get("sigmas") is None and arguments.get("timesteps") is None:
+        stands_for["num_inference_steps"] = min(_REHEARSED_STEPS, arguments["num_inference_steps"])
+    return stands_for
 
 
 def sampling_key(
@@ -48,7 +62,7 @@ def sampling_key(
         for name, value in cond.tensors.items()
     }
     given = None if noise is None else _shape(noise)
-    facts = {"stage": "sample", "arguments": dict(arguments), "cond": tensors, "reports": reports, "noise": given}
+    facts = {"stage": "sample", "arguments": alike(arguments), "cond": tensors, "reports": reports, "noise": given}
     return cache_key(pipe.facts() | facts)
 
 
@@ -83,13 +97,16 @@ def forecast_sampling(
     noise: torch.Tensor | None,
 ) -> Forecast | None:
     """What sampling will work in, from the cache or by a rehearsal; None where it cannot be rehearsed."""
-    found = forecast_cache.get(pipe.forecasts, key) if key else None
+    found = forecast_cache.get(pipe.forecasts, key, {"sample": _names(pipe.denoisers)}) if key else None
     if found is None:
+        if key in _not_rehearsable:
+            return None
         try:
             with quietly():
                 forecast, _ = _rehearse_sampling(pipe, cond, arguments, on_step, noise)
         except Exception as error:
             log.info("Ballast: %s cannot be rehearsed, and is measured as it runs (%s)", pipe.name, error)
+            _not_rehearsable.add(key)
             return None
         found = {"sample": forecast}
         if key:
@@ -151,7 +168,7 @@ def plan_stage(
             rates,
             budget_bytes,
             ram_bytes,
-            steps=steps,
+            steps=forecast.steps,
             strategy=strategy,
             idle_bytes=forecast.idle_bytes,
             in_ram=named[unit].tier != "disk",
@@ -168,18 +185,27 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         key = key and f"{key}-run"
     else:
         words = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
-        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": dict(asked.arguments)})
-    forecasts = forecast_cache.get(pipe.forecasts, key) if key else None
+        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": alike(asked.arguments)})
+    stages = {"sample": _names(pipe.denoisers), "decode": [pipe.decoder.name], "decode in tiles": [pipe.decoder.name]}
+    if not asked.cond:
+        stages["encode"] = _names(pipe.encoders)
+    forecasts = forecast_cache.get(pipe.forecasts, key, stages) if key else None
     if forecasts is None:
         try:
             with quietly():
                 forecasts = _rehearse_run(pipe, asked)
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{pipe.name} cannot be planned at {asked.size}: its own code fails ({why}).") from error
+            raise ValueError(
+                f"{pipe.name} cannot be planned at {asked.size}: the rehearsal ends with an error ({why})."
+            ) from error
         if key:
             forecast_cache.put(pipe.forecasts, key, forecasts)
     return forecasts
+
+
+def _names(units: Sequence[ManagedModel]) -> list[str]:
+    return [unit.name for unit in units]
 
 
 def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
@@ -217,10 +243,12 @@ def _rehearse_sampling(
     pipe: StagedPipeline, cond: Conditioning, arguments: Mapping[str, Any], on_step: bool, noise: torch.Tensor | None
 ) -> tuple[Forecast, torch.Tensor]:
     modules = {unit.name: unit.skeleton() for unit in pipe.denoisers}
+    stands_for = alike(arguments)
 
     def sample(device: torch.device) -> torch.Tensor:
-        given = {**arguments, "generator": torch.Generator("cpu").manual_seed(0), "latents": noise}
+        given = {**stands_for, "generator": torch.Generator("cpu").manual_seed(0), "latents": noise}
         report = (lambda step, steps, latents: None) if on_step else None
         return to_host(pipe._denoise(cond, given, report, device, modules).float())
 
-    return rehearse(modules, sample, pipe.stand_ins)
+    forecast, latents = rehearse(modules, sample, pipe.stand_ins)
+    return replace(forecast, steps=stands_for["num_inference_steps"]), latents

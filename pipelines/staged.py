@@ -63,7 +63,7 @@ class StagedPipeline(ABC):
         self.ram_bytes = None if ram is None else parse_bytes(ram)
         self.keep = keep
         self.cache = cache or shared_cache()
-        self.forecasts = self.cache.directory.parent / "forecasts"
+        self.forecasts = self.cache.directory / "forecasts"
         self.encoders: list[ManagedModel] = []
         self.denoisers: list[ManagedModel] = []
         self.decoder: ManagedModel
@@ -162,10 +162,9 @@ class StagedPipeline(ABC):
         if strategy == "cpu":
             raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
-        limit = self.vram_bytes if vram is None else parse_bytes(vram)
-        if limit is None and self.manager.accelerator.is_cpu:
+        if vram is None and self.vram_bytes is None and self.manager.accelerator.is_cpu:
             raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")
-        budget_bytes = self.manager.budget_bytes if limit is None else limit
+        budget_bytes = self._vram_budget() if vram is None else parse_bytes(vram)
         ram_bytes = self._ram_budget(ram)
         size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
         size += f" x {frames} frames" if frames else ""
@@ -174,20 +173,25 @@ class StagedPipeline(ABC):
 
     def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan:
         """The plan of a sampling stage that is about to run here."""
-        manager = self.manager
-        room_bytes = max(0, manager.accelerator.total_bytes() - manager.reserve_bytes)
-        # Within a stated budget the host makes room; without one, what is free now is the budget.
-        budget_bytes = manager.budget_bytes if self.vram_bytes is None else min(self.vram_bytes, room_bytes)
         return plan_stage(
             "sample",
             forecast,
             self.denoisers,
-            budget_bytes=budget_bytes,
+            budget_bytes=self._vram_budget(),
             ram_bytes=self._ram_budget(None),
-            rates=measured_rates(manager.device),
+            rates=measured_rates(self.manager.device),
             strategy=strategy,
             steps=steps,
         )
+
+    def _vram_budget(self) -> int:
+        """What a run here may take: the stated budget, for which others make room, or what is free now."""
+        manager = self.manager
+        if self.vram_bytes is None:
+            return manager.budget_bytes
+        if manager.accelerator.is_cpu:  # a plan for another machine
+            return self.vram_bytes
+        return min(self.vram_bytes, max(0, manager.accelerator.total_bytes() - manager.reserve_bytes))
 
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)

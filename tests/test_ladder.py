@@ -202,4 +202,5 @@ def test_out_of_memory_at_every_allocation_of_a_small_run(
             refused += 1
         assert sim.stats().allocated_bytes == 0, count
         assert not any(unit.leases for unit in pipe.denoisers)
-    assert refused <= allocations // 2
+    # What is leafwise already has nothing left to give up: where its one more try fails too, it says so.
+    assert refused == 0 or (strategy == "leafwise" and refused <= 0.1 * allocations)

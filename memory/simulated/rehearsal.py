@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,23 +20,27 @@ from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
 
+_one_at_a_time = threading.RLock()
+
 
 @contextmanager
 def rehearsal() -> Iterator[state.Card]:
     """Let what this thread makes on `meta` be tensors of a simulated card, which is counted and has no cap.
 
     Small tensors keep their values there, large ones have shapes only (see `shapes`). The card's seconds of compute
-    are operations. It holds for the process's simulated device too: do no work on that in another thread meanwhile.
+    are operations. One at a time in a process. It holds for the process's simulated device too: do no work on that in
+    another thread meanwhile.
     """
-    outer, card = state.card, state.Card(None, DEVICE, dry=True)
-    card.configure(None, 0, 25e9, 25e9, 1.0)
-    state.card = card
-    try:
-        # A stream of its own: an operation a second would set the clock of the others ahead by ages.
-        with Stream(), _autocast_nowhere(), _Functions(), _Operators():
-            yield card
-    finally:
-        state.card = outer
+    with _one_at_a_time:
+        outer, card = state.card, state.Card(None, DEVICE, dry=True)
+        card.configure(None, 0, 25e9, 25e9, 1.0)
+        state.card = card
+        try:
+            # A stream of its own: an operation a second would set the clock of the others ahead by ages.
+            with Stream(), _autocast_nowhere(), _Functions(), _Operators():
+                yield card
+        finally:
+            state.card = outer
 
 
 class _Operators(TorchDispatchMode):
