@@ -64,14 +64,18 @@ class Accelerator:
             return simulated.take_interval_peak()
         peak = max(self._count("max_memory_allocated"), self.allocated_bytes())
         reset = getattr(self._module, "reset_peak_memory_stats", None)
-        if reset:
+        if reset and getattr(self._module, "is_initialized", lambda: True)():
             reset(self.device)
         return peak
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""
-        if self._module is not None:
-            self._module.empty_cache()
+        if self._module is None:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_initialized():
+            # The libraries' workspaces, which count as live tensors. They are made again when needed.
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+        self._module.empty_cache()
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""

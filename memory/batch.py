@@ -27,7 +27,11 @@ def _is_clear(value: Any, batch: int) -> bool:
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
         # One for each of the batch, not one for each layer with a batch of its own.
         return len(value) == batch and all(item.ndim < 4 and item.shape[:1] != (batch,) for item in value)
-    return not isinstance(value, dict)
+    if isinstance(value, dict):
+        return all(_is_clear(item, batch) for item in value.values())
+    return not (
+        isinstance(value, tuple) and any(isinstance(i, torch.Tensor) and i.shape[:1] == (batch,) for i in value)
+    )
 
 
 def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:
@@ -73,6 +77,8 @@ def _part(value: Any, dim: int, batch: int, part: slice) -> Any:
         if value.ndim <= dim or value.shape[dim] != batch:
             return value
         return value.narrow(dim, part.start, part.stop - part.start)
-    if isinstance(value, list) and len(value) == batch:
+    if isinstance(value, dict):
+        return {name: _part(item, 0, batch, part) for name, item in value.items()}
+    if isinstance(value, list) and len(value) == batch and not all(isinstance(item, int | float) for item in value):
         return value[part]
     return value

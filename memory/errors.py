@@ -6,6 +6,19 @@ import traceback
 
 import torch
 
+# Of CUDA's libraries too, which say other things when it is their workspace that does not fit.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "alloc_failed",
+    "allocation_failed",
+    "out_of_device_memory",
+    "out_of_host_memory",
+    "unable to find an engine",
+    "unable to find a valid cudnn",
+    "when calling `cublascreate",
+    "when calling cublascreate",
+)
+
 
 class DoesNotFitError(RuntimeError):
     """A unit fits the budget in no placement. The message names the bytes, the budget and what could be freed."""
@@ -17,8 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, DoesNotFitError):  # which tells that all was tried
         return False
-    # The second is what CUDA's libraries say when their workspace does not fit.
-    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in ("out of memory", "alloc_failed"))
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def release_frames(error: BaseException) -> None:

@@ -60,13 +60,17 @@ def device() -> torch.device | None:
 def reserve_bytes(on: torch.device) -> int | None:
     """VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other."""
     mm = model_management()
-    return int(mm.extra_reserved_memory()) if mm and on == mm.get_torch_device() else None
+    return int(mm.extra_reserved_memory()) if mm and _is_same(on, mm.get_torch_device()) else None
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index or 0) == (other.index or 0)  # "mps" is "mps:0"
 
 
 def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
     """Ask the host to move its own models away until so many bytes are free."""
     mm = model_management()
-    if mm and wanted_on == mm.get_torch_device() and mm.get_free_memory(wanted_on) < wanted_bytes:
+    if mm and _is_same(wanted_on, mm.get_torch_device()) and mm.get_free_memory(wanted_on) < wanted_bytes:
         mm.free_memory(wanted_bytes + mm.extra_reserved_memory(), wanted_on)
 
 

@@ -21,6 +21,8 @@ from . import host
 ALIGNMENT_BYTES = 256
 _PINNED_SHARE = 0.5  # of the machine's RAM at most: pinned pages cannot be swapped, and others need theirs too
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
+
 _lock = threading.Lock()
 _pinned_bytes = 0  # by us; what the host pins for us it counts itself
 _left_paged: set[torch.device] = set()
@@ -33,7 +35,7 @@ class _Pages(mmap.mmap):
     stand_in: torch.Tensor | None = None  # what the host knows the pages by, if it has pinned them
     address = 0
 
-    def pin(self, address: int) -> bool:
+    def pin(self, address: int, device: torch.device) -> bool:
         """Lock the pages for direct transfer by CUDA (or ROCm). False where that is refused or would be too much."""
         if self.cudart is not None or self.stand_in is not None:
             return True
@@ -44,19 +46,20 @@ class _Pages(mmap.mmap):
         except (RuntimeError, AttributeError):
             return False
         if by_host is None:
-            return self._register(address)
+            return self._register(address, device)
         self.stand_in = stand_in if by_host else None
         return by_host
 
-    def _register(self, address: int) -> bool:
+    def _register(self, address: int, device: torch.device) -> bool:
         global _pinned_bytes
         with _lock:
             if _pinned_bytes + len(self) > _PINNED_SHARE * psutil.virtual_memory().total:
                 return False
             try:
                 cudart = torch.cuda.cudart()
-                if int(cudart.cudaHostRegister(address, len(self), 0)) != 0:
-                    return False
+                with torch.cuda.device(device):  # or the first card would get a context of some hundred MB
+                    if int(cudart.cudaHostRegister(address, len(self), _PORTABLE)) != 0:
+                        return False
             except (RuntimeError, AttributeError):
                 return False
             self.cudart, self.address = cudart, address
@@ -184,7 +187,7 @@ def pin(flat: torch.Tensor, device: torch.device) -> bool:
     pages = _pages.get(flat.data_ptr())
     if not wants_pinned(device) or pages is None:
         return False
-    if pages.pin(flat.data_ptr()):
+    if pages.pin(flat.data_ptr(), device):
         return True
     # A refusal stays behind as CUDA's last error, and the next kernel would be blamed for it: let it be this one.
     with contextlib.suppress(Exception):

@@ -31,7 +31,7 @@ def next_terms(terms: Terms, placement: str | None, streams: bool, batch: int) -
     `batch` how many parts its call could be run in.
     """
     if not terms.alone:
-        return replace(terms, alone=True)
+        return replace(terms, alone=True)  # the same once more, with what share there is
     if streams and terms.share and placement != "leafwise":
         share = terms.share / 2 if terms.share > _LEAST_SHARE else 0.0
         return replace(terms, strategy="streamed", share=share)

@@ -237,6 +237,13 @@ class MemoryManager:
         """Where a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
 
+    def ask_host(self, wanted_bytes: int) -> None:
+        """Ask the host to move its own models away until so many bytes are free."""
+        host.make_room(wanted_bytes, self.device)
+        if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
+            held = sum(unit.resident_bytes for unit in self._units)
+            self._not_ours = max(0, min(self._not_ours, self.accelerator.allocated_bytes() - held))
+
     def strike(self, unit: ManagedModel) -> None:
         """Take the next use of a unit off the schedule."""
         with self._lock:
@@ -350,7 +357,7 @@ class MemoryManager:
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self._evictable(unit))
             wanted = min(need_bytes(unit, "resident"), self._vram_bytes or sys.maxsize)
-            host.make_room(wanted - ours, self.device)
+            self.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
             if not kinds:
                 pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
@@ -375,7 +382,7 @@ class MemoryManager:
     def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
         """Note what a call took, and let more blocks stay, or fewer, if that was not known before."""
         known = unit.working_bytes
-        unit.worked_in(measured_bytes)
+        unit.worked_in(measured_bytes * unit.terms.parts)
         if unit.working_bytes != known:
             self._resize(unit)
 
@@ -383,6 +390,9 @@ class MemoryManager:
         """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""
         if isinstance(unit.placement, Streamed):
             more = self._weights(unit, "streamed") - unit.resident_bytes
+            if more > 0:
+                # Else blocks settle in the gaps that the last call left, and the next one finds none.
+                self.accelerator.empty_cache()
             unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
 
     def _came(self, unit: ManagedModel, kind: Literal["place", "ran"]) -> int:
@@ -426,7 +436,7 @@ class MemoryManager:
         use = Use(unit, need, unit.working_bytes)
         for other in choose_evictions(evictable, self.budget_bytes - others, use, self._uses("size_bytes")):
             self._evict(other)
-        host.make_room(need + unit.working_bytes, self.device)
+        self.ask_host(need + unit.working_bytes)
 
     def _evict(self, unit: ManagedModel) -> None:
         if unit.placement is None:

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -196,7 +196,9 @@ def clear_strays(module: nn.Module, device: torch.device) -> None:
 def _clear_function_caches(namespace: Mapping[str, Any]) -> None:
     for function in list(namespace.values()):
         # Either the cached function itself, or one wrapped in another, which then holds it in its closure.
-        cells = getattr(function, "__closure__", None) or ()
+        cells = [
+            cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()
+        ]  # empty ones raise
         for cached in (function, *(cell.cell_contents for cell in cells)):
             if isinstance(cached, _LruCache):
                 cached.cache_clear()

@@ -38,9 +38,11 @@ class Queues:
                 _copy_streams[self.device] = self.backend.Stream(device=self.device)
             return _copy_streams[self.device]
 
-    def event(self) -> Any:
-        """A new event, None where there are none."""
-        return self.backend.Event() if self.copying else None
+    def event(self, waited_for: bool = False) -> Any:
+        """A new event, None where there are none. One that the host waits for lets it sleep meanwhile."""
+        if not self.copying:
+            return None
+        return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
 
     def mark(self, event: Any) -> None:
         """Let the event happen when what this thread has queued so far is done."""

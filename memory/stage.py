@@ -6,11 +6,11 @@ import gc
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import host
 from .batch import batch_of, in_parts, joined
 from .calls import Forward, interpose
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
@@ -108,6 +108,8 @@ class _Calls:
     def _step_down(self, args: tuple, kwargs: dict, error: BaseException) -> None:
         unit, manager = self.unit, self.manager
         placement = unit.placement.name if unit.placement else None
+        if placement == "streamed" and unit.resident_bytes <= sizes_of(unit).least_streamed_bytes:
+            unit.terms = replace(unit.terms, share=0.0)  # there is nothing left to give up there
         manager.evict(unit)
         lower = next_terms(
             unit.terms, placement, len(sizes_of(unit).blocks) > 0, batch_of(args, kwargs, unit.batch_dims)
@@ -123,4 +125,4 @@ class _Calls:
         unit.terms, self.placement = lower, None
         gc.collect()
         manager.free()
-        host.make_room(manager.accelerator.total_bytes(), manager.device)
+        manager.ask_host(manager.accelerator.total_bytes())

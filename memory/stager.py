@@ -66,7 +66,7 @@ class Stager:
     def __init__(self, queues: Queues, nbytes: int) -> None:
         self.nbytes = nbytes
         self._queues = queues
-        self._windows = [_Window(hostbuffer.allocate(nbytes), queues.event()) for _ in range(WINDOWS)]
+        self._windows = [_Window(hostbuffer.allocate(nbytes), queues.event(waited_for=True)) for _ in range(WINDOWS)]
         self._changed = threading.Condition()
         self._closed = False
         self._coming: list[Block] = []
@@ -203,9 +203,11 @@ class Stager:
                 self._wait_for(fill)
                 if fill.error:
                     raise fill.error
-                for target, at in chunk.targets:
-                    target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
-                self._queues.mark(fill.window.copied)
+                try:
+                    for target, at in chunk.targets:
+                        target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
+                finally:  # also of those copies that were queued before an interrupt
+                    self._queues.mark(fill.window.copied)
                 fill.window.fill = None
             finally:
                 fill.taken = False

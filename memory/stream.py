@@ -302,9 +302,9 @@ class Streamed(Placement):
         size = ring_bytes(self._blocks, slots=1)
         # Ordinary tensors, which may be written to in and outside inference mode.
         with torch.inference_mode(False):
-            for _ in range(RING_SLOTS):
-                memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-                slot = RingSlot(memory, self._queues.event(), self._queues.event())
-                self._queues.mark(slot.used)  # the allocator may hand out memory that queued work still reads
-                self._ring.append(slot)
-                self.resident_bytes += size
+            memories = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(RING_SLOTS)]
+        for memory in memories:
+            slot = RingSlot(memory, self._queues.event(), self._queues.event())
+            self._queues.mark(slot.used)  # the allocator may hand out memory that queued work still reads
+            self._ring.append(slot)
+            self.resident_bytes += size

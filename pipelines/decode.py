@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ..memory.forecast import Forecast
 from ..memory.manager import MemoryManager
 from ..memory.unit import ManagedModel
 
@@ -38,17 +39,20 @@ def decode_latents(
     latents: torch.Tensor,
     stage: dict[str, Any],
     arguments: dict[str, Any],
+    forecast: Forecast | None = None,
 ) -> torch.Tensor:
     """Pixels in -1..1, float32 on the CPU, in the layout of the VAE ([B,3,H,W] or [B,3,F,H,W]).
 
     `latents` is what the VAE's `decode` takes ([B,C,h,w] or [B,C,f,h,w]); `arguments` are further ones of
-    it. `stage` has the manager's own: `alone`, `vram`, `ram`.
+    it. `stage` has the manager's own: `alone`, `vram`, `ram`. With a `forecast` of decoding whole, that is not tried
+    where it does not fit.
     """
     check_finite(latents, "the latents hold")
     attempts = [("auto", False), ("auto", True), ("cpu", False)]
     for strategy, tiled in attempts:
         try:
-            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled), **stage):
+            expected = None if tiled or strategy == "cpu" else forecast
+            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled), forecast=expected, **stage):
                 pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=stage["alone"], arguments=arguments)
         except Exception as error:
             if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):

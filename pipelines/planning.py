@@ -32,7 +32,7 @@ log = logging.getLogger("ballast")
 _not_rehearsable: set[str | None] = set()  # keys, so that what failed once is not tried before every run
 
 _REHEARSED_STEPS = 4  # after which multistep solvers hold all that they ever hold
-_COPIES_OF_PIXELS = 3  # that tiled decoding holds at most: the tiles with their overlaps, the rows, the whole
+_COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
 
 # As many words as people write. Some families keep as many tokens as there are words.
 TYPICAL_PROMPT = (
@@ -114,6 +114,27 @@ def forecast_sampling(
     return found["sample"]
 
 
+def forecast_decoding(pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any]) -> Forecast | None:
+    """What decoding whole will work in, from the cache or by a rehearsal; None where it cannot be rehearsed."""
+    given = {name: _shape(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    key = cache_key(pipe.facts() | {"stage": "decode", "latents": _shape(latents), "arguments": given})
+    found = forecast_cache.get(pipe.forecasts, key, {"decode": [pipe.decoder.name]}) if key else None
+    if found is None:
+        if key in _not_rehearsable:
+            return None
+        try:
+            with quietly():
+                forecast, _ = _rehearse_decoding(pipe, latents, arguments)
+        except Exception as error:
+            log.info("Ballast: the decoder of %s cannot be rehearsed, and is tried (%s)", pipe.name, error)
+            _not_rehearsable.add(key)
+            return None
+        found = {"decode": forecast}
+        if key:
+            forecast_cache.put(pipe.forecasts, key, found)
+    return found["decode"]
+
+
 @dataclass(frozen=True)
 class Asked:
     """A run to plan: checked `arguments` of sampling, and the conditioning, or a prompt pair to make one of."""
@@ -135,10 +156,8 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
     stages = [place("sample", forecasts["sample"], pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
-    whole, tiled = (
-        place("decode", forecasts[stage], [pipe.decoder], strategy="resident")
-        for stage in ("decode", "decode in tiles")
-    )
+    whole = place("decode", forecasts["decode"], [pipe.decoder])
+    tiled = place("decode", forecasts["decode in tiles"], [pipe.decoder], strategy="resident")
     if whole.units[0].fits:
         stages.append(whole)
     else:
@@ -220,15 +239,18 @@ def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
     forecasts["sample"], latents = _rehearse_sampling(pipe, cond, asked.arguments, True, None)
     arguments = pipe._decode_arguments(latents, {})
 
-    def decode(latents: torch.Tensor) -> tuple[Forecast, torch.Tensor]:
-        module = pipe.decoder.skeleton()
-        run = functools.partial(run_decoder, module, latents, tiled=False, arguments=arguments)
-        return rehearse({pipe.decoder.name: module}, run, method="decode")
-
-    forecasts["decode"], pixels = decode(latents)
-    one, _ = decode(first_tile(pipe.decoder.skeleton(), latents))
+    forecasts["decode"], pixels = _rehearse_decoding(pipe, latents, arguments)
+    one, _ = _rehearse_decoding(pipe, first_tile(pipe.decoder.skeleton(), latents), arguments)
     forecasts["decode in tiles"] = _beside(one, _COPIES_OF_PIXELS * pixels.nbytes)
     return forecasts
+
+
+def _rehearse_decoding(
+    pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any]
+) -> tuple[Forecast, torch.Tensor]:
+    module = pipe.decoder.skeleton()
+    run = functools.partial(run_decoder, module, latents, tiled=False, arguments=dict(arguments))
+    return rehearse({pipe.decoder.name: module}, run, method="decode")
 
 
 def _beside(forecast: Forecast, more_bytes: int) -> Forecast:

@@ -24,7 +24,7 @@ from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
 from .decode import check_finite, decode_latents, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
-from .planning import TYPICAL_PROMPT, Asked, forecast_sampling, plan_run, plan_stage, sampling_key
+from .planning import TYPICAL_PROMPT, Asked, forecast_decoding, forecast_sampling, plan_run, plan_stage, sampling_key
 
 log = logging.getLogger("ballast")
 
@@ -232,7 +232,10 @@ class StagedPipeline(ABC):
             )
         arguments = self._decode_arguments(latents, arguments)
         stage = {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes}
-        pixels = decode_latents(self.manager, self.decoder, latents, stage, arguments)
+        # Only a stated budget needs it: without one, tiles come when memory runs out.
+        stated = self.vram_bytes is not None and not self.manager.accelerator.is_cpu
+        forecast = forecast_decoding(self, latents, arguments) if stated else None
+        pixels = decode_latents(self.manager, self.decoder, latents, stage, arguments, forecast)
         return to_images(pixels, video=self.is_video)
 
     def _run_stage(

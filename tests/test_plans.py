@@ -266,3 +266,27 @@ def test_bad_plans_are_one_line(more: dict[str, Any], message: str, tiny_folders
     with pytest.raises(ValueError, match=message) as caught:
         pipe.plan(**{"width": 32, "height": 32, "vram": "1GB", **more})
     assert "\n" not in str(caught.value)
+
+
+def test_decoding_keeps_a_stated_budget(tiny_folders: Folders, sim: ModuleType) -> None:
+    """Whole where that fits, as planned; else in tiles, without trying it whole first."""
+    family = tiny.FAMILIES["flux"]
+    cond = conditioning("flux", tiny_folders("flux"))
+    size = {"width": 4 * family.size[0], "height": 4 * family.size[1], "steps": 2, "guidance": 1.0}
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
+    latents = pipe.sample(cond, **size)
+    whole = pipe.plan(**size, cond=cond, vram="1GB").stages[-1]
+    expected = pipe.decode(latents)
+    record = manager("sim").timeline.stages[-1]
+    assert record.peak_bytes == whole.peak_vram_bytes
+    tiled = pipe.plan(**size, cond=cond, vram=1).stages[-1]
+    assert "in tiles" in tiled.note
+    assert tiled.peak_vram_bytes < whole.peak_vram_bytes
+    for plan, attempts in ((whole, 1), (tiled, 2)):
+        pipe.vram_bytes = plan.peak_vram_bytes
+        manager("sim").timeline.clear()
+        sim.reset_stats()
+        picture = pipe.decode(latents)
+        assert sim.stats().peak_bytes <= plan.peak_vram_bytes
+        assert len(manager("sim").timeline.stages) == attempts
+        assert picture.shape == expected.shape
