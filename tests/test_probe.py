@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -112,7 +113,7 @@ def test_nothing_is_pinned_where_it_gains_nothing(card: list[torch.device], monk
     assert hostbuffer.wants_pinned(CUDA)
     probe.rates(CUDA)
     assert hostbuffer.wants_pinned(CUDA)
-    monkeypatch.setitem(FOUND, "paged", 21e9)
+    monkeypatch.setitem(FOUND, "paged", 31e9)
     (files.cache_home() / "rates.json").unlink()
     another_process(monkeypatch)
     probe.rates(CUDA)
@@ -237,6 +238,7 @@ def test_host_that_does_not_pin_leaves_it_to_us(comfy: Callable[[int], Host], mo
         cudaHostUnregister=lambda *args: calls.append("unregister") or 0,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     flat = hostbuffer.allocate(100)
     assert hostbuffer.pin(flat, CUDA)
     del flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -536,6 +537,7 @@ def test_pages_are_pinned_where_the_device_takes_them_and_let_go_before_they_go(
     cudart = Cudart()
     monkeypatch.delitem(sys.modules, "comfy.model_management", raising=False)  # it would pin them itself
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     before = hostbuffer._pinned_bytes
     flat, views = hostbuffer.pack([torch.ones(1000), torch.zeros(3, dtype=torch.int8)])
     assert hostbuffer.pin(flat, torch.device("cuda:0"))
