@@ -14,9 +14,9 @@ SIZES = ("tiny", "newbie", "hidream")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream` or `peers`. Returns the exit status."""
+    """Run `stream`, `peers` or `plans`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
-    commands = parser.add_subparsers(required=True, metavar="stream | peers")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
     shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
     peers.add_argument("--rivals", type=Path, help="folder with further packages")
     peers.add_argument("--timeout", type=float, default=300, help="seconds that one rival may take")
     peers.set_defaults(run=_peers)
+
+    plans = commands.add_parser("plans", help="how long plans of full-size models take, and how much RAM")
+    plans.set_defaults(run=_plans)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
@@ -47,6 +50,12 @@ def _stream(arguments: argparse.Namespace) -> int:
     from .stream import run
 
     return run(arguments.device, arguments.size, arguments.out)
+
+
+def _plans(arguments: argparse.Namespace) -> int:
+    from .plans import run
+
+    return run()
 
 
 def _peers(arguments: argparse.Namespace) -> int:

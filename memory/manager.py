@@ -174,8 +174,9 @@ class MemoryManager:
                         self._evict(other)
                 if unit.placement is None:
                     self._place(unit, strategy)
-                elif anew and unit.leases == 1:
+                elif unit.leases == 1 and (anew or unit.is_misfit):
                     self._resize(unit)
+                unit.is_misfit = False
                 self._called[unit] = self.timeline.record("call", unit).allocated_bytes
             except BaseException:
                 self.release(unit, evict=True, failed=True)
@@ -380,11 +381,10 @@ class MemoryManager:
                 return
 
     def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
-        """Note what a call took, and let more blocks stay, or fewer, if that was not known before."""
+        """Note what a call took. If that was not known before, more blocks stay, or fewer, when there is another."""
         known = unit.working_bytes
         unit.worked_in(measured_bytes * unit.terms.parts)
-        if unit.working_bytes != known:
-            self._resize(unit)
+        unit.is_misfit = unit.working_bytes != known
 
     def _resize(self, unit: ManagedModel) -> None:
         """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""

@@ -95,6 +95,7 @@ class ManagedModel:
         self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
         self.forecast: UnitForecast | None = None  # what that works in, where it was found out beforehand
         self.terms = Terms()
+        self.is_misfit = False  # whether its placement was made for other work
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._working: dict[Hashable, int] = {}
         self._off: dict[Hashable, int] = {}  # how far a first call was off its forecast

@@ -171,8 +171,10 @@ class StagedPipeline(ABC):
         asked = Asked(arguments, steps, strategy, cond, prompt, negative_prompt, size)
         return plan_run(self, asked, budget_bytes, ram_bytes, rates)
 
-    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan:
-        """The plan of a sampling stage that is about to run here."""
+    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan | None:
+        """The plan of a sampling stage that is about to run here; None if others may stay beside it."""
+        if any(unit.resident_bytes for unit in self.manager.units() if unit not in self.denoisers):
+            return None
         return plan_stage(
             "sample",
             forecast,
