@@ -16,12 +16,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-import psutil
 import torch
 from torch import nn
 
-from . import host
 from .accelerator import Accelerator, resolve_device
+from .budget import Budget
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions
 from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from .runplan import StagePlan
 
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
-_RAM_RESERVE_BYTES = 2 * 2**30
 
 _managers: dict[torch.device, MemoryManager] = {}
 _managers_lock = threading.Lock()
@@ -69,43 +67,25 @@ class MemoryManager:
         self._units: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
         self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         self._future: list[weakref.ref[ManagedModel]] | None = None
-        self._vram_bytes: int | None = None
-        self._ram_bytes: int | None = None
-        self._not_ours: int | None = None  # bytes on the device when the present stage began, without weights of ours
+        self.budget = Budget(self.accelerator, self.units)
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
         self._stage_lock = threading.RLock()
 
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
         """Set the budgets: bytes, "6GB", or None for what is free less the reserve."""
-        self._vram_bytes = None if vram is None else parse_bytes(vram)
-        self._ram_bytes = None if ram is None else parse_bytes(ram)
-
-    @property
-    def reserve_bytes(self) -> int:
-        """VRAM left to others."""
-        reserved = host.reserve_bytes(self.device)
-        return self.accelerator.default_reserve_bytes() if reserved is None else reserved
+        self.budget.vram_limit = None if vram is None else parse_bytes(vram)
+        self.budget.ram_limit = None if ram is None else parse_bytes(ram)
 
     @property
     def budget_bytes(self) -> int:
-        """VRAM that the pack may hold: what it holds and what is free, less the reserve, within the user's limit."""
-        with self._lock:
-            held = sum(unit.resident_bytes for unit in self._units)
-        available = max(0, held + self.accelerator.free_bytes() - self.reserve_bytes)
-        if self._vram_bytes is None:
-            return available
-        # What a stage holds beside weights is the pack's too.
-        beside = 0 if self._not_ours is None else self.accelerator.allocated_bytes() - held - self._not_ours
-        return min(available, max(0, self._vram_bytes - max(0, beside)))
+        """VRAM that weights may hold."""
+        return self.budget.vram_bytes
 
     @property
     def ram_budget_bytes(self) -> int:
-        """RAM that host copies may hold."""
-        with self._lock:
-            held = sum(unit.host_bytes for unit in self._units)
-        available = max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
-        return available if self._ram_bytes is None else self._ram_bytes
+        """RAM that weights may hold."""
+        return self.budget.ram_bytes
 
     def adopt(self, unit: ManagedModel) -> ManagedModel:
         """Take a unit under management. The caller keeps it alive."""
@@ -226,7 +206,7 @@ class MemoryManager:
         run = run_stage(
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
         )
-        with self._stage_lock, self._narrowed(vram, ram), run:
+        with self._stage_lock, self.budget.narrowed(vram, ram), run:
             yield
 
     def units(self) -> list[ManagedModel]:
@@ -237,13 +217,6 @@ class MemoryManager:
     def execution_device(self, strategy: str) -> torch.device:
         """Where a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
-
-    def ask_host(self, wanted_bytes: int) -> None:
-        """Ask the host to move its own models away until so many bytes are free."""
-        host.make_room(wanted_bytes, self.device)
-        if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
-            held = sum(unit.resident_bytes for unit in self._units)
-            self._not_ours = max(0, min(self._not_ours, self.accelerator.allocated_bytes() - held))
 
     def strike(self, unit: ManagedModel) -> None:
         """Take the next use of a unit off the schedule."""
@@ -294,7 +267,7 @@ class MemoryManager:
             return Report(
                 device=str(self.device),
                 budget_bytes=self.budget_bytes,
-                reserve_bytes=self.reserve_bytes,
+                reserve_bytes=self.budget.reserve_bytes,
                 allocated_bytes=self.accelerator.allocated_bytes(),
                 free_bytes=self.accelerator.free_bytes(),
                 ram_budget_bytes=self.ram_budget_bytes,
@@ -308,19 +281,6 @@ class MemoryManager:
     def _residents(self) -> tuple[OnDevice, ...]:
         placed = sorted((u for u in self._units if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
-
-    @contextmanager
-    def _narrowed(self, vram: int | None, ram: int | None) -> Iterator[None]:
-        """Other budgets, for the time of a stage."""
-        before = self._vram_bytes, self._ram_bytes, self._not_ours
-        self._vram_bytes = before[0] if vram is None else vram
-        self._ram_bytes = before[1] if ram is None else ram
-        with self._lock:
-            self._not_ours = self.accelerator.allocated_bytes() - sum(unit.resident_bytes for unit in self._units)
-        try:
-            yield
-        finally:
-            self._vram_bytes, self._ram_bytes, self._not_ours = before
 
     def _evictable(self, wanted: ManagedModel | None = None) -> list[ManagedModel]:
         """Units that may leave the device, least recently used first."""
@@ -357,8 +317,8 @@ class MemoryManager:
         kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self._evictable(unit))
-            wanted = min(need_bytes(unit, "resident"), self._vram_bytes or sys.maxsize)
-            self.ask_host(wanted - ours)
+            wanted = min(need_bytes(unit, "resident"), self.budget.vram_limit or sys.maxsize)
+            self.budget.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
             if not kinds:
                 pinned = [u for u in self._units if u.placement and u.pinned and u is not unit]
@@ -421,7 +381,7 @@ class MemoryManager:
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
         room, free = self._room_bytes(unit), self.accelerator.free_bytes()
-        return fitting_placements(unit, room, free, stated=self._vram_bytes is not None)
+        return fitting_placements(unit, room, free, stated=self.budget.vram_limit is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         return weights_to_hold(unit, kind, self._room_bytes(unit))
@@ -436,7 +396,7 @@ class MemoryManager:
         use = Use(unit, need, unit.working_bytes)
         for other in choose_evictions(evictable, self.budget_bytes - others, use, self._uses("size_bytes")):
             self._evict(other)
-        self.ask_host(need + unit.working_bytes)
+        self.budget.ask_host(need + unit.working_bytes)
 
     def _evict(self, unit: ManagedModel) -> None:
         if unit.placement is None:

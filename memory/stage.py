@@ -125,4 +125,4 @@ class _Calls:
         unit.terms, self.placement = lower, None
         gc.collect()
         manager.free()
-        manager.ask_host(manager.accelerator.total_bytes())
+        manager.budget.ask_host(manager.accelerator.total_bytes())

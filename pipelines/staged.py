@@ -193,7 +193,7 @@ class StagedPipeline(ABC):
             return manager.budget_bytes
         if manager.accelerator.is_cpu:  # a plan for another machine
             return self.vram_bytes
-        return min(self.vram_bytes, max(0, manager.accelerator.total_bytes() - manager.reserve_bytes))
+        return min(self.vram_bytes, max(0, manager.accelerator.total_bytes() - manager.budget.reserve_bytes))
 
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)

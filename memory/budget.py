@@ -1,0 +1,72 @@
+"""What one device's manager may hold: VRAM and RAM, within what is free and what the user stated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from . import host
+from .accelerator import Accelerator
+from .unit import ManagedModel
+
+_RAM_RESERVE_BYTES = 2 * 2**30
+
+
+class Budget:
+    """Limits in bytes, None where nothing was stated; `units` are those whose weights count."""
+
+    def __init__(self, accelerator: Accelerator, units: Callable[[], Iterable[ManagedModel]]) -> None:
+        self.vram_limit: int | None = None
+        self.ram_limit: int | None = None
+        self._accelerator = accelerator
+        self._units = units
+        self._not_ours: int | None = None  # bytes on the device when the present stage began, without weights of ours
+
+    @property
+    def reserve_bytes(self) -> int:
+        """VRAM left to others."""
+        reserved = host.reserve_bytes(self._accelerator.device)
+        return self._accelerator.default_reserve_bytes() if reserved is None else reserved
+
+    @property
+    def vram_bytes(self) -> int:
+        """VRAM that weights may hold: what they hold and what is free, less the reserve, within the stated limit."""
+        held = self._held_bytes()
+        available = max(0, held + self._accelerator.free_bytes() - self.reserve_bytes)
+        if self.vram_limit is None:
+            return available
+        # What a stage holds beside weights is the pack's too.
+        beside = 0 if self._not_ours is None else self._accelerator.allocated_bytes() - held - self._not_ours
+        return min(available, max(0, self.vram_limit - max(0, beside)))
+
+    @property
+    def ram_bytes(self) -> int:
+        """RAM that weights may hold."""
+        if self.ram_limit is not None:
+            return self.ram_limit
+        held = sum(unit.host_bytes for unit in self._units())
+        return max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
+
+    def ask_host(self, wanted_bytes: int) -> None:
+        """Ask the host to move its own models away until so many bytes are free."""
+        host.make_room(wanted_bytes, self._accelerator.device)
+        if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
+            others = self._accelerator.allocated_bytes() - self._held_bytes()
+            self._not_ours = max(0, min(self._not_ours, others))
+
+    @contextmanager
+    def narrowed(self, vram: int | None, ram: int | None) -> Iterator[None]:
+        """Other limits, for the time of a stage, whose own bytes count from now on."""
+        before = self.vram_limit, self.ram_limit, self._not_ours
+        self.vram_limit = before[0] if vram is None else vram
+        self.ram_limit = before[1] if ram is None else ram
+        self._not_ours = self._accelerator.allocated_bytes() - self._held_bytes()
+        try:
+            yield
+        finally:
+            self.vram_limit, self.ram_limit, self._not_ours = before
+
+    def _held_bytes(self) -> int:
+        return sum(unit.resident_bytes for unit in self._units())
