@@ -146,7 +146,7 @@ def test_unit_that_fits_nowhere_says_what_it_wants(mgr: MemoryManager) -> None:
         pass
     message = str(caught.value)
     assert "\n" not in message
-    assert "text_encoder a" in message
+    assert "a does not fit on sim:0" in message
     assert "budget" in message
     assert "held" in message
     assert a.tier == "disk" or a.placement is None
