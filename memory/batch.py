@@ -26,7 +26,7 @@ def _is_clear(value: Any, batch: int) -> bool:
         return value.ndim < 3 or value.shape[0] in (1, batch)
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
         # One for each of the batch, not one for each layer with a batch of its own.
-        return len(value) == batch and all(item.ndim < 4 and item.shape[:1] != (batch,) for item in value)
+        return len(value) == batch and all(item.shape[:1] != (batch,) for item in value)
     if isinstance(value, dict):
         return all(_is_clear(item, batch) for item in value.values())
     return not (

@@ -94,8 +94,14 @@ def test_batch_is_not_cut_where_it_is_not_clear() -> None:
     assert batch_of((hidden,), {"ids": torch.zeros(5, 3), "size": (2, 3)}, {}) == 2
     assert batch_of((), {"x": [torch.zeros(4), torch.zeros(4)]}, {}) == 2
     assert batch_of((), {"step": torch.zeros(2)}, {}) == 1
-    (first, _), (second, _) = in_parts((hidden, [1, 2], [1, 2, 3]), {}, {}, 2)
-    assert [first[1], second[1], first[2]] == [[1], [2], [1, 2, 3]]
+    layers = [torch.zeros(2, 5, 4), torch.zeros(2, 5, 4)]
+    assert batch_of((hidden,), {"residuals": layers}, {}) == 1, "one for each layer, not for each of the batch"
+    assert batch_of((hidden,), {"added": {"sizes": torch.zeros(2, 2)}}, {}) == 2
+    given = (hidden, [(1, 64, 64), (1, 32, 32)], [3, 4], {"sizes": torch.zeros(2, 2)})
+    (first, _), (second, _) = in_parts(given, {}, {}, 2)
+    assert [first[1], second[1]] == [[(1, 64, 64)], [(1, 32, 32)]]
+    assert first[2] == second[2] == [3, 4], "numbers may be anything, such as layers to skip"
+    assert first[3]["sizes"].shape == (1, 2)
 
 
 class Dit(nn.Module):
