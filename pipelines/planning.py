@@ -31,6 +31,7 @@ log = logging.getLogger("ballast")
 
 _not_rehearsable: set[str | None] = set()  # keys, so that what failed once is not tried before every run
 
+_BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
 _REHEARSED_STEPS = 4  # after which multistep solvers hold all that they ever hold
 _COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
 
@@ -111,7 +112,7 @@ def forecast_sampling(
         found = {"sample": forecast}
         if key:
             forecast_cache.put(pipe.forecasts, key, found)
-    return found["sample"]
+    return _of_steps(found["sample"], arguments["num_inference_steps"])
 
 
 def forecast_decoding(pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any]) -> Forecast | None:
@@ -153,7 +154,8 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
     forecasts = _forecast_run(pipe, asked)
     used = rates or measured_rates(pipe.manager.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
-    stages = [place("sample", forecasts["sample"], pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
+    sampling = _of_steps(forecasts["sample"], asked.steps)
+    stages = [place("sample", sampling, pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
     whole = place("decode", forecasts["decode"], [pipe.decoder])
@@ -259,6 +261,13 @@ def _beside(forecast: Forecast, more_bytes: int) -> Forecast:
         name: replace(unit, working_bytes=unit.working_bytes + more_bytes) for name, unit in forecast.units.items()
     }
     return replace(forecast, units=units)
+
+
+def _of_steps(forecast: Forecast, steps: int) -> Forecast:
+    """The same for more steps than were rehearsed. Per step nothing changes."""
+    more_bytes = _BYTES_A_STEP * max(0, steps - forecast.steps)
+    units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
+    return replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
 
 
 def _rehearse_sampling(

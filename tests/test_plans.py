@@ -238,6 +238,19 @@ def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tm
     assert all(file.read_text() != damage for file in files)
 
 
+@pytest.mark.parametrize("name", ["flux", "hidream", "wan", "pixart_sigma"])
+def test_plan_holds_for_more_steps_than_are_rehearsed(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    family = tiny.FAMILIES[name]
+    pipe = ballast.open_pipeline(tiny_folders(name), device="sim")
+    cond = conditioning(name, tiny_folders(name))
+    size = {"width": family.size[0], "height": family.size[1], "frames": family.frames, "guidance": family.guidance}
+    run: dict[str, Any] = {**size, "steps": 30, **family.call_kwargs}
+    predicted = pipe.plan(**run, cond=cond, vram="1GB").stages[0].peak_vram_bytes
+    pipe.sample(cond, **run, on_step=lambda *_: None)
+    assert manager("sim").timeline.stages[-1].peak_bytes <= predicted
+    assert predicted <= 1.05 * manager("sim").timeline.stages[-1].peak_bytes
+
+
 def test_steps_and_scale_of_guidance_need_no_new_rehearsal(tiny_folders: Folders, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
     cond = conditioning("flux", tiny_folders("flux"))
