@@ -294,7 +294,7 @@ def test_windows_are_not_filled_anew_before_their_copy_is_done(
     module = varied([64] * 9)
     expected = truth(module)
     source = on_disk(module, tmp_path)
-    monkeypatch.setattr(ring.Queues, "event", lambda self: Late())
+    monkeypatch.setattr(ring.Queues, "event", lambda self, waited_for=False: Late())
     monkeypatch.setattr(ring.Queues, "copy", copy)
     monkeypatch.setattr(ring.Queues, "wait", wait)
     placement = placed(module, source, 0)
