@@ -98,7 +98,7 @@ class ManagedModel:
         self.is_misfit = False  # whether its placement was made for other work
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._working: dict[Hashable, int] = {}
-        self._off: dict[Hashable, int] = {}  # how far a first call was off its forecast
+        self._off: dict[Hashable, int] = {}  # how far a first call was above its forecast
         self._build = build
         self._read = read
         self._stored = stored
@@ -162,7 +162,8 @@ class ManagedModel:
     def worked_in(self, measured_bytes: int) -> None:
         """Note what one call of the present `work` has taken."""
         if self.forecast and self.work not in self._working:
-            self._off[self.work] = measured_bytes - self.forecast.first_bytes
+            # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
+            self._off[self.work] = max(0, measured_bytes - self.forecast.first_bytes)
         self._working[self.work] = max(self._working.get(self.work, 0), measured_bytes)
 
     @property

@@ -50,18 +50,20 @@ def crowded(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
-    """3 shapes, 4 budgets: never below, at most 5 % above; within the budget; bitwise the resident result."""
-    folder = crowded(tiny_folders(name), tmp_path / name) if name == "hidream" else tiny_folders(name)
-    check_peaks(name, folder, tiny_folders(name), most=1.05)
+def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """3 shapes, 4 budgets and the leafwise one: never below, at most 5 % above; within the budget; bitwise the same.
+
+    HiDream's plan is an upper bound over its routing. Leafwise, the tiny model's wide experts show in the peak.
+    """
+    leafwise = 1.07 if name == "hidream" else 1.05
+    check_peaks(name, tiny_folders(name), tiny_folders(name), leafwise)
 
 
-def test_hidream_plan_is_an_upper_bound_whatever_the_routing(tiny_folders: Folders, sim: ModuleType) -> None:
-    """Random routers spread the tokens; in the tiny model, whose experts are wide, that shows in the peak."""
-    check_peaks("hidream", tiny_folders("hidream"), tiny_folders("hidream"), most=1.07)
+def test_hidreams_upper_bound_is_attained(tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
+    check_peaks("hidream", crowded(tiny_folders("hidream"), tmp_path / "hidream"), tiny_folders("hidream"), 1.05)
 
 
-def check_peaks(name: str, folder: Path, encoded_with: Path, most: float) -> None:
+def check_peaks(name: str, folder: Path, encoded_with: Path, leafwise: float) -> None:
     family = tiny.FAMILIES[name]
     pipe = ballast.open_pipeline(folder, device="sim")
     cond = conditioning(name, encoded_with)
@@ -73,22 +75,19 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, most: float) -> Non
             strategy: plan(vram="1GB" if strategy != "streamed" else 1, strategy=strategy).sampling.peak_vram_bytes
             for strategy in ("resident", "streamed", "leafwise")
         }
-        budgets = [
-            peaks["resident"],
-            (peaks["resident"] + peaks["streamed"]) // 2,
-            peaks["streamed"],
-            peaks["leafwise"],
-        ]
+        most, least = peaks["resident"], peaks["streamed"]
+        budgets = [most, (2 * most + least) // 3, (most + 2 * least) // 3, least, peaks["leafwise"]]
         expected = None
         seen = []
         for budget in budgets:
             predicted = plan(vram=budget).stages[0]
+            above = leafwise if predicted.main.placement == "leafwise" else 1.05
             pipe.vram_bytes = budget
             latents = pipe.sample(cond, **run, on_step=lambda step, steps, latents: None)
             record = manager("sim").timeline.stages[-1]
             expected = latents if expected is None else expected
             torch.testing.assert_close(latents, expected, atol=0, rtol=0)
-            assert record.peak_bytes <= predicted.peak_vram_bytes <= most * record.peak_bytes, (size, budget)
+            assert record.peak_bytes <= predicted.peak_vram_bytes <= above * record.peak_bytes, (size, budget)
             assert record.peak_bytes <= budget
             placements = {plan.unit: plan.placement for plan in predicted.units}
             assert placements == {unit.name: unit.placement for unit in record.units.values()}, (size, budget)
@@ -97,7 +96,7 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, most: float) -> Non
                 on_cpu = pipe.sample(cond, **run, strategy="cpu")
                 torch.testing.assert_close(on_cpu, latents, atol=0, rtol=0)
         assert seen[0] == "resident"
-        assert seen[-1] == "leafwise" or len(set(budgets)) < 4
+        assert seen[-1] == "leafwise" or len(set(budgets)) < 5
 
 
 FULL_RUNS: dict[str, dict[str, Any]] = {
