@@ -45,8 +45,8 @@ def run(
     if unknown := set(only or ()) - set(RIVALS):
         raise ValueError(f"unknown: {', '.join(sorted(unknown))}. Known are {', '.join(RIVALS)}.")
     chosen = [name for name in RIVALS if name != "resident" and (not only or name in only)]
-    todo = [("resident", 1.0)]
-    todo += [(name, share) for name in chosen for share in (shares if RIVALS[name].budgeted else [0.0])]
+    runs = [("resident", 1.0)]
+    runs += [(name, share) for name in chosen for share in (shares if RIVALS[name].budgeted else [0.0])]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         request: dict[str, Any] = {
@@ -55,7 +55,7 @@ def run(
         }  # fmt: skip
         found: dict[str, Any] = {"ratio": ratio, "rows": rows}
         absent: set[str] = set()
-        for name, share in todo:
+        for name, share in runs:
             if name in absent:
                 continue
             row = _one({**request, "rival": name, "share": share}, Path(folder), timeout)

@@ -95,15 +95,15 @@ def read(jobs: Iterable[Job]) -> None:
 
     Raises OSError or ValueError, in one line that names the file; what the buffers hold then is undefined.
     """
-    todo = batches(jobs)
+    work = batches(jobs)
     start = time.perf_counter()
     pool = ThreadPoolExecutor(READERS, "ballast-reader")
     try:
-        for done in [pool.submit(read_batch, batch) for batch in todo]:
+        for done in [pool.submit(read_batch, batch) for batch in work]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    observe_disk(sum(piece.stored_bytes for batch in todo for piece, _ in batch), time.perf_counter() - start)
+    observe_disk(sum(piece.stored_bytes for batch in work for piece, _ in batch), time.perf_counter() - start)
 
 
 def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:

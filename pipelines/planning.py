@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ballast")
 
-_not_rehearsable: set[str | None] = set()  # keys, so that what failed once is not tried before every run
+_not_rehearsable: set[str] = set()  # keys, so that what failed once is not tried before every run
 
 _BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
 _REHEARSED_STEPS = 4  # after which multistep solvers hold all that they ever hold
@@ -98,42 +98,41 @@ def forecast_sampling(
     noise: torch.Tensor | None,
 ) -> Forecast | None:
     """What sampling will work in, from the cache or by a rehearsal; None where it cannot be rehearsed."""
-    found = forecast_cache.get(pipe.forecasts, key, {"sample": _names(pipe.denoisers)}) if key else None
-    if found is None:
-        if key in _not_rehearsable:
-            return None
-        try:
-            with quietly():
-                forecast, _ = _rehearse_sampling(pipe, cond, arguments, on_step, noise)
-        except Exception as error:
-            log.info("Ballast: %s cannot be rehearsed, and is measured as it runs (%s)", pipe.name, error)
-            _not_rehearsable.add(key)
-            return None
-        found = {"sample": forecast}
-        if key:
-            forecast_cache.put(pipe.forecasts, key, found)
-    return _of_steps(found["sample"], arguments["num_inference_steps"])
+    rehearsed = functools.partial(_rehearse_sampling, pipe, cond, arguments, on_step, noise)
+    forecast = _forecast(pipe, key, "sample", pipe.denoisers, rehearsed)
+    return forecast and _of_steps(forecast, arguments["num_inference_steps"])
 
 
 def forecast_decoding(pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any]) -> Forecast | None:
     """What decoding whole will work in, from the cache or by a rehearsal; None where it cannot be rehearsed."""
     given = {name: _shape(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     key = cache_key(pipe.facts() | {"stage": "decode", "latents": _shape(latents), "arguments": given})
-    found = forecast_cache.get(pipe.forecasts, key, {"decode": [pipe.decoder.name]}) if key else None
-    if found is None:
-        if key in _not_rehearsable:
-            return None
-        try:
-            with quietly():
-                forecast, _ = _rehearse_decoding(pipe, latents, arguments)
-        except Exception as error:
-            log.info("Ballast: the decoder of %s cannot be rehearsed, and is tried (%s)", pipe.name, error)
-            _not_rehearsable.add(key)
-            return None
-        found = {"decode": forecast}
+    rehearsed = functools.partial(_rehearse_decoding, pipe, latents, arguments)
+    return _forecast(pipe, key, "decode", [pipe.decoder], rehearsed)
+
+
+def _forecast(
+    pipe: StagedPipeline,
+    key: str | None,
+    stage: str,
+    units: Sequence[ManagedModel],
+    rehearsed: Callable[[], tuple[Forecast, torch.Tensor]],
+) -> Forecast | None:
+    if key and (found := forecast_cache.get(pipe.forecasts, key, {stage: _names(units)})):
+        return found[stage]
+    if key in _not_rehearsable:
+        return None
+    try:
+        with quietly():
+            forecast, _ = rehearsed()
+    except Exception as error:
+        log.info("Ballast: %s of %s cannot be rehearsed, and is measured as it runs (%s)", stage, pipe.name, error)
         if key:
-            forecast_cache.put(pipe.forecasts, key, found)
-    return found["decode"]
+            _not_rehearsable.add(key)
+        return None
+    if key:
+        forecast_cache.put(pipe.forecasts, key, {stage: forecast})
+    return forecast
 
 
 @dataclass(frozen=True)
