@@ -44,6 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("--strategy", default="auto", help="auto, resident, streamed, leafwise or cpu")
 
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("--negative", default="")
+    run.add_argument("--width", type=int)
+    run.add_argument("--height", type=int)
+    run.add_argument("--frames", type=int, help="frames of a video")
+    run.add_argument("--steps", type=int, help="by default as many as the pipeline is made for")
+    run.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
+    run.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
+    run.add_argument("--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's")
+    run.add_argument("--variant", help="HiDream-I1: full, dev or fast, if the folder does not tell")
+
     demo = commands.add_parser("demo", parents=[shared], help="draw a picture with the bundled model")
     demo.add_argument("--prompt", default=DEMO_PROMPT, help='such as "a green square on a white background, right"')
     demo.add_argument("--steps", type=int, default=20)
@@ -52,21 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--timeline", type=Path, default=Path("timeline.png"))
     demo.set_defaults(run=_demo, seed=5)
 
-    generate = commands.add_parser("generate", parents=[shared], help="run a diffusers pipeline folder")
+    generate = commands.add_parser("generate", parents=[shared, run], help="run a diffusers pipeline folder")
     generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--negative", default="")
-    generate.add_argument("--width", type=int)
-    generate.add_argument("--height", type=int)
-    generate.add_argument("--frames", type=int, help="frames of a video")
-    generate.add_argument("--steps", type=int, default=28)
-    generate.add_argument("--guidance", type=float)
-    generate.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
     generate.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
     generate.set_defaults(run=_generate)
 
-    plan = commands.add_parser("plan", help="say what a run would take, and why, without loading anything")
+    plan = commands.add_parser(
+        "plan", parents=[run], help="say what a run would take, and why, without loading anything"
+    )
     plan_command.add_arguments(plan)
     plan.set_defaults(run=_plan)
 
@@ -88,7 +94,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or _SIM_BYTES}, in the CPU.")
         arguments.device = "sim"
     arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
-    arguments.width = arguments.height = arguments.frames = None
+    arguments.width = arguments.height = arguments.frames = arguments.llama = arguments.variant = None
     # A cache of its own, so that the encoder is seen to come and go each time.
     with tempfile.TemporaryDirectory() as cache_dir:
         return _generate(arguments, Path(cache_dir))
@@ -109,10 +115,16 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
     pipe = open_pipeline(
-        arguments.model, arguments.device, arguments.vram, arguments.ram, arguments.dtype, cache_dir=cache_dir
+        arguments.model,
+        arguments.device,
+        arguments.vram,
+        arguments.ram,
+        arguments.dtype,
+        cache_dir=cache_dir,
+        **plan_command.family_arguments(arguments),
     )
     conditioning = pipe.encode(arguments.prompt, arguments.negative)
-    with tqdm(total=arguments.steps, desc="sample", unit="step") as bar:
+    with tqdm(total=arguments.steps or pipe.default_steps, desc="sample", unit="step") as bar:
         latents = pipe.sample(
             conditioning,
             width=arguments.width,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .memory.rates import Rates
@@ -16,24 +16,22 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """The options of the command, beside those of any run."""
     parser.add_argument("model", type=Path, help="folder with a model_index.json")
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
-    parser.add_argument("--negative", default="")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--height", type=int)
-    parser.add_argument("--frames", type=int, help="frames of a video")
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--guidance", type=float)
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB; needed where there is no GPU")
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise")
-    parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
     parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
     parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
     parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
+
+
+def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given of the arguments of one family."""
+    return {name: value for name in ("llama", "variant") if (value := getattr(arguments, name)) is not None}
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -59,7 +57,13 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
     from .memory.probe import rates as measured_rates
     from .pipelines import open_pipeline
 
-    pipe = open_pipeline(arguments.model, arguments.device, ram=arguments.ram, dtype=arguments.dtype)
+    pipe = open_pipeline(
+        arguments.model,
+        arguments.device,
+        ram=arguments.ram,
+        dtype=arguments.dtype,
+        **family_arguments(arguments),
+    )
     asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
     asked["negative_prompt"] = arguments.negative
     if arguments.prompt is not None:

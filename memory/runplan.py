@@ -66,6 +66,7 @@ class RunPlan:
     budget_bytes: int
     rates: Rates
     stages: tuple[StagePlan, ...]
+    caveat: str = ""  # a sentence, where a forecast is not what will be but a bound on it
 
     @property
     def sampling(self) -> Plan:
@@ -171,13 +172,14 @@ class RunPlan:
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def basis(self) -> str:
-        """Where the seconds come from."""
+        """Where the seconds come from, and how the bytes are meant."""
         rates = self.rates
         to_device = f"{rates.pinned_bytes_per_second / 1e9:.1f} GB/s to the device"
         unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
         disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
         compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
-        return f"Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
+        caveat = f"{self.caveat} " if self.caveat else ""
+        return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:
         """Predicted VRAM over time, by unit, as an RGB picture."""

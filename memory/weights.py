@@ -97,6 +97,8 @@ def read_header(path: Path) -> dict[str, Any]:
 def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     with path.open("rb") as file:
         start = file.read(8)
+        if start == b"version ":
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file itself. Download the file.")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{path} is not a whole safetensors file ({size} bytes). Download it again.")

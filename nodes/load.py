@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from comfy_api.latest import io
 
 from ..memory import host
-from .reference import DEMO, PipelineReference, PipelineType, file_stamp, find_pipelines
+from .reference import DEMO, PipelineReference, PipelineType, file_stamp, find_llamas, find_pipelines
+
+AUTO = "auto"
 
 
 class LoadPipeline(io.ComfyNode):
@@ -57,6 +61,21 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
                     "which shows what would happen in VRAM on a machine that has none.",
                 ),
+                io.Combo.Input(
+                    "llama",
+                    options=[AUTO, *find_llamas()],
+                    default=AUTO,
+                    tooltip="HiDream-I1 only: the folder of Llama 3.1 8B Instruct in models/text_encoders, which its "
+                    "own download does not hold. auto takes text_encoder_4 in the pipeline's folder.",
+                ),
+                io.Combo.Input(
+                    "variant",
+                    options=[AUTO, "full", "dev", "fast"],
+                    default=AUTO,
+                    advanced=True,
+                    tooltip="HiDream-I1 only: which of its models this is, for steps, guidance and scheduler. "
+                    "auto tells it by the folder.",
+                ),
             ],
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
@@ -64,7 +83,16 @@ class LoadPipeline(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, pipeline: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str) -> io.NodeOutput:
+    def execute(
+        cls,
+        pipeline: str,
+        vram_gb: float,
+        dtype: str,
+        keep_loaded: bool,
+        device: str,
+        llama: str = AUTO,
+        variant: str = AUTO,
+    ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
             raise ValueError(
@@ -76,11 +104,29 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
         on = str(own or "auto") if device == "auto" else device
         vram_bytes = int(vram_gb * 2**30) or None
-        reference = PipelineReference(str(folder), file_stamp(folder), dtype, vram_bytes, on, keep_loaded)
+        llama_folder = None if llama == AUTO else find_llamas().get(llama)
+        if llama != AUTO and llama_folder is None:
+            raise ValueError(
+                f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
+            )
+        reference = PipelineReference(
+            str(folder),
+            _stamp(folder, llama_folder),
+            dtype,
+            vram_bytes,
+            on,
+            keep_loaded,
+            str(llama_folder or ""),
+            "" if variant == AUTO else variant,
+        )
         reference.open()  # reads configs only, so that a bad folder fails here and not after minutes
         return io.NodeOutput(reference)
 
     @classmethod
-    def fingerprint_inputs(cls, pipeline: str, **_: object) -> str:
+    def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, **_: object) -> str:
         folder = find_pipelines().get(pipeline)
-        return file_stamp(folder) if folder else ""
+        return _stamp(folder, find_llamas().get(llama)) if folder else ""
+
+
+def _stamp(folder: Path, llama: Path | None) -> str:
+    return file_stamp(folder) + (file_stamp(llama) if llama else "")

@@ -50,15 +50,22 @@ class VramPlan(io.ComfyNode):
                     step=8,
                     tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
+                io.Int.Input(
+                    "steps",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="Denoising steps; 0 for as many as the pipeline was made for.",
+                ),
                 io.Float.Input(
                     "guidance",
-                    default=4.0,
+                    default=0.0,
                     min=0.0,
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Scale of classifier-free guidance. Above 1 each step runs twice.",
+                    tooltip="Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 each "
+                    "step runs twice.",
                 ),
                 io.String.Input(
                     "vram_gb",
@@ -115,8 +122,8 @@ class VramPlan(io.ComfyNode):
 
         budgets = _budgets(vram_gb)
         pipe = pipeline.open()
-        asked: dict[str, Any] = {"steps": steps, "guidance": guidance, "cond": conditioning, "strategy": strategy}
-        asked |= {"width": width or None, "height": height or None, "frames": frames or None}
+        asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None, "strategy": strategy}
+        asked |= {"cond": conditioning, "width": width or None, "height": height or None, "frames": frames or None}
         plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         show_text(cls, _lines(plans))

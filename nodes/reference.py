@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from dataclasses import astuple, dataclass
@@ -38,6 +39,8 @@ class PipelineReference:
     vram_bytes: int | None
     device: str
     keep: bool
+    llama: str = ""  # HiDream-I1's: the folder, and the variant
+    variant: str = ""
 
     def open(self) -> StagedPipeline:
         """The pipeline; the same one for equal references."""
@@ -53,6 +56,7 @@ class PipelineReference:
                 dtype=self.dtype,
                 keep=self.keep,
                 cache_dir=cache_dir,
+                **{name: value for name in ("llama", "variant") if (value := getattr(self, name))},
             )
             _open[astuple(self)] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
@@ -75,6 +79,24 @@ def find_pipelines() -> dict[str, Path]:
             elif len(relative.parts) >= _MAX_DEPTH:
                 folders.clear()
     return found
+
+
+def find_llamas() -> dict[str, Path]:
+    """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
+    found: dict[str, Path] = {}
+    for root in folder_paths.get_folder_paths("text_encoders"):
+        for config in sorted(Path(root).glob("**/config.json")):
+            relative = config.parent.relative_to(root)
+            if len(relative.parts) <= _MAX_DEPTH and _is_llama(config):
+                found.setdefault(relative.as_posix(), config.parent)
+    return found
+
+
+def _is_llama(config: Path) -> bool:
+    try:
+        return json.loads(config.read_text("utf-8")).get("model_type") == "llama"
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def file_stamp(folder: Path) -> str:

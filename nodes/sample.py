@@ -41,16 +41,22 @@ class Sampler(io.ComfyNode):
                     step=8,
                     tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
+                io.Int.Input(
+                    "steps",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="Denoising steps; 0 for as many as the pipeline was made for.",
+                ),
                 io.Float.Input(
                     "guidance",
-                    default=4.0,
+                    default=0.0,
                     min=0.0,
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Scale of classifier-free guidance. Above 1 the negative prompt counts, and each step runs "
-                    "twice. Use 1 for Flux-dev and HunyuanVideo.",
+                    tooltip="Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 the "
+                    "negative prompt counts, and each step runs twice. Use 1 for Flux-dev and HunyuanVideo.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -103,12 +109,12 @@ class Sampler(io.ComfyNode):
             conditioning,
             width=width or None,
             height=height or None,
-            steps=steps,
-            guidance=guidance,
+            steps=steps or None,
+            guidance=guidance or None,
             seed=seed,
             frames=frames or None,
             strategy=strategy,
-            on_step=StepProgress(cls, pipe, steps, width, height),
+            on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
         )
         show_text(cls, pipe.manager.timeline.stages[-1].summary())
         return io.NodeOutput({"samples": latents})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.
 FAMILIES: dict[str, type[GenericPipeline]] = {"HiDreamImagePipeline": HiDreamPipeline}
+_COMMON = ("folder", "dtype", "shared")  # arguments of every family's class
 
 
 def open_pipeline(
@@ -25,17 +28,23 @@ def open_pipeline(
     *,
     keep: bool = False,
     cache_dir: str | Path | None = None,
+    **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder. Reads configs and file headers, no weights.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
+    `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
     folder = Path(path).expanduser()
     name = read_model_index(folder)["_class_name"]
-    return FAMILIES.get(name, GenericPipeline)(
+    cls = FAMILIES.get(name, GenericPipeline)
+    known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
+    if unknown := sorted(family.keys() - set(known)):
+        raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
+    return cls(
         folder,
         dtype,
         device=device,
@@ -43,6 +52,7 @@ def open_pipeline(
         ram=ram,
         keep=keep,
         cache=shared_cache(Path(cache_dir) if cache_dir else None),
+        **family,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,15 @@ import torch
 from torch import nn
 
 from ..memory.unit import ManagedModel, Role
-from ..memory.weights import file_identity, find_weights, read_header, read_tensors, stored_dtype, stored_tensors
+from ..memory.weights import (
+    Stored,
+    file_identity,
+    find_weights,
+    read_header,
+    read_tensors,
+    stored_dtype,
+    stored_tensors,
+)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -22,6 +31,7 @@ DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -69,8 +79,12 @@ class Component:
         return self.dtype or stored_dtype(self.files[0])
 
     def identity(self) -> list[str]:
-        """Digests of every file of the component, for cache keys."""
-        return [file_identity(path) for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        """Digests of the files that the component is made of, for cache keys."""
+        if self.is_module:
+            return [file_identity(path) for path in (self.folder / "config.json", *self.files[0])]
+        # A tokenizer may lie beside a model's weights.
+        beside = (path for path in sorted(self.folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS)
+        return [file_identity(path) for path in beside]
 
     def create(self) -> Any:
         """A component without weights: a tokenizer, a scheduler."""
@@ -78,7 +92,16 @@ class Component:
 
     def unit(self, label: str) -> ManagedModel:
         """The component as a managed model; nothing is loaded yet."""
-        return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: stored_tensors(self.files[0]))
+        return ManagedModel(self.name, self.role, self._build, self._read, label, self._stored)
+
+    def _stored(self) -> dict[str, Stored]:
+        """Where the weights lie, by the names that the module has for them."""
+        found = stored_tensors(self.files[0])
+        if self.cls.__name__ in self.config.get("architectures", [self.cls.__name__]):
+            return found
+        # Saved with a head: LlamaForCausalLM has all that LlamaModel has under `model.`.
+        prefix = f"{getattr(self.cls, 'base_model_prefix', '')}."
+        return {name.removeprefix(prefix): at for name, at in found.items()}
 
     def _build(self) -> nn.Module:
         """The module's structure: parameters on `meta`, buffers and plain tensors real."""
@@ -110,6 +133,7 @@ class Component:
     def _read(self) -> nn.Module:
         from transformers import PreTrainedModel
 
+        self._check_shapes()
         dtype_argument = "dtype" if issubclass(self.cls, PreTrainedModel) else "torch_dtype"
         module, info = self.cls.from_pretrained(  # type: ignore[attr-defined]
             self.folder,
@@ -127,9 +151,21 @@ class Component:
             )
         return module
 
+    def _check_shapes(self) -> None:
+        """Raise ValueError for weights of other shapes than the config says, which the libraries report at length."""
+        stored = self._stored()
+        for name, parameter in self._build().named_parameters():
+            if name in stored and stored[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{stored[name].path} does not fit its config.json: {name} is {list(stored[name].shape)} and not "
+                    f"{list(parameter.shape)}. Download both again."
+                )
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError, naming the file, if it holds none."""
+
+def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
+    """A JSON object from a file; ValueError or FileNotFoundError, naming the file, if there is none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing. {advice}")
     try:
         content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -164,8 +200,13 @@ def pipeline_class(name: str) -> type:
     return found
 
 
-def read_components(folder: Path, index: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Component]:
-    """The components that a folder's index names, each with its class and its files found."""
+def read_components(
+    folder: Path, index: dict[str, Any], dtype: torch.dtype | None, elsewhere: Mapping[str, Path]
+) -> dict[str, Component]:
+    """The components that a folder's index names, each with its class and its files found.
+
+    They lie in folders of their names, or `elsewhere`.
+    """
     found = {}
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or len(entry) != 2 or None in entry:
@@ -173,20 +214,18 @@ def read_components(folder: Path, index: dict[str, Any], dtype: torch.dtype | No
         if not name.isidentifier():
             raise ValueError(f"{folder}/model_index.json names a component {name!r}, which is no folder name.")
         library, class_name = entry
-        path = folder / name
+        path = elsewhere.get(name, folder / name)
         if not path.is_dir():
             raise FileNotFoundError(f"{folder} has no {name}/, which its model_index.json names. Download it again.")
         # The decoder always runs in float32: half precision turns pictures black.
         run_dtype = torch.float32 if name == "vae" else dtype
         component = Component(name, path, _component_class(library, class_name), run_dtype)
         if component.is_module:
-            config = path / "config.json"
-            if not config.is_file():
-                raise FileNotFoundError(f"{config} is missing. Download it again.")
-            component.config.update(read_json(config))
+            component.config.update(read_json(path / "config.json"))
             if "quantization_config" in component.config:
                 raise ValueError(
-                    f"{config} asks for quantized weights, which are not supported yet. Get the plain ones."
+                    f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
+                    "Get the plain ones."
                 )
             if component.run_dtype not in DTYPES.values():
                 raise ValueError(f"{path} is stored in {component.run_dtype}; give a dtype to run in, such as 'bf16'.")

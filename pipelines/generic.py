@@ -28,7 +28,9 @@ _OURS = {
     "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
     "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
 }  # fmt: skip
+_STEPS = 28  # where a pipeline has no number of its own
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
+_EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 
@@ -36,10 +38,10 @@ class GenericPipeline(StagedPipeline):
     """A diffusers pipeline folder, staged."""
 
     def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
-        index = read_model_index(folder)
+        index, elsewhere = self._contents(folder)
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
-        self.components = read_components(folder, index, parse_dtype(dtype))
+        self.components = read_components(folder, index, parse_dtype(dtype), elsewhere)
         self._tools: dict[str, Any] = {}
         self._text_files: dict[str, list[str]] | None = None
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
@@ -49,6 +51,8 @@ class GenericPipeline(StagedPipeline):
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self.is_video = "num_frames" in self._call
+        steps = self._call.get("num_inference_steps")
+        self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)
         self._check_complete(index)
         units = [self.manager.adopt(c.unit(folder.name)) for c in self.components.values() if c.is_module]
@@ -61,6 +65,10 @@ class GenericPipeline(StagedPipeline):
         self.decoder_config = self.components["vae"].config
         convolutions = [m for m in self.decoder.module.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
         self.latent_dimensions = 5 if any(isinstance(m, nn.Conv3d) for m in convolutions) else 4
+
+    def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+        """The index of the folder, and the folders of components that lie elsewhere."""
+        return read_model_index(folder), {}
 
     def _check_complete(self, index: dict[str, Any]) -> None:
         """Raise ValueError for what would only fail when it is used."""
@@ -200,6 +208,7 @@ class GenericPipeline(StagedPipeline):
         for key in ("prompt", "negative_prompt"):
             if key in self._call:
                 arguments[key] = None
+        guidance = self.default_guidance if guidance is None else guidance
         if guidance is not None:
             scales = [
                 s for s in ("true_cfg_scale", "guidance_scale", "guider") if s in self._call or s in self.components
@@ -248,17 +257,20 @@ class GenericPipeline(StagedPipeline):
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
-        if on_step is not None:
-            pipe.scheduler.step = _StepReporter(pipe.scheduler, on_step)
+        pipe.scheduler.step = _Steps(pipe.scheduler, arguments["generator"], on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
         try:
-            pipe(**arguments, **cond.to(device, dtype), output_type="pt", return_dict=False)
+            pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
         except _DecodeCalledError as caught:
             return caught.latents
         finally:
             vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
+
+    def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """The conditioning as arguments of the pipeline's call."""
+        return cond.to(device, dtype)
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         """Adjust the stock pipeline to one run. For families with quirks."""
@@ -317,16 +329,19 @@ def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:
     return next((int(value) for name in names if (value := getattr(pipe, name, None))), default)
 
 
-class _StepReporter:
-    """Takes the place of a scheduler's `step` and calls `on_step` after each: all pipelines do that once a step.
+class _Steps:
+    """Takes the place of a scheduler's `step`, which all pipelines call once a step: gives it the run's generator where
+    it draws noise, or the seed would not settle the result, and calls `on_step` after it.
 
     An object, since the frame of a closure keeps what it closes over, the scheduler with its tensors on the device, for
     as long as anybody holds the error that `on_step` raised.
     """
 
-    def __init__(self, scheduler: Any, on_step: OnStep) -> None:
+    def __init__(self, scheduler: Any, generator: torch.Generator, on_step: OnStep | None) -> None:
         functools.update_wrapper(self, scheduler.step)
         self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
+        draws = "generator" in inspect.signature(scheduler.step).parameters
+        self.drawing = {"generator": generator} if draws else {}
         self.taken = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -334,9 +349,11 @@ class _StepReporter:
         return copy.deepcopy(self.scheduler, memo).step
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self.step(model_output, timestep, sample, *args, **kwargs)
+        result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
-        if type(self.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+        if self.on_step is None:
+            return result
+        if type(self.scheduler).__name__ in _EXPECTING:
             latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
         else:
             latents = result[0] if isinstance(result, tuple) else result.prev_sample

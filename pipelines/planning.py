@@ -164,7 +164,8 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
     else:
         stages.append(replace(tiled, note="in tiles" if tiled.units[0].fits else "in tiles or on the CPU"))
     device = str(pipe.manager.device)
-    return RunPlan(pipe.folder.name, device, asked.size, asked.steps, budget_bytes, used, tuple(stages))
+    name, caveat = pipe.folder.name, pipe.forecast_caveat
+    return RunPlan(name, device, asked.size, asked.steps, budget_bytes, used, tuple(stages), caveat)
 
 
 def plan_stage(

@@ -44,8 +44,11 @@ class StagedPipeline(ABC):
     name: str
     is_video = False
     latent_dimensions = 4
+    default_steps: int
+    default_guidance: float | None = None  # None for that of the stock pipeline
     decoder_config: dict[str, Any]
     stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a rehearsal has none of
+    forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where those make the forecast a bound
     batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
 
     def __init__(
@@ -97,7 +100,7 @@ class StagedPipeline(ABC):
         cond: Conditioning,
         width: int | None = None,
         height: int | None = None,
-        steps: int = 28,
+        steps: int | None = None,
         guidance: float | None = None,
         seed: int = 0,
         frames: int | None = None,
@@ -108,15 +111,17 @@ class StagedPipeline(ABC):
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
 
-        Sizes are in pixels, None for the pipeline's own default. `guidance` is the scale of classifier-free guidance
-        (`true_cfg_scale` where the pipeline has one, else `guidance_scale`). `seed` gives the noise that the stock
-        pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise` gives it outright, in the layout of the
-        pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise or cpu.
+        Sizes are in pixels. Sizes, steps and guidance are by default those that the pipeline is made for. `guidance` is
+        the scale of classifier-free guidance (`true_cfg_scale` where the pipeline has one, else `guidance_scale`).
+        `seed` gives the noise that the stock pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise`
+        gives it outright, in the layout of the pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise
+        or cpu.
 
         `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
         What it raises ends the run. `options` are further arguments of the pipeline's own call.
         """
+        steps = self.default_steps if steps is None else steps
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
 
         def run(device: torch.device, modules: Modules) -> torch.Tensor:
@@ -138,7 +143,7 @@ class StagedPipeline(ABC):
         self,
         width: int | None = None,
         height: int | None = None,
-        steps: int = 28,
+        steps: int | None = None,
         guidance: float | None = None,
         frames: int | None = None,
         *,
@@ -161,6 +166,7 @@ class StagedPipeline(ABC):
         """
         if strategy == "cpu":
             raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
+        steps = self.default_steps if steps is None else steps
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
         if vram is None and self.vram_bytes is None and self.manager.accelerator.is_cpu:
             raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")

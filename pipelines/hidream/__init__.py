@@ -1,0 +1,150 @@
+"""HiDream-I1: the generic path, with Llama from a folder of its own, in three variants, at the size asked for.
+
+Its four text encoders take turns. Of Llama's 32 hidden states, 32 MiB for a prompt, the transformer reads one at a
+time, so they stay in RAM and each goes to the device when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...memory.calls import Forward, interpose
+from ..components import read_json
+from ..conditioning import Conditioning
+from ..generic import GenericPipeline
+from ..staged import OnStep, Prompt
+from .llama import FOLDER, TOKENIZER_FOLDER, HiddenStates, at_their_places, find_llama
+from .routing import any_routing
+from .variants import VARIANTS, detect
+
+_SIDE, _VAE_SCALE = 1024, 8  # pixels
+
+
+class HiDreamPipeline(GenericPipeline):
+    """`HiDreamImagePipeline`, staged.
+
+    `llama` is the folder of Llama 3.1 8B Instruct, a checkpoint of `LlamaForCausalLM` or of `LlamaModel`; by default
+    `text_encoder_4` in the pipeline's own. `variant` is full, dev or fast; auto tells it by the folder.
+    """
+
+    stand_ins: ClassVar = {("MOEFeedForwardSwiGLU", "moe_infer"): any_routing}
+    forecast_caveat: ClassVar = "The transformer's peak is an upper bound, for any routing among its experts."
+    batch_dims: ClassVar = {"encoder_hidden_states_llama3": 1}  # [layers, batch, tokens, channels]
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str | torch.dtype = "auto",
+        *,
+        llama: str | Path | None = None,
+        variant: str = "auto",
+        **shared: Any,
+    ) -> None:
+        if variant != "auto" and variant not in VARIANTS:
+            raise ValueError(f"unknown variant {variant!r} of HiDream-I1. Use auto, {', '.join(VARIANTS)}.")
+        self._llama = llama
+        super().__init__(folder, dtype, **shared)
+        # Those of Llama's layers whose states the transformer reads.
+        self._layers = sorted(set(self.components["transformer"].config["llama_layers"]))
+        stored = self.components["scheduler"].cls.__name__, read_json(folder / "scheduler" / "scheduler_config.json")
+        self.variant = VARIANTS.get(variant) or detect(folder, *stored)
+        if self.variant is not None:
+            self.default_steps, self.default_guidance = self.variant.steps, self.variant.guidance
+        self._is_as_stored = self.variant is None or self.variant.is_scheduled_by(*stored)
+
+    def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+        index, elsewhere = super()._contents(folder)
+        config = read_json(folder / "transformer" / "config.json")
+        model, tokenizer = find_llama(
+            folder, self._llama, max(config["llama_layers"]) + 1, config["caption_channels"][1]
+        )
+        # The states are the same as those of LlamaForCausalLM, without a projection to 128256 logits for each token.
+        index |= {FOLDER: ["transformers", "LlamaModel"]}
+        index |= {TOKENIZER_FOLDER: ["transformers", "PreTrainedTokenizerFast"]}
+        return index, elsewhere | {FOLDER: model, TOKENIZER_FOLDER: tokenizer}
+
+    def _tool(self, name: str) -> Any:
+        if name != "scheduler" or self.variant is None or self._is_as_stored:
+            return super()._tool(name)
+        import diffusers
+
+        # Early copies of the repositories have another scheduler than the model is to be run with.
+        return getattr(diffusers, self.variant.scheduler)(**self.variant.scheduler_config())
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"variant": self.variant and self.variant.name}
+
+    # Encode
+
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+        return super()._encoding_facts(prompt, negative_prompt, options) | {"llama_layers": self._layers}
+
+    def _encode(
+        self,
+        prompt: Prompt,
+        negative_prompt: Prompt,
+        options: dict[str, Any],
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        with ExitStack() as exits:
+            exits.callback(interpose(modules[FOLDER], HiddenStates(self._layers)))
+            return super()._encode(prompt, negative_prompt, options, device, modules)
+
+    # Sample
+
+    def _sample_arguments(
+        self,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        arguments = super()._sample_arguments(width, height, steps, guidance, frames, options)
+        width, height = arguments.get("width", _SIDE), arguments.get("height", _SIDE)
+        across, down = self.components["transformer"].config["max_resolution"]
+        most = across * down * _VAE_SCALE**2
+        if width != height and width * height > most:
+            raise ValueError(
+                f"{width} x {height} are {width * height} pixels; where the sides differ HiDream-I1 takes up to "
+                f"{most}. Choose a smaller size, or a square."
+            )
+        return arguments
+
+    def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
+        # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.
+        side = pipe.default_sample_size * pipe.vae_scale_factor
+        width, height = arguments.get("width", side), arguments.get("height", side)
+        # A hair more, since it rounds the result down.
+        pipe.default_sample_size = (width * height) ** 0.5 / pipe.vae_scale_factor * (1 + 1e-9)
+
+    def _denoise(
+        self,
+        cond: Conditioning,
+        arguments: dict[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+    ) -> torch.Tensor:
+        def on_device(forward: Forward, args: tuple, kwargs: dict) -> Any:
+            return forward(*(value.to(device) for value in args), **kwargs)
+
+        with ExitStack() as exits:
+            for projection in modules["transformer"].caption_projection:  # type: ignore[union-attr]
+                exits.callback(interpose(projection, on_device))
+            return super()._denoise(cond, arguments, on_step, device, modules)
+
+    def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        states = {name: value for name, value in cond.tensors.items() if name.endswith("llama3")}
+        others = {name: value for name, value in cond.tensors.items() if name not in states}
+        on_host = Conditioning(states).to(torch.device("cpu"), dtype)
+        placed = {name: at_their_places(value, self._layers) for name, value in on_host.items()}  # type: ignore[arg-type]
+        return Conditioning(others).to(device, dtype) | placed
