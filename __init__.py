@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .pipelines import open_pipeline
 
 __version__ = "0.1.0"
-__all__ = ["comfy_entrypoint", "memory", "open_pipeline"]
+__all__ = ["WEB_DIRECTORY", "comfy_entrypoint", "memory", "open_pipeline"]
+
+WEB_DIRECTORY = "./web"  # where ComfyUI's page looks for help pages
 
 
 async def comfy_entrypoint() -> Any:

@@ -270,7 +270,8 @@ def test_video_comes_as_a_batch_of_frames(sim: ModuleType, tiny_folders: Callabl
     family = tiny.FAMILIES["wan"]
     expected, picture = tiny.stock(tiny_folders("wan"), max_sequence_length=512)
     reference = load("videos/wan")
-    latent = sample(reference, encode(reference), frames=family.frames, width=family.size[0], height=family.size[1])
+    run = {"frames": family.frames, "width": family.size[0], "height": family.size[1], "guidance": family.guidance}
+    latent = sample(reference, encode(reference), **run)
     image = decode(reference, latent)
     torch.testing.assert_close(latent["samples"], expected.float(), atol=1e-5, rtol=0)
     torch.testing.assert_close(image, picture[0], atol=1e-5, rtol=0)
