@@ -95,13 +95,11 @@ class Component:
         return ManagedModel(self.name, self.role, self._build, self._read, label, self._stored)
 
     def _stored(self) -> dict[str, Stored]:
-        """Where the weights lie, by the names that the module has for them."""
+        """Where the weights lie, by the names that the module may have for them."""
         found = stored_tensors(self.files[0])
-        if self.cls.__name__ in self.config.get("architectures", [self.cls.__name__]):
-            return found
-        # Saved with a head: LlamaForCausalLM has all that LlamaModel has under `model.`.
+        # Saved with a head, or by another class: LlamaForCausalLM has all that LlamaModel has under `model.`.
         prefix = f"{getattr(self.cls, 'base_model_prefix', '')}."
-        return {name.removeprefix(prefix): at for name, at in found.items()}
+        return {name.removeprefix(prefix): at for name, at in found.items()} | found
 
     def _build(self) -> nn.Module:
         """The module's structure: parameters on `meta`, buffers and plain tensors real."""

@@ -12,11 +12,7 @@ from typing import Any
 import ballast
 import ballast.cli
 import folder_paths
-import full_size
 import pytest
-from ballast.memory.rates import ASSUMED
-from ballast.memory.runplan import seconds
-from ballast.memory.sizes import format_bytes
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
@@ -111,33 +107,6 @@ def test_command_line(downloaded: tuple[Path, Path], tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert ballast.cli.main(["plan", folder, "--vram", "64MB"]) == 1
     assert "needs Llama 3.1 8B Instruct" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Plans of the published sizes at 1024 x 1024, with 64 GB of RAM, at assumed rates."""
-    root = tmp_path_factory.mktemp("full")
-    folder = full_size.build("hidream", root / "hidream")
-
-    def plan(variant: str, gigabytes: int) -> Any:
-        pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=root / "cache", variant=variant)
-        return pipe.plan(width=1024, height=1024, vram=f"{gigabytes}GB", ram="64GB", rates=ASSUMED)
-
-    return plan
-
-
-def test_readme_tells_what_the_planner_says(planned: Callable[..., Any]) -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    for variant, numbers in VARIANTS.items():
-        plans = [planned(variant, gigabytes) for gigabytes in (8, 12, 16, 24)]
-        cells = [f"{format_bytes(plan.peak_vram_bytes)}, {seconds(plan.step_seconds)}" for plan in plans]
-        guidance = f"{numbers.guidance:g}" if numbers.guidance > 1 else "none"
-        row = f"| HiDream-I1 {variant.title()} | {numbers.steps}, {guidance} | 31.9 GB | {' | '.join(cells)} |"
-        assert row in readme, row
-        assert all(plan.fits for plan in plans)
-    for gigabytes in (8, 12, 24):  # the table that `ballast plan` prints
-        plan = planned("full", gigabytes)
-        assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in readme
 
 
 def test_help_page_has_every_input_and_the_variants() -> None:

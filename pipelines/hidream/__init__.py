@@ -78,7 +78,7 @@ class HiDreamPipeline(GenericPipeline):
         return getattr(diffusers, self.variant.scheduler)(**self.variant.scheduler_config())
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"variant": self.variant and self.variant.name}
+        return super().facts() | {"scheduler": type(self._tool("scheduler")).__name__}
 
     # Encode
 
