@@ -199,7 +199,7 @@ def pipeline_class(name: str) -> type:
 
 
 def read_components(
-    folder: Path, index: dict[str, Any], dtype: torch.dtype | None, elsewhere: Mapping[str, Path]
+    folder: Path, index: dict[str, Any], dtype: torch.dtype | None, elsewhere: Mapping[str, Path] | None = None
 ) -> dict[str, Component]:
     """The components that a folder's index names, each with its class and its files found.
 
@@ -212,7 +212,7 @@ def read_components(
         if not name.isidentifier():
             raise ValueError(f"{folder}/model_index.json names a component {name!r}, which is no folder name.")
         library, class_name = entry
-        path = elsewhere.get(name, folder / name)
+        path = (elsewhere or {}).get(name, folder / name)
         if not path.is_dir():
             raise FileNotFoundError(f"{folder} has no {name}/, which its model_index.json names. Download it again.")
         # The decoder always runs in float32: half precision turns pictures black.
