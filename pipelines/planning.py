@@ -63,7 +63,8 @@ def sampling_key(
         for name, value in cond.tensors.items()
     }
     given = None if noise is None else _shape(noise)
-    facts = {"stage": "sample", "arguments": alike(arguments), "cond": tensors, "reports": reports, "noise": given}
+    given_to = {k: _shape(v) if isinstance(v, torch.Tensor) else v for k, v in alike(arguments).items()}
+    facts = {"stage": "sample", "arguments": given_to, "cond": tensors, "reports": reports, "noise": given}
     return cache_key(pipe.facts() | facts)
 
 
@@ -143,8 +144,8 @@ class Asked:
     steps: int
     strategy: str
     cond: Conditioning | None
-    prompt: str
-    negative_prompt: str
+    prompt: str | Sequence[str]
+    negative_prompt: str | Sequence[str]
     size: str
 
 

@@ -24,6 +24,7 @@ from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
 from .decode import check_finite, decode_latents, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
+from .kernels import AUTO, check_attention, held_uncompiled, kernels
 from .planning import TYPICAL_PROMPT, Asked, forecast_decoding, forecast_sampling, plan_run, plan_stage, sampling_key
 
 log = logging.getLogger("ballast")
@@ -77,8 +78,7 @@ class StagedPipeline(ABC):
         `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
         """
         self._check_options(options)
-        if not isinstance(prompt, str) and isinstance(negative_prompt, str):
-            negative_prompt = [negative_prompt] * len(prompt)
+        negative_prompt = _for_each(prompt, negative_prompt)
         key = cache_key(self._encoding_facts(prompt, negative_prompt, options))
         if key and (found := self.cache.get(key)):
             return found
@@ -107,6 +107,8 @@ class StagedPipeline(ABC):
         strategy: str = "auto",
         on_step: OnStep | None = None,
         noise: torch.Tensor | None = None,
+        compile: bool = False,
+        attention: str = AUTO,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -119,16 +121,23 @@ class StagedPipeline(ABC):
 
         `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
-        What it raises ends the run. `options` are further arguments of the pipeline's own call.
+        What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
+        attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
         """
         steps = self.default_steps if steps is None else steps
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        check_attention(attention, [unit.module for unit in self.denoisers] if attention != AUTO else ())
 
         def run(device: torch.device, modules: Modules) -> torch.Tensor:
             generator = torch.Generator("cpu").manual_seed(seed)
             given = arguments | {"generator": generator, "latents": noise}
-            latents = self._denoise(cond, given, on_step, device, modules)
+            with kernels(modules.values(), compile, attention):
+                latents = self._denoise(cond, given, on_step, device, modules)
             return to_host(latents.float())
+
+        for unit in self.denoisers if compile else ():
+            if unit.placement is not None and held_uncompiled(unit.module):
+                self.manager.evict(unit)
 
         key = sampling_key(self, cond, arguments, on_step is not None, noise)
         expected: dict[str, Any] = {"work": key}
@@ -148,8 +157,8 @@ class StagedPipeline(ABC):
         frames: int | None = None,
         *,
         cond: Conditioning | None = None,
-        prompt: str = TYPICAL_PROMPT,
-        negative_prompt: str = "",
+        prompt: Prompt = TYPICAL_PROMPT,
+        negative_prompt: Prompt = "",
         vram: int | str | None = None,
         ram: int | str | None = None,
         strategy: str = "auto",
@@ -174,7 +183,7 @@ class StagedPipeline(ABC):
         ram_bytes = self._ram_budget(ram)
         size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
         size += f" x {frames} frames" if frames else ""
-        asked = Asked(arguments, steps, strategy, cond, prompt, negative_prompt, size)
+        asked = Asked(arguments, steps, strategy, cond, prompt, _for_each(prompt, negative_prompt), size)
         return plan_run(self, asked, budget_bytes, ram_bytes, rates)
 
     def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan | None:
@@ -339,3 +348,10 @@ class StagedPipeline(ABC):
     def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the decoder's `decode`."""
         return arguments
+
+
+def _for_each(prompt: Prompt, negative_prompt: Prompt) -> Prompt:
+    """The negative prompts: one for each prompt, where one is for all."""
+    if isinstance(prompt, str) or not isinstance(negative_prompt, str):
+        return negative_prompt
+    return [negative_prompt] * len(prompt)
