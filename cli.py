@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     run.add_argument("--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's")
     run.add_argument("--variant", help="HiDream-I1: full, dev or fast, if the folder does not tell")
+    for part in ("gemma", "jina", "vae"):
+        run.add_argument(
+            f"--{part}", type=Path, help="NewBie: that file, where the model is the file of its transformer"
+        )
 
     demo = commands.add_parser("demo", parents=[shared], help="draw a picture with the bundled model")
     demo.add_argument("--prompt", default=DEMO_PROMPT, help='such as "a green square on a white background, right"')
@@ -64,8 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo, seed=5)
 
     generate = commands.add_parser("generate", parents=[shared, run], help="run a diffusers pipeline folder")
-    generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json")
+    generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json, or NewBie's file")
     generate.add_argument("--prompt", required=True)
+    generate.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    generate.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
     generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
     generate.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
     generate.set_defaults(run=_generate)
@@ -94,7 +100,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or _SIM_BYTES}, in the CPU.")
         arguments.device = "sim"
     arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
-    arguments.width = arguments.height = arguments.frames = arguments.llama = arguments.variant = None
+    arguments.width = arguments.height = arguments.frames = None
+    arguments.compile, arguments.attention = False, "auto"
     # A cache of its own, so that the encoder is seen to come and go each time.
     with tempfile.TemporaryDirectory() as cache_dir:
         return _generate(arguments, Path(cache_dir))
@@ -134,6 +141,8 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
             seed=arguments.seed,
             frames=arguments.frames,
             strategy=arguments.strategy,
+            compile=arguments.compile,
+            attention=arguments.attention,
             on_step=lambda step, steps, latents: bar.update(),
         )
     written = save_images(pipe.decode(latents), arguments.out)

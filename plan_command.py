@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that were given of the arguments of one family."""
-    return {name: value for name in ("llama", "variant") if (value := getattr(arguments, name)) is not None}
+    names = ("llama", "variant", "gemma", "jina", "vae")
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def run(arguments: argparse.Namespace) -> str:

@@ -8,6 +8,8 @@ from .decode import VaeDecode
 from .encode import TextEncode
 from .free import FreeVram
 from .load import LoadPipeline
+from .load_newbie import LoadNewbie
+from .options import SamplerOptions
 from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
@@ -15,4 +17,14 @@ from .sample import Sampler
 
 class BallastExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadPipeline, TextEncode, Sampler, VaeDecode, FreeVram, VramReport, VramPlan]
+        return [
+            LoadPipeline,
+            LoadNewbie,
+            TextEncode,
+            Sampler,
+            VaeDecode,
+            FreeVram,
+            VramReport,
+            VramPlan,
+            SamplerOptions,
+        ]

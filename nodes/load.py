@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from comfy_api.latest import io
 
-from ..memory import host
-from .reference import DEMO, PipelineReference, PipelineType, file_stamp, find_llamas, find_pipelines
+from .reference import DEMO, PipelineType, file_stamp, find_llamas, find_pipelines, make_reference, shared_inputs
 
 AUTO = "auto"
 
@@ -30,41 +27,12 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="A folder with a model_index.json in models/diffusers, or the bundled demo "
                     "model, which draws simple shapes on any machine.",
                 ),
-                io.Float.Input(
-                    "vram_gb",
-                    default=0.0,
-                    min=0.0,
-                    max=1024.0,
-                    step=0.1,
-                    tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's reserve.",
-                ),
-                io.Combo.Input(
-                    "dtype",
-                    options=["auto", "bfloat16", "float16", "float32"],
-                    default="auto",
-                    advanced=True,
-                    tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
-                    "The VAE always runs in float32.",
-                ),
-                io.Boolean.Input(
-                    "keep_loaded",
-                    default=True,
-                    advanced=True,
-                    tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
-                    "Text encoders and VAE always leave when their node is done.",
-                ),
-                io.Combo.Input(
-                    "device",
-                    options=["auto", "cpu", "sim"],
-                    default="auto",
-                    advanced=True,
-                    tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
-                    "which shows what would happen in VRAM on a machine that has none.",
-                ),
+                *shared_inputs(),
                 io.Combo.Input(
                     "llama",
                     options=[AUTO, *find_llamas()],
                     default=AUTO,
+                    optional=True,
                     tooltip="HiDream-I1 only: the folder of Llama 3.1 8B Instruct in models/text_encoders, which its "
                     "own download does not hold. auto takes text_encoder_4 in the pipeline's folder.",
                 ),
@@ -72,6 +40,7 @@ class LoadPipeline(io.ComfyNode):
                     "variant",
                     options=[AUTO, "full", "dev", "fast"],
                     default=AUTO,
+                    optional=True,
                     advanced=True,
                     tooltip="HiDream-I1 only: which of its models this is, for steps, guidance and scheduler. "
                     "auto tells it by the folder.",
@@ -98,35 +67,18 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(
                 f"pipeline {pipeline!r} is not in models/diffusers any more. Choose another, or put it back."
             )
-        own = host.device()
-        if device == "sim" and own is not None and own.type != "cpu":
-            # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
-            raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
-        on = str(own or "auto") if device == "auto" else device
-        vram_bytes = int(vram_gb * 2**30) or None
         llama_folder = None if llama == AUTO else find_llamas().get(llama)
         if llama != AUTO and llama_folder is None:
             raise ValueError(
                 f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
             )
-        reference = PipelineReference(
-            str(folder),
-            _stamp(folder, llama_folder),
-            dtype,
-            vram_bytes,
-            on,
-            keep_loaded,
-            str(llama_folder or ""),
-            "" if variant == AUTO else variant,
-        )
-        reference.open()  # reads configs only, so that a bad folder fails here and not after minutes
-        return io.NodeOutput(reference)
+        family = {"llama": str(llama_folder)} if llama_folder else {}
+        family |= {} if variant == AUTO else {"variant": variant}
+        stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
+        return io.NodeOutput(make_reference(folder, stamp, vram_gb, dtype, keep_loaded, device, family))
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, **_: object) -> str:
         folder = find_pipelines().get(pipeline)
-        return _stamp(folder, find_llamas().get(llama)) if folder else ""
-
-
-def _stamp(folder: Path, llama: Path | None) -> str:
-    return file_stamp(folder) + (file_stamp(llama) if llama else "")
+        chosen = (folder, find_llamas().get(llama))
+        return file_stamp(*(path for path in chosen if path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING
 import folder_paths
 from comfy_api.latest import io
 
+from ..memory import host
+
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
 
 PipelineType = io.Custom("BALLAST_PIPELINE")
 ConditioningType = io.Custom("BALLAST_CONDITIONING")
+OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`, by name
 
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
@@ -33,14 +37,13 @@ class PipelineReference:
     The pipeline behind it lives as long as a reference to it does; its weights are the manager's to evict.
     """
 
-    folder: str
+    path: str  # a folder, or the file of a transformer
     stamp: str  # of the files, so that a changed folder is another pipeline
     dtype: str
     vram_bytes: int | None
     device: str
     keep: bool
-    llama: str = ""  # HiDream-I1's: the folder, and the variant
-    variant: str = ""
+    family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
 
     def open(self) -> StagedPipeline:
         """The pipeline; the same one for equal references."""
@@ -50,45 +53,100 @@ class PipelineReference:
 
             cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
             pipe = open_pipeline(
-                self.folder,
+                self.path,
                 self.device,
                 self.vram_bytes,
                 dtype=self.dtype,
                 keep=self.keep,
                 cache_dir=cache_dir,
-                **{name: value for name in ("llama", "variant") if (value := getattr(self, name))},
+                **dict(self.family),
             )
             _open[astuple(self)] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe
 
     def __repr__(self) -> str:
-        return f"PipelineReference({Path(self.folder).name}, {self.dtype})"
+        return f"PipelineReference({Path(self.path).stem}, {self.dtype})"
+
+
+def shared_inputs() -> list[io.Input]:
+    """What every loader asks for: budget, type, device."""
+    return [
+        io.Float.Input(
+            "vram_gb",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.1,
+            tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's reserve.",
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=["auto", "bfloat16", "float16", "float32"],
+            default="auto",
+            advanced=True,
+            tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
+            "The VAE always runs in float32.",
+        ),
+        io.Boolean.Input(
+            "keep_loaded",
+            default=True,
+            advanced=True,
+            tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
+            "Text encoders and VAE always leave when their node is done.",
+        ),
+        io.Combo.Input(
+            "device",
+            options=["auto", "cpu", "sim"],
+            default="auto",
+            advanced=True,
+            tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
+            "which shows what would happen in VRAM on a machine that has none.",
+        ),
+    ]
+
+
+def make_reference(
+    path: Path, stamp: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str, family: Mapping[str, str]
+) -> PipelineReference:
+    """The reference of a loader's inputs. It is opened, which reads configs only, so that a bad folder fails here."""
+    own = host.device()
+    if device == "sim" and own is not None and own.type != "cpu":
+        # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
+        raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
+    on = str(own or "auto") if device == "auto" else device
+    vram_bytes = int(vram_gb * 2**30) or None
+    reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, tuple(family.items()))
+    reference.open()
+    return reference
 
 
 def find_pipelines() -> dict[str, Path]:
     """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
-    found = {DEMO: _DEMO_FOLDER}
-    for root in folder_paths.get_folder_paths("diffusers"):
-        for path, folders, files in os.walk(root, followlinks=True):
-            folders.sort()
-            relative = Path(path).relative_to(root)
-            if "model_index.json" in files:
-                found.setdefault(relative.as_posix(), Path(path))
-                folders.clear()
-            elif len(relative.parts) >= _MAX_DEPTH:
-                folders.clear()
-    return found
+    from ..pipelines.newbie.layouts import is_newbie
+
+    return {DEMO: _DEMO_FOLDER} | _folders(
+        "diffusers", lambda path, files: "model_index.json" in files or is_newbie(path)
+    )
 
 
 def find_llamas() -> dict[str, Path]:
     """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
+    return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
+
+
+def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
+    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another."""
     found: dict[str, Path] = {}
-    for root in folder_paths.get_folder_paths("text_encoders"):
-        for config in sorted(Path(root).glob("**/config.json")):
-            relative = config.parent.relative_to(root)
-            if len(relative.parts) <= _MAX_DEPTH and _is_llama(config):
-                found.setdefault(relative.as_posix(), config.parent)
+    for root in folder_paths.get_folder_paths(kind):
+        for path, folders, files in os.walk(root, followlinks=True):
+            folders.sort()
+            relative = Path(path).relative_to(root)
+            if wanted(Path(path), files):
+                found.setdefault(relative.as_posix(), Path(path))
+                folders.clear()
+            elif len(relative.parts) >= _MAX_DEPTH:
+                folders.clear()
     return found
 
 
@@ -99,7 +157,8 @@ def _is_llama(config: Path) -> bool:
         return False
 
 
-def file_stamp(folder: Path) -> str:
-    """Changes when a file of the folder does. Reads no file."""
-    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+def file_stamp(*paths: Path) -> str:
+    """Changes when one of the files does, or one in the folders. Reads no file."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    stats = [file.stat() for file in files]
     return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
 from .progress import StepProgress, show_text
-from .reference import ConditioningType, PipelineReference, PipelineType
+from .reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 
 if TYPE_CHECKING:
     from ..pipelines.conditioning import Conditioning
@@ -82,6 +83,22 @@ class Sampler(io.ComfyNode):
                     tooltip="auto chooses what fits. resident: the whole transformer in VRAM. streamed: some blocks in "
                     "VRAM, the others pass through. leafwise: one layer at a time, slow, in least memory. cpu: none.",
                 ),
+                OptionsType.Input("options", optional=True, tooltip="From Sampler Options."),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    tooltip="A picture to start from, of the same VAE; its size counts. NewBie only.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How much of the picture in latent to replace: 1 for all of it.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(
@@ -103,7 +120,17 @@ class Sampler(io.ComfyNode):
         seed: int,
         frames: int,
         strategy: str,
+        options: Mapping[str, Any] | None = None,
+        latent: Mapping[str, Any] | None = None,
+        denoise: float = 1.0,
     ) -> io.NodeOutput:
+        further = dict(options or {})
+        if latent is not None:
+            further |= {"init_latents": latent["samples"], "denoise": denoise}
+        elif denoise < 1:
+            raise ValueError(
+                f"denoise is {denoise}, but no latent is connected to start from. Connect one, or set it to 1."
+            )
         pipe = pipeline.open()
         latents = pipe.sample(
             conditioning,
@@ -115,6 +142,7 @@ class Sampler(io.ComfyNode):
             frames=frames or None,
             strategy=strategy,
             on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
+            **further,
         )
         show_text(cls, pipe.manager.timeline.stages[-1].summary())
         return io.NodeOutput({"samples": latents})

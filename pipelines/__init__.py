@@ -12,10 +12,12 @@ from .components import read_model_index
 from .embedding_cache import shared_cache
 from .generic import GenericPipeline
 from .hidream import HiDreamPipeline
+from .newbie import NewbiePipeline
+from .newbie.layouts import is_newbie
 from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.
-FAMILIES: dict[str, type[GenericPipeline]] = {"HiDreamImagePipeline": HiDreamPipeline}
+FAMILIES: dict[str, type[StagedPipeline]] = {"HiDreamImagePipeline": HiDreamPipeline, "NewbiePipeline": NewbiePipeline}
 _COMMON = ("folder", "dtype", "shared")  # arguments of every family's class
 
 
@@ -30,17 +32,18 @@ def open_pipeline(
     cache_dir: str | Path | None = None,
     **family: Any,
 ) -> StagedPipeline:
-    """Open a diffusers pipeline folder. Reads configs and file headers, no weights.
+    """Open a diffusers pipeline folder, or NewBie's. Reads configs and file headers, no weights.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
-    `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`.
+    `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
+    file of its transformer, the files `gemma`, `jina` and `vae`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
     folder = Path(path).expanduser()
-    name = read_model_index(folder)["_class_name"]
-    cls = FAMILIES.get(name, GenericPipeline)
+    name = "NewbiePipeline" if is_newbie(folder) else read_model_index(folder)["_class_name"]
+    cls: Any = FAMILIES.get(name, GenericPipeline)
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")

@@ -82,9 +82,7 @@ class Component:
         """Digests of the files that the component is made of, for cache keys."""
         if self.is_module:
             return [file_identity(path) for path in (self.folder / "config.json", *self.files[0])]
-        # A tokenizer may lie beside a model's weights.
-        beside = (path for path in sorted(self.folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS)
-        return [file_identity(path) for path in beside]
+        return [file_identity(path) for path in files_beside_weights(self.folder)]
 
     def create(self) -> Any:
         """A component without weights: a tokenizer, a scheduler."""
@@ -158,6 +156,11 @@ class Component:
                     f"{stored[name].path} does not fit its config.json: {name} is {list(stored[name].shape)} and not "
                     f"{list(parameter.shape)}. Download both again."
                 )
+
+
+def files_beside_weights(folder: Path) -> list[Path]:
+    """What a tokenizer or the like is made of. It may lie beside a model's weights."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS]
 
 
 def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:

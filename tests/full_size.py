@@ -17,6 +17,7 @@ from typing import Any
 
 import diffusers
 import tiny
+import tiny_parts
 import torch
 from accelerate import init_empty_weights
 from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
@@ -171,6 +172,25 @@ def build(name: str, folder: Path) -> Path:
             _save(empty(type(component), PARTS[name][part]), folder / part, dtype, shard)
         elif component is not None:
             component.save_pretrained(folder / part)
+    return folder
+
+
+def build_newbie(folder: Path) -> Path:
+    """NewBie in the folders that the fork of diffusers has, with Gemma's and Jina's published sizes."""
+    import transformers
+    from ballast.pipelines.newbie.gemma import GEMMA_3_4B
+    from ballast.pipelines.newbie.sizes import PUBLISHED
+    from ballast.pipelines.newbie.transformer import NewbieTransformer2DModel
+
+    _save(empty(NewbieTransformer2DModel, PUBLISHED), folder / "transformer", torch.bfloat16, "10GB")
+    _save(empty(transformers.Gemma3TextModel, GEMMA_3_4B), folder / "text_encoder", torch.bfloat16, "5GB")
+    with init_empty_weights(include_buffers=False):
+        jina = transformers.JinaEmbeddingsV3Model(transformers.JinaEmbeddingsV3Config(), add_pooling_layer=False)
+    _save(jina, folder / "text_encoder_2", torch.bfloat16, "5GB")
+    _save(empty(diffusers.AutoencoderKL, FLUX_VAE), folder / "vae", torch.float32, "5GB")
+    for name in ("tokenizer", "tokenizer_2"):
+        tiny_parts.tokenizer().save_pretrained(folder / name)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "NewbiePipeline"}), encoding="utf-8")
     return folder
 
 

@@ -124,7 +124,10 @@ def test_every_node_is_as_in_the_snapshot(host: HostServer) -> None:
         info = {key: value for key, value in host.object_info(name).items() if value is not None}
         assert info.pop("python_module") == "custom_nodes.ComfyUI-Ballast"
         if name == "BallastLoadPipeline":
-            assert info["input"]["required"]["pipeline"][1].pop("options") == ["demo: shapes", "lumina2"]
+            offered = info["input"]["required"]["pipeline"][1].pop("options")
+            assert offered == ["demo: shapes", "HiDream-I1-Fast", "lumina2"]
+            llama = info["input"]["optional"]["llama"][1]
+            assert llama["options"].pop() == "Meta-Llama-3.1-8B-Instruct"
         assert info == expected
 
 

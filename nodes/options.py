@@ -1,0 +1,85 @@
+"""Sampler Options: how the transformer computes, and the loop of families that have one of their own."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .reference import OptionsType
+
+_AUTO = "auto"
+# Of diffusers' attention backends; what a machine lacks is told when it is asked for.
+_ATTENTION = ["native", "flash", "_flash_3", "sage", "xformers", "flex", "_native_cudnn", "_native_efficient"]
+
+
+class SamplerOptions(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastSamplerOptions",
+            display_name="Sampler Options",
+            category="ballast",
+            description="Options of Offloaded Sampler that most graphs do without. By default they change nothing.",
+            search_aliases=["torch compile", "sage attention", "flash attention", "cfg trunc", "renorm cfg"],
+            inputs=[
+                io.Boolean.Input(
+                    "compile",
+                    default=False,
+                    tooltip="Compile the transformer's blocks (torch.compile), also streamed ones. The first step then "
+                    "takes a minute or so, later ones less than without. Off by default.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=[_AUTO, *_ATTENTION],
+                    default=_AUTO,
+                    tooltip="auto is PyTorch's own. Others need a package of their own or a certain GPU, and not every "
+                    "model takes them; the message says which.",
+                ),
+                io.Combo.Input(
+                    "sampler",
+                    options=[_AUTO, "euler", "midpoint"],
+                    default=_AUTO,
+                    tooltip="NewBie only. auto is euler; midpoint, the official one, calls the model twice a step.",
+                ),
+                io.Float.Input(
+                    "shift",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="NewBie only: above 1, noise gets more of the steps. 0 for the 6 that it was made for.",
+                ),
+                io.Float.Input(
+                    "cfg_trunc",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="NewBie only: the time from which on there is no guidance, 0 for noise, 1 for the picture. "
+                    "Steps without it take half as long. The official script has 0.25; 1 is guidance in all steps.",
+                ),
+                io.Float.Input(
+                    "renorm_cfg",
+                    default=0.0,
+                    min=0.0,
+                    max=10.0,
+                    step=0.1,
+                    tooltip="NewBie only: how many times as large as without it guidance may make a picture's norm, "
+                    "against burnt colours. 0 for any.",
+                ),
+            ],
+            outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler.")],
+        )
+
+    @classmethod
+    def execute(
+        cls, compile: bool, attention: str, sampler: str, shift: float, cfg_trunc: float, renorm_cfg: float
+    ) -> io.NodeOutput:
+        chosen = {
+            "compile": compile or None,
+            "attention": None if attention == _AUTO else attention,
+            "sampler": None if sampler == _AUTO else sampler,
+            "shift": shift or None,
+            "cfg_trunc": None if cfg_trunc == 1 else cfg_trunc,
+            "renorm_cfg": renorm_cfg or None,
+        }
+        return io.NodeOutput({name: value for name, value in chosen.items() if value is not None})
