@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import newbie_folders
 import numpy as np
 import pytest
 from hidream_folders import published
@@ -42,6 +43,7 @@ def host(tiny_folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     (models / "lumina2").symlink_to(tiny_folders("lumina2"), target_is_directory=True)
     folder, llama = published(tiny_folders("hidream"), tmp_path_factory.mktemp("hidream"), "fast")
     (models / "HiDream-I1-Fast").symlink_to(folder, target_is_directory=True)
+    newbie_folders.official(models / "NewBie-image-Exp0.1")
     (base / "models" / "text_encoders").mkdir()
     (base / "models" / "text_encoders" / llama.name).symlink_to(llama, target_is_directory=True)
     with HostServer(base=base) as server:
@@ -125,7 +127,7 @@ def test_every_node_is_as_in_the_snapshot(host: HostServer) -> None:
         assert info.pop("python_module") == "custom_nodes.ComfyUI-Ballast"
         if name == "BallastLoadPipeline":
             offered = info["input"]["required"]["pipeline"][1].pop("options")
-            assert offered == ["demo: shapes", "HiDream-I1-Fast", "lumina2"]
+            assert offered == ["demo: shapes", "HiDream-I1-Fast", "NewBie-image-Exp0.1", "lumina2"]
             llama = info["input"]["optional"]["llama"][1]
             assert llama["options"].pop() == "Meta-Llama-3.1-8B-Instruct"
         assert info == expected

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from ballast.memory.loading import load_stored
+from ballast.memory.unit import ManagedModel
 from ballast.memory.weights import Stored, stored_tensors
+from ballast.pipelines.newbie.adapter import AdaptedTower, read_merged
 from ballast.pipelines.newbie.gemma import (
     GEMMA_3_4B,
     SYSTEM_PROMPT,
@@ -26,7 +29,7 @@ from ballast.pipelines.newbie.gemma import (
     make_gemma,
     with_system_prompt,
 )
-from ballast.pipelines.newbie.jina import jina_features, jina_names, make_jina
+from ballast.pipelines.newbie.jina import has_adapter, jina_features, jina_names, make_jina
 from ballast.pipelines.newbie.tokenizers import PieceTokenizer, embedded_tokenizer, folder_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -241,15 +244,6 @@ def test_no_name_of_jina_gets_lost() -> None:
     assert jina_names(twice).keys() == {"embeddings.LayerNorm.bias", "model.emb_ln.bias"}
 
 
-@pytest.mark.parametrize("end", ["original", "0.lora_A"])
-def test_an_adapter_is_not_ignored(end: str) -> None:
-    name = f"text_model.transformer.roberta.encoder.layers.0.mixer.Wqkv.parametrizations.weight.{end}"
-    with pytest.raises(ValueError) as error:
-        jina_names(stored_as("text_model.transformer.roberta.emb_ln.bias", name))
-    message = str(error.value)
-    assert name in message and "jina_clip_v2_bf16.safetensors" in message and "\n" not in message
-
-
 @pytest.mark.parametrize("config", [{}, JINA_CLIP], ids=["none", "published"])
 def test_jina_as_published(config: Mapping[str, Any]) -> None:
     module = built(make_jina, config)
@@ -285,6 +279,191 @@ def test_padding_does_not_change_jina(jina: nn.Module, dtype: torch.dtype, near:
     assert both.shape == (2, 32) and both.dtype == dtype and torch.isfinite(empty).all()
     torch.testing.assert_close(both[1], alone[0], atol=near, rtol=near)
     torch.testing.assert_close(both[0], empty[1], atol=near, rtol=near)
+
+
+# Jina's adapters
+
+
+TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
+RANK = 2
+WRAPPED = "text_model.transformer.roberta."
+WQKV = f"{WRAPPED}encoder.layers.0.mixer.Wqkv"
+
+
+def adapted(count: int, prefix: str = WRAPPED, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The golden tower with so many random adapters, as it is published: with a tower for pictures beside it."""
+    generator = torch.Generator().manual_seed(1)
+    found = {"logit_scale": torch.ones(()), "vision_model.blocks.0.attn.q_proj.weight": torch.ones(4, 4)}
+    for name, weight in load_file(GOLDEN).items():
+        if not name.endswith(".weight") or "norm" in name or "emb_ln" in name:
+            found[prefix + name] = weight
+            continue
+        (out, into), stem = weight.shape, f"{prefix}{name.removesuffix('weight')}parametrizations.weight"
+        shapes = {"A": (RANK, into), "B": (out, RANK)}
+        if "_embeddings" in name:
+            shapes = {"A": (out, RANK), "B": (RANK, into)}
+        found[f"{stem}.original"] = weight
+        for factor, shape in shapes.items():
+            found[f"{stem}.0.lora_{factor}"] = 0.1 * torch.randn(count, *shape, generator=generator)
+    return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+
+def merged(tensors: Mapping[str, torch.Tensor], index: int, scale: float) -> dict[str, torch.Tensor]:
+    """By the closed form: W + BA for a layer, W + AB for a table."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, end = name.partition(".parametrizations.weight.")
+        if end == "original":
+            a, b = (tensors[f"{stem}.parametrizations.weight.0.lora_{factor}"][index].float() for factor in "AB")
+            form = "or,ri->oi" if "_embeddings" not in stem else "ri,or->oi"
+            found[f"{stem}.weight"] = tensor.float() + scale * torch.einsum(form, b, a)
+        elif not end:
+            found[name] = tensor.float()
+    return found
+
+
+def tower_config(**facts: Any) -> dict[str, Any]:
+    """Of all of Jina CLIP, as published, with the sizes of the golden tower."""
+    sizes = json.loads(GOLDEN.with_suffix(".config.json").read_text())
+    return {"text_config": {"default_lora_task": "retrieval.query", "hf_model_config_kwargs": sizes | facts}}
+
+
+def empty_tower(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return built(make_jina, tower_config()).to(dtype)
+
+
+def pooled(module: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return jina_features(module, words([0, *range(10, 40), 2], [0, 17, 5, 2], pad=1), ["", ""], CPU)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("prefix", [WRAPPED, "text_model.transformer."])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_adapter_for_texts_is_merged(count: int, prefix: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors, file = adapted(count, prefix, dtype), tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    assert has_adapter(stored_tensors([file])) and not has_adapter(stored_tensors([GOLDEN]))
+    config = tower_config(lora_adaptations=TASKS[:count], lora_alpha=4, lora_rank=RANK)
+    module = read_merged([file], empty_tower, config)
+
+    save_file(merged(tensors, 0, 2), tmp_path / "merged.safetensors")
+    expected = loaded(empty_tower(), jina_names(stored_tensors([tmp_path / "merged.safetensors"])))
+    plain = loaded(empty_tower(), jina_names(stored_tensors([GOLDEN])))
+    torch.testing.assert_close(pooled(module), pooled(expected), atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(pooled(module), pooled(plain), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "index", "scale"),
+    [
+        ({}, 0, 1),
+        ({"lora_alpha": 4, "lora_rank": 4}, 0, 1),
+        ({"lora_alpha": 1, "lora_rank": 4}, 0, 0.25),
+        ({"lora_adaptations": TASKS}, 0, 1),
+        ({"lora_adaptations": TASKS, "default_lora_task": "text-matching"}, 4, 1),
+        ({"lora_adaptations": TASKS[::-1]}, 4, 1),
+    ],
+)
+def test_which_adapter_and_how_strong(facts: dict[str, Any], index: int, scale: float, tmp_path: Path) -> None:
+    tensors = adapted(5)
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = merged(tensors, index, scale)[f"{WQKV}.weight"].chunk(3)
+    top = {key: facts[key] for key in facts if key == "lora_adaptations"}  # or in the config of the whole
+    for config in (tower_config(**facts), tower_config(**{k: v for k, v in facts.items() if k not in top}) | top):
+        found = read_merged([tmp_path / "model.safetensors"], empty_tower, config).state_dict()
+        for part, weight in zip("qkv", expected, strict=True):
+            torch.testing.assert_close(found[f"layers.0.self_attn.{part}_proj.weight"], weight, atol=1e-6, rtol=0)
+
+
+def test_merged_weights_are_cast_and_ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ballast.pipelines.newbie.adapter._ROWS", 7)
+    tensors, file = adapted(1), tmp_path / "model.safetensors"
+    halves = sorted(tensors)[::2]  # in two files, the factors of most apart
+    save_file({name: tensors.pop(name) for name in halves}, tmp_path / "first.safetensors")
+    save_file(tensors, file)
+    with torch.inference_mode():
+        module = read_merged([tmp_path / "first.safetensors", file], lambda: empty_tower(torch.bfloat16), {})
+    table = merged(adapted(1), 0, 1)[f"{WRAPPED}embeddings.word_embeddings.weight"]
+    found = module.state_dict()["embeddings.word_embeddings.weight"]
+    torch.testing.assert_close(found.float(), table, atol=0, rtol=2**-8)
+    for tensor in (*module.parameters(), *module.buffers()):
+        assert not (tensor.is_meta or tensor.is_inference() or tensor.requires_grad)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+def test_an_adapted_tower_comes_and_goes(tmp_path: Path) -> None:
+    file, config = tmp_path / "model.safetensors", tower_config(lora_alpha=4, lora_rank=RANK)
+    save_file(adapted(1), file)
+    plain = ManagedModel(
+        "text_encoder_2", "text_encoder", empty_tower, lambda: read_merged([file], empty_tower, config)
+    )
+    tower = AdaptedTower(
+        "text_encoder_2", "text_encoder", (file,), partial(make_jina, config), jina_names, config=config
+    )
+    expected = pooled(read_merged([file], empty_tower, config))
+    for unit in (plain, tower.unit("x")):
+        assert unit.source() is None
+        for _ in range(2):
+            assert unit.load() == unit.size_bytes > 0
+            assert torch.equal(pooled(unit.module), expected)
+            assert unit.drop() == unit.size_bytes and all(parameter.is_meta for parameter in unit.module.parameters())
+
+
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor], -1)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "words"),
+    [
+        (f"{WQKV}.parametrizations.weight.0.lora_A", grown, "do not fit a weight of [96, 32]"),
+        (f"{WQKV}.parametrizations.weight.0.lora_B", grown, "do not fit a weight of [96, 32]"),
+        (f"{WQKV}.parametrizations.weight.0.lora_A", lambda tensor: tensor[0], "do not fit a weight of [96, 32]"),
+        (f"{WQKV}.parametrizations.weight.0.lora_B", lambda tensor: tensor[:0], "do not fit a weight of [96, 32]"),
+        (f"{WQKV}.parametrizations.weight.0.lora_A", None, f"without the rest of {WQKV}.weight"),
+        (f"{WQKV}.parametrizations.weight.original", None, f"without the rest of {WQKV}.weight"),
+        (f"{WQKV}.parametrizations.weight.original", grown, "layers.0.self_attn.q_proj.weight as [32, 64] where"),
+        (f"{WQKV}.parametrizations.weight.original", torch.Tensor.char, "as torch.int8, which is quantized"),
+        (f"{WQKV}.bias", None, "lacks 3 weights of JinaEmbeddingsV3Model, such as layers.0.self_attn.k_proj.bias"),
+        (f"{WQKV}.scale", torch.ones(3), "has no place for, such as layers.0.self_attn.k_proj.scale"),
+        (f"{WQKV}.weight", torch.ones(96, 32), f"{WQKV}.weight"),
+        (
+            f"{WQKV}.parametrizations.weight.0.magnitude",
+            torch.ones(1),
+            "magnitude, of an adapter that cannot be merged",
+        ),
+        (
+            f"{WQKV}.parametrizations.bias.original",
+            torch.ones(96),
+            "bias.original, of an adapter that cannot be merged",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit(key: str, change: Any, words: str, tmp_path: Path) -> None:
+    tensors, file = adapted(2), tmp_path / "model.safetensors"
+    changed = change(tensors[key]) if callable(change) else change
+    tensors = {name: tensor for name, tensor in tensors.items() if name != key}
+    save_file(tensors if changed is None else {**tensors, key: changed}, file)
+    with pytest.raises(ValueError) as error:
+        read_merged([file], empty_tower, tower_config())
+    assert words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_adapter_that_the_file_lacks(tmp_path: Path) -> None:
+    save_file(adapted(2), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has text-matching not among the 2 adapters of .*model\.safetensors\."):
+        config = tower_config(lora_adaptations=TASKS, default_lora_task="text-matching")
+        read_merged([tmp_path / "model.safetensors"], empty_tower, config)
+
+
+@pytest.mark.parametrize("end", ["original", "0.lora_A"])
+def test_an_adapter_is_not_ignored(end: str) -> None:
+    name = f"{WQKV}.parametrizations.weight.{end}"
+    with pytest.raises(ValueError) as error:
+        jina_names(stored_as(f"{WRAPPED}emb_ln.bias", name))
+    message = str(error.value)
+    assert name in message and "jina_clip_v2_bf16.safetensors" in message and "\n" not in message
 
 
 # Tokenizers

@@ -16,7 +16,15 @@ FILES = sorted(FOLDER.glob("*.json"))
 NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtension().get_node_list())}
 # Present in every ComfyUI; widgets of those that have any, by what the page saves.
 CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "Note": 1}
-SOCKETS_ONLY = {"IMAGE", "LATENT", "*", "COMFY_MATCHTYPE_V3", "BALLAST_PIPELINE", "BALLAST_CONDITIONING"}
+SOCKETS_ONLY = {
+    "IMAGE",
+    "LATENT",
+    "*",
+    "COMFY_MATCHTYPE_V3",
+    "BALLAST_PIPELINE",
+    "BALLAST_CONDITIONING",
+    "BALLAST_OPTIONS",
+}
 
 each_workflow = pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 
