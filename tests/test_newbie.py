@@ -149,6 +149,32 @@ def test_layouts_give_the_same_picture(layout: str, layouts: dict[str, Any], sim
         assert unit.source() is not None, "read straight from its files"
 
 
+def test_official_folder_with_jinas_adapters(folder: Path, layouts: dict[str, Any], tmp_path: Path) -> None:
+    """As Jina publishes its tower: each matrix with an adapter beside it. These add nothing, so nothing changes."""
+    copied = Path(shutil.copytree(folder, tmp_path / "adapted"))
+    file = copied / "clip_model" / "model.safetensors"
+    plain, found = load_file(file), {"logit_scale": torch.zeros(())}
+    for name, weight in plain.items():
+        full = f"text_model.transformer.roberta.{name}"
+        if weight.ndim < 2:
+            found[full] = weight
+            continue
+        stem, _, _ = full.rpartition(".")
+        found[f"{stem}.parametrizations.weight.original"] = weight
+        (rows, columns), rank = weight.shape, 2
+        shapes = ((rows, rank), (rank, columns)) if "_embeddings" in name else ((rank, columns), (rows, rank))
+        found[f"{stem}.parametrizations.weight.0.lora_A"] = torch.ones(5, *shapes[0])
+        found[f"{stem}.parametrizations.weight.0.lora_B"] = torch.zeros(5, *shapes[1])
+    save_file(found, file)
+    expected, adapted = (
+        open_layout(path, {}, device="cpu", cache_dir=tmp_path / path.name) for path in (folder, copied)
+    )
+    cond, other = (pipe.encode(PROMPT, "blurry") for pipe in (expected, adapted))
+    for name, value in cond.tensors.items():
+        torch.testing.assert_close(other.tensors[name], value, atol=1e-6, rtol=0)
+    assert adapted.plan(width=64, height=48, vram="64MB").fits
+
+
 def test_vision_tower_never_arrives(layouts: dict[str, Any], sim: ModuleType) -> None:
     pipe = open_layout(*layouts["official"])
     names = [name for unit in pipe.encoders for name, _ in unit.module.named_parameters()]

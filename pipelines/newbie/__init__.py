@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.weights import file_identity
+from ...memory.weights import file_identity, stored_tensors
 from ..checkpoint import Checkpoint
 from ..components import parse_dtype
 from ..conditioning import Conditioning
 from ..staged import OnStep, Prompt, StagedPipeline
+from .adapter import AdaptedTower
 from .gemma import gemma_features, gemma_names, make_gemma, with_system_prompt
-from .jina import jina_features, jina_names, make_jina
+from .jina import has_adapter, jina_features, jina_names, make_jina
 from .layouts import Layout, find_layout, vae_names
 from .sampling import SAMPLERS, guide, start, times
 from .sizes import config_of
@@ -225,6 +226,9 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
     from .transformer import NewbieTransformer2DModel, transformer_names
 
     config, vae = config_of(layout.transformer.config), layout.vae.config
+    jina = layout.jina
+    is_adapted = has_adapter(stored_tensors(jina.files))
+    tower = partial(AdaptedTower, config=jina.config) if is_adapted else Checkpoint
     return {
         "text_encoder": Checkpoint(
             "text_encoder",
@@ -234,13 +238,8 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
             gemma_names,
             dtype,
         ),
-        "text_encoder_2": Checkpoint(
-            "text_encoder_2",
-            "text_encoder",
-            layout.jina.files,
-            partial(make_jina, layout.jina.config),
-            jina_names,
-            dtype,
+        "text_encoder_2": tower(
+            "text_encoder_2", "text_encoder", jina.files, partial(make_jina, jina.config), jina_names, dtype
         ),
         "transformer": Checkpoint(
             "transformer",
