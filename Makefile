@@ -10,7 +10,7 @@ demo: .venv/demo-ready
 	$(BIN)/ballast demo
 
 test: lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 lint: .venv/test-ready
 	$(BIN)/ruff check .
