@@ -14,13 +14,13 @@ SIZES = ("tiny", "newbie", "hidream")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream`, `peers` or `plans`. Returns the exit status."""
+    """Run `stream`, `peers`, `plans` or `newbie`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
-    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
     shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
-    shared.add_argument("--out", type=Path, default=RESULTS, help="folder for the .json and the .png")
+    _add_out(shared)
 
     stream = commands.add_parser("stream", parents=[shared], help="the streaming engine against the bound")
     stream.set_defaults(run=_stream)
@@ -42,8 +42,25 @@ def main(argv: Sequence[str]) -> int:
 
     plans = commands.add_parser("plans", help="how long plans of full-size models take, and how much RAM")
     plans.set_defaults(run=_plans)
+
+    newbie = commands.add_parser(
+        "newbie",
+        help="NewBie-image-Exp0.1: the rows of an article about its memory, and ours in 8, 6 and 4 GB",
+        description="On a GPU each row is measured, with random weights that take 16 GB of disk until it ends. Without "
+        "one, or with --device cpu, the planner predicts.",
+    )
+    newbie.add_argument(
+        "--device", default="auto", help="auto (a GPU, else cpu), cuda, or cpu: predicted, not measured"
+    )
+    newbie.add_argument("--steps", type=int, default=6, help="of each row; the first does not count")
+    _add_out(newbie)
+    newbie.set_defaults(run=_newbie)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the .json and the .png")
 
 
 def _stream(arguments: argparse.Namespace) -> int:
@@ -56,6 +73,12 @@ def _plans(arguments: argparse.Namespace) -> int:
     from .plans import run
 
     return run()
+
+
+def _newbie(arguments: argparse.Namespace) -> int:
+    from .newbie import run
+
+    return run(arguments.device, arguments.out, arguments.steps)
 
 
 def _peers(arguments: argparse.Namespace) -> int:

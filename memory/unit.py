@@ -29,8 +29,8 @@ Tier = Literal["disk", "host", "device"]
 ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
 
 
-# Building a module on `meta` patches torch for the whole process, in accelerate and in the libraries' own loaders.
-_building = threading.RLock()
+# To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
+building = threading.RLock()
 
 
 @dataclass
@@ -116,7 +116,7 @@ class ManagedModel:
     @property
     def module(self) -> nn.Module:
         """The one module object of this unit, whatever its tier."""
-        with _building:
+        with building:
             if self._module is None:
                 module = self._build().eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ class ManagedModel:
         """
         if self._on_host and self._read is None:
             raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
-        with _building:
+        with building:
             module = self._build().eval()
         module.__class__ = _located(type(module))  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
@@ -194,7 +194,7 @@ class ManagedModel:
 
         try:
             if self._stored is None or not load_stored(self.module, self._stored()):
-                with _building, torch.inference_mode():
+                with building, torch.inference_mode():
                     _adopt_tensors(self.module, self._read(), self.name)
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them

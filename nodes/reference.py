@@ -66,7 +66,7 @@ class PipelineReference:
         return pipe
 
     def __repr__(self) -> str:
-        return f"PipelineReference({Path(self.path).stem}, {self.dtype})"
+        return f"PipelineReference({Path(self.path).name}, {self.dtype})"
 
 
 def shared_inputs() -> list[io.Input]:

@@ -132,6 +132,8 @@ class Sampler(io.ComfyNode):
                 f"denoise is {denoise}, but no latent is connected to start from. Connect one, or set it to 1."
             )
         pipe = pipeline.open()
+        if latent is not None and not pipe.starts_from_latents:
+            raise ValueError(f"{pipe.name} starts from noise only. Disconnect latent.")
         latents = pipe.sample(
             conditioning,
             width=width or None,

@@ -14,10 +14,16 @@ from .generic import GenericPipeline
 from .hidream import HiDreamPipeline
 from .newbie import NewbiePipeline
 from .newbie.layouts import is_newbie
+from .pyramid_flow import PyramidFlowPipeline
+from .pyramid_flow.layouts import is_pyramid
 from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.
-FAMILIES: dict[str, type[StagedPipeline]] = {"HiDreamImagePipeline": HiDreamPipeline, "NewbiePipeline": NewbiePipeline}
+FAMILIES: dict[str, type[StagedPipeline]] = {
+    "HiDreamImagePipeline": HiDreamPipeline,
+    "NewbiePipeline": NewbiePipeline,
+    "PyramidFlow": PyramidFlowPipeline,
+}
 _COMMON = ("folder", "dtype", "shared")  # arguments of every family's class
 
 
@@ -38,11 +44,12 @@ def open_pipeline(
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
-    file of its transformer, the files `gemma`, `jina` and `vae`.
+    file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
+    transformer, the file `vae` and the folder `text`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
     folder = Path(path).expanduser()
-    name = "NewbiePipeline" if is_newbie(folder) else read_model_index(folder)["_class_name"]
+    name = _family(folder)
     cls: Any = FAMILIES.get(name, GenericPipeline)
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
@@ -57,6 +64,18 @@ def open_pipeline(
         cache=shared_cache(Path(cache_dir) if cache_dir else None),
         **family,
     )
+
+
+def _family(path: Path) -> str:
+    if is_newbie(path):
+        return "NewbiePipeline"
+    if is_pyramid(path):
+        return "PyramidFlow"
+    if path.is_file():
+        raise ValueError(
+            f"{path} holds no transformer of NewBie or of Pyramid-Flow. Give that, or a pipeline's folder."
+        )
+    return read_model_index(path)["_class_name"]
 
 
 __all__ = ["StagedPipeline", "open_pipeline"]

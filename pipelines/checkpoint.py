@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..memory.unit import ManagedModel, Role
+from ..memory.unit import ManagedModel, Role, building
 from ..memory.weights import Stored, file_identity, read_header, stored_dtype, stored_tensors
+from .components import check_runs
 
 Places = Mapping[str, Stored]
 
@@ -35,6 +36,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         for path in self.files:
             read_header(path)  # raises for one that is damaged or cut short
+        check_runs(self.run_dtype, self.files[0])
 
     @cached_property
     def run_dtype(self) -> torch.dtype:
@@ -53,7 +55,8 @@ class Checkpoint:
     def stored(self) -> Places:
         """Where each weight of the module lies. ValueError for one that is missing, left over, or of another shape."""
         found = dict(self.rename(stored_tensors(self.files)))
-        module = self._build()
+        with building:
+            module = self._build()
         wanted = {name: parameter.shape for name, parameter in module.named_parameters()}
         where, what = self.files[0], type(module).__name__
         if missing := sorted(wanted.keys() - found):

@@ -43,6 +43,12 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES.get(dtype)
 
 
+def check_runs(dtype: torch.dtype, where: Path) -> None:
+    """Raise ValueError for a type that weights are stored in and that nothing runs in."""
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{where} is stored in {dtype}; give a dtype to run in, such as 'bf16'.")
+
+
 @dataclass(frozen=True)
 class Component:
     """One entry of `model_index.json`. `dtype` None means the type that the files are stored in."""
@@ -228,8 +234,7 @@ def read_components(
                     f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
                     "Get the plain ones."
                 )
-            if component.run_dtype not in DTYPES.values():
-                raise ValueError(f"{path} is stored in {component.run_dtype}; give a dtype to run in, such as 'bf16'.")
+            check_runs(component.run_dtype, path)
         found[name] = component
     return found
 

@@ -17,13 +17,14 @@ from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.forecast import Forecast
 from ..memory.manager import MemoryManager
 from ..memory.unit import ManagedModel
+from .conditioning import to_host
 
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
 _NOT_FINITE = (
-    "{what} NaN or infinite values, which would be a black picture. Run the transformer in bfloat16 or float32 "
-    "instead of float16 (dtype='bf16'), and check that its files are whole."
+    "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
+    "float16 (dtype='bf16'), and check that their files are whole."
 )
 
 
@@ -91,6 +92,31 @@ def run_decoder(
         return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
     finally:
         _set_tiling(module, False)
+
+
+def encode_pixels(
+    manager: MemoryManager, vae: ManagedModel, pixels: torch.Tensor, stage: dict[str, Any]
+) -> torch.Tensor:
+    """Latents of pictures in -1..1 ([B,3,H,W] or [B,3,1,H,W]), float32 on the CPU, as the VAE's `decode` takes them.
+
+    The mean of what the VAE says, so that the same picture gives the same latents; on the CPU where it does not fit.
+    """
+    for strategy in ("auto", "cpu"):
+        try:
+            with (
+                manager.stage("encode picture", [vae], work=("encode", tuple(pixels.shape)), **stage),
+                manager.use(vae, strategy, alone=stage["alone"]) as module,
+            ):
+                encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
+                found = encode(pixels.to(manager.execution_device(strategy), torch.float32))
+                return to_host(getattr(found, "latent_dist", found).mode())
+        except Exception as error:
+            if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
+                raise
+            release_frames(error)
+            manager.free()
+            log.warning("Ballast: encoding the picture does not fit; trying the CPU")
+    raise AssertionError("unreachable")
 
 
 def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .components import parse_dtype, pipeline_class, read_components, read_model_index
+from .components import Component, parse_dtype, pipeline_class, read_components, read_model_index
 from .conditioning import Conditioning
 from .staged import OnStep, Prompt, StagedPipeline
 
@@ -41,7 +41,8 @@ class GenericPipeline(StagedPipeline):
         index, elsewhere = self._contents(folder)
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
-        self.components = read_components(folder, index, parse_dtype(dtype), elsewhere)
+        found = read_components(folder, index, parse_dtype(dtype), elsewhere)
+        self.components = {name: self._adapted(component) for name, component in found.items()}
         self._tools: dict[str, Any] = {}
         self._text_files: dict[str, list[str]] | None = None
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
@@ -69,6 +70,10 @@ class GenericPipeline(StagedPipeline):
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""
         return read_model_index(folder), {}
+
+    def _adapted(self, component: Component) -> Component:
+        """A component as this family runs it."""
+        return component
 
     def _check_complete(self, index: dict[str, Any]) -> None:
         """Raise ValueError for what would only fail when it is used."""

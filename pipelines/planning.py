@@ -63,7 +63,7 @@ def sampling_key(
         for name, value in cond.tensors.items()
     }
     given = None if noise is None else _shape(noise)
-    given_to = {k: _shape(v) if isinstance(v, torch.Tensor) else v for k, v in alike(arguments).items()}
+    given_to = {k: _shape(v) if isinstance(v, torch.Tensor) else v for k, v in pipe._stands_for(arguments).items()}
     facts = {"stage": "sample", "arguments": given_to, "cond": tensors, "reports": reports, "noise": given}
     return cache_key(pipe.facts() | facts)
 
@@ -141,7 +141,6 @@ class Asked:
     """A run to plan: checked `arguments` of sampling, and the conditioning, or a prompt pair to make one of."""
 
     arguments: Mapping[str, Any]
-    steps: int
     strategy: str
     cond: Conditioning | None
     prompt: str | Sequence[str]
@@ -154,8 +153,9 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
     forecasts = _forecast_run(pipe, asked)
     used = rates or measured_rates(pipe.manager.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
-    sampling = _of_steps(forecasts["sample"], asked.steps)
-    stages = [place("sample", sampling, pipe.denoisers, strategy=asked.strategy, steps=asked.steps)]
+    steps = asked.arguments["num_inference_steps"]
+    sampling = _of_steps(forecasts["sample"], steps)
+    stages = [place("sample", sampling, pipe.denoisers, strategy=asked.strategy, steps=steps)]
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
     whole = place("decode", forecasts["decode"], [pipe.decoder])
@@ -166,7 +166,7 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
         stages.append(replace(tiled, note="in tiles" if tiled.units[0].fits else "in tiles or on the CPU"))
     device = str(pipe.manager.device)
     name, caveat = pipe.folder.name, pipe.forecast_caveat
-    return RunPlan(name, device, asked.size, asked.steps, budget_bytes, used, tuple(stages), caveat)
+    return RunPlan(name, device, asked.size, steps, budget_bytes, used, tuple(stages), caveat)
 
 
 def plan_stage(
@@ -207,7 +207,7 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         key = key and f"{key}-run"
     else:
         words = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
-        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": alike(asked.arguments)})
+        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": pipe._stands_for(asked.arguments)})
     stages = {"sample": _names(pipe.denoisers), "decode": [pipe.decoder.name], "decode in tiles": [pipe.decoder.name]}
     if not asked.cond:
         stages["encode"] = _names(pipe.encoders)
@@ -243,17 +243,31 @@ def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
     arguments = pipe._decode_arguments(latents, {})
 
     forecasts["decode"], pixels = _rehearse_decoding(pipe, latents, arguments)
-    one, _ = _rehearse_decoding(pipe, first_tile(pipe.decoder.skeleton(), latents), arguments)
-    forecasts["decode in tiles"] = _beside(one, _COPIES_OF_PIXELS * pixels.nbytes)
+    one, _ = _rehearse_decoding(pipe, latents, arguments, tile=True)
+    copies = 0 if pipe.decodes_to_host else _COPIES_OF_PIXELS
+    forecasts["decode in tiles"] = _beside(one, copies * pixels.nbytes)
     return forecasts
 
 
 def _rehearse_decoding(
-    pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any]
+    pipe: StagedPipeline, latents: torch.Tensor, arguments: Mapping[str, Any], tile: bool = False
 ) -> tuple[Forecast, torch.Tensor]:
+    """What decoding takes: with `tile` that of one tile, in the seconds of all. Returns the pixels as well."""
     module = pipe.decoder.skeleton()
-    run = functools.partial(run_decoder, module, latents, tiled=False, arguments=dict(arguments))
-    return rehearse({pipe.decoder.name: module}, run, method="decode")
+    sample = pipe._decode_sample(latents)
+    sample = first_tile(module, sample) if tile else sample
+    run = functools.partial(run_decoder, module, sample, tiled=False, arguments=dict(arguments))
+    forecast, pixels = rehearse({pipe.decoder.name: module}, run, method="decode")
+    times = latents.numel() / sample.numel()
+    units = {
+        name: replace(
+            unit,
+            operations=unit.operations * times,
+            block_operations=tuple(operations * times for operations in unit.block_operations),
+        )
+        for name, unit in forecast.units.items()
+    }
+    return replace(forecast, units=units), pixels
 
 
 def _beside(forecast: Forecast, more_bytes: int) -> Forecast:
@@ -275,7 +289,7 @@ def _rehearse_sampling(
     pipe: StagedPipeline, cond: Conditioning, arguments: Mapping[str, Any], on_step: bool, noise: torch.Tensor | None
 ) -> tuple[Forecast, torch.Tensor]:
     modules = {unit.name: unit.skeleton() for unit in pipe.denoisers}
-    stands_for = alike(arguments)
+    stands_for = pipe._stands_for(arguments)
 
     def sample(device: torch.device) -> torch.Tensor:
         given = {**stands_for, "generator": torch.Generator("cpu").manual_seed(0), "latents": noise}

@@ -22,10 +22,19 @@ from ..memory.runplan import RunPlan, StagePlan
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
-from .decode import check_finite, decode_latents, to_images
+from .decode import check_finite, decode_latents, encode_pixels, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
 from .kernels import AUTO, check_attention, held_uncompiled, kernels
-from .planning import TYPICAL_PROMPT, Asked, forecast_decoding, forecast_sampling, plan_run, plan_stage, sampling_key
+from .planning import (
+    TYPICAL_PROMPT,
+    Asked,
+    alike,
+    forecast_decoding,
+    forecast_sampling,
+    plan_run,
+    plan_stage,
+    sampling_key,
+)
 
 log = logging.getLogger("ballast")
 
@@ -45,6 +54,8 @@ class StagedPipeline(ABC):
     name: str
     is_video = False
     latent_dimensions = 4
+    decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
+    starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
     decoder_config: dict[str, Any]
@@ -91,6 +102,9 @@ class StagedPipeline(ABC):
 
         prompts = 1 if isinstance(prompt, str) else len(prompt)
         conditioning = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
+        for tensors in conditioning.tensors.values():  # before it is kept for good
+            for tensor in tensors if isinstance(tensors, list) else [tensors]:
+                check_finite(tensor, "the text encoders made")
         if key:
             self.cache.put(key, conditioning)
         return conditioning
@@ -143,7 +157,7 @@ class StagedPipeline(ABC):
         expected: dict[str, Any] = {"work": key}
         if strategy != "cpu" and not self.manager.accelerator.is_cpu:
             forecast = forecast_sampling(self, key, cond, arguments, on_step is not None, noise)
-            expected |= {"forecast": forecast, "planned": forecast and self._planned(forecast, strategy, steps)}
+            expected |= {"forecast": forecast, "planned": forecast and self._planned(forecast, strategy, arguments)}
         latents = self._run_stage("sample", self.denoisers, run, strategy, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
@@ -183,10 +197,10 @@ class StagedPipeline(ABC):
         ram_bytes = self._ram_budget(ram)
         size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
         size += f" x {frames} frames" if frames else ""
-        asked = Asked(arguments, steps, strategy, cond, prompt, _for_each(prompt, negative_prompt), size)
+        asked = Asked(arguments, strategy, cond, prompt, _for_each(prompt, negative_prompt), size)
         return plan_run(self, asked, budget_bytes, ram_bytes, rates)
 
-    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan | None:
+    def _planned(self, forecast: Forecast, strategy: str, arguments: Mapping[str, Any]) -> StagePlan | None:
         """The plan of a sampling stage that is about to run here; None if others may stay beside it."""
         if any(unit.resident_bytes for unit in self.manager.units() if unit not in self.denoisers):
             return None
@@ -198,7 +212,7 @@ class StagedPipeline(ABC):
             ram_bytes=self._ram_budget(None),
             rates=measured_rates(self.manager.device),
             strategy=strategy,
-            steps=steps,
+            steps=arguments["num_inference_steps"],
         )
 
     def _vram_budget(self) -> int:
@@ -254,6 +268,19 @@ class StagedPipeline(ABC):
         forecast = forecast_decoding(self, latents, arguments) if stated else None
         pixels = decode_latents(self.manager, self.decoder, latents, stage, arguments, forecast)
         return to_images(pixels, video=self.is_video)
+
+    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
+        """Latents of pictures [B,H,W,3] in 0..1, to start a run from: [B,C,h,w], or [B,C,1,h,w] where there are frames.
+
+        As `decode` takes them, float32 on the CPU. Not every family has a use for them.
+        """
+        if image.ndim != 4 or image.shape[3] != 3:
+            raise ValueError(f"the picture is {list(image.shape)}; it takes [pictures, height, width, 3].")
+        pixels = image.permute(0, 3, 1, 2) * 2 - 1
+        if self.latent_dimensions == 5:
+            pixels = pixels.unsqueeze(2)
+        stage = {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes}
+        return encode_pixels(self.manager, self.decoder, pixels, stage)
 
     def _run_stage(
         self,
@@ -334,6 +361,10 @@ class StagedPipeline(ABC):
     ) -> dict[str, Any]:
         """Checked arguments of `_denoise`, before anything is loaded."""
 
+    def _stands_for(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `_denoise` to rehearse: the same for all runs that work in the same, and quickly done."""
+        return alike(arguments)
+
     @abstractmethod
     def _denoise(
         self,
@@ -349,9 +380,17 @@ class StagedPipeline(ABC):
         """Arguments of the decoder's `decode`."""
         return arguments
 
+    def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
+        """As much of the latents as shows, in a rehearsal, what decoding all of them takes."""
+        return latents
+
 
 def _for_each(prompt: Prompt, negative_prompt: Prompt) -> Prompt:
-    """The negative prompts: one for each prompt, where one is for all."""
-    if isinstance(prompt, str) or not isinstance(negative_prompt, str):
+    """The negative prompts: one for each prompt, where one is for all. ValueError for another number of them."""
+    if isinstance(prompt, str) and isinstance(negative_prompt, str):
         return negative_prompt
-    return [negative_prompt] * len(prompt)
+    count = 1 if isinstance(prompt, str) else len(prompt)
+    negative = [negative_prompt] if isinstance(negative_prompt, str) else list(negative_prompt)
+    if len(negative) not in (1, count):
+        raise ValueError(f"there are {count} prompts and {len(negative)} negative ones. Give one, or as many.")
+    return negative if len(negative) == count else negative * count

@@ -194,6 +194,27 @@ def build_newbie(folder: Path) -> Path:
     return folder
 
 
+def build_pyramid(folder: Path, variant: str = "768p") -> Path:
+    """Pyramid-Flow's miniFlux in its folders."""
+    import transformers
+    from ballast.pipelines.pyramid_flow.flux import PyramidFluxTransformer3DModel
+    from ballast.pipelines.pyramid_flow.vae import CausalVideoVAE
+
+    parts: dict[str, tuple[type, dict[str, Any], str]] = {
+        f"diffusion_transformer_{variant}": (PyramidFluxTransformer3DModel, {}, "PyramidFluxTransformer"),
+        "causal_video_vae": (CausalVideoVAE, {}, "CausalVideoVAE"),
+    }
+    for name, (cls, config, published) in parts.items():
+        _save(empty(cls, config), folder / name, torch.bfloat16, "10GB")
+        path = folder / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"_class_name": published}), encoding="utf-8")
+    _save(empty(transformers.CLIPTextModel, CLIP_L), folder / "text_encoder", torch.bfloat16, "5GB")
+    _save(empty(transformers.T5EncoderModel, T5_XXL), folder / "text_encoder_2", torch.bfloat16, "5GB")
+    tiny_parts.tokenizer(77).save_pretrained(folder / "tokenizer")
+    tiny_parts.tokenizer().save_pretrained(folder / "tokenizer_2")
+    return folder
+
+
 def empty(cls: type, config: Mapping[str, Any]) -> Any:
     """A module of diffusers or transformers with its parameters on `meta`."""
     with init_empty_weights(include_buffers=False):

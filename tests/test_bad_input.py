@@ -106,8 +106,8 @@ def test_pickled_weights_are_refused_by_name(copied: Path) -> None:
 
 
 def test_unknown_pipeline_class(copied: Path) -> None:
-    edit(copied / "model_index.json", _class_name="NewbiePipeline")
-    assert "NewbiePipeline" in refusal(copied)
+    edit(copied / "model_index.json", _class_name="OldbiePipeline")
+    assert "OldbiePipeline" in refusal(copied)
     edit(copied / "model_index.json", _class_name="logger")
     assert "unknown pipeline class" in refusal(copied)
 

@@ -19,8 +19,9 @@ import transformers
 from ballast.memory import manager
 from ballast.memory.stream import Streamed
 from ballast.pipelines.hidream.routing import any_routing
+from ballast.pipelines.hidream.states import OnDevice
 from ballast.pipelines.hidream.variants import VARIANTS, detect
-from hidream_folders import PUBLISHED_GIB, complete, in_proportion, published, scheduler_of
+from hidream_folders import PUBLISHED_GIB, complete, in_proportion, published, scheduler_of, write_index
 
 Folders = Callable[[str], Path]
 REPOSITORY = "meta-llama/Meta-Llama-3.1-8B-Instruct"
@@ -109,6 +110,29 @@ def test_variant_is_told_by_the_folder(
     assert (found and found.name) == variant
 
 
+def test_a_links_own_name_counts(tmp_path: Path) -> None:
+    (tmp_path / "HiDream-I1-Full").mkdir()
+    (tmp_path / "hidream-i1-fast").symlink_to(tmp_path / "HiDream-I1-Full", target_is_directory=True)
+    found = detect(tmp_path / "hidream-i1-fast", "FlowMatchEulerDiscreteScheduler", {})
+    assert found is not None and found.name == "fast"
+
+
+def test_a_scheduler_of_the_models_own_kind_is_kept(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Other numbers are somebody's choice, until a variant is named."""
+    folder = complete(tiny_folders("hidream"), tmp_path / "hidream", "fast")
+    diffusers.FlowMatchLCMScheduler(shift=4.5).save_pretrained(folder / "scheduler")
+    pipe: Any = ballast.open_pipeline(folder, device="cpu")
+    assert pipe._tool("scheduler").config["shift"] == 4.5
+    assert ballast.open_pipeline(folder, device="cpu", variant="dev")._tool("scheduler").config["shift"] == 6.0  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_that_diffusers_lacks_is_replaced(tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = complete(tiny_folders("hidream"), tmp_path / "hidream", "fast")
+    write_index(folder, {"scheduler": ["hi_diffusers", "FlashFlowMatchEulerDiscreteScheduler"]})
+    pipe: Any = ballast.open_pipeline(folder, device="cpu", variant="dev")
+    assert pipe._tool("scheduler").config["shift"] == 6.0
+
+
 def test_published_numbers() -> None:
     numbers = {v.name: (v.steps, v.guidance, v.shift, v.scheduler) for v in VARIANTS.values()}
     assert numbers == {
@@ -169,6 +193,12 @@ def test_asked_size_is_what_comes_out(size: tuple[int, int], tiny_folders: Folde
     cond = pipe.encode("a red boat", **WORDS)
     latents = pipe.sample(cond, *size, steps=1, guidance=0.0)
     assert pipe.decode(latents).shape[1:3] == (size[1], size[0])
+
+
+def test_one_side_alone_leaves_the_other_as_it_is(tiny_folders: Folders) -> None:
+    pipe: Any = ballast.open_pipeline(tiny_folders("hidream"), device="cpu")
+    arguments = pipe._sample_arguments(16, None, 1, None, None, {})
+    assert (arguments["width"], arguments["height"]) == (16, 1024)
 
 
 def test_too_many_pixels_are_refused_before_anything_is_loaded(tiny_folders: Folders) -> None:
@@ -315,7 +345,7 @@ def test_states_of_another_transformer_are_not_taken_from_the_cache(tiny_folders
 
 
 def test_states_are_in_ram_until_they_are_read(tiny_folders: Folders, sim: ModuleType) -> None:
-    """Of all the states no more than one is on the device at a time, and each step brings each that it reads."""
+    """Each step brings those that it reads, each once, and holds them no longer than until they are projected."""
     pipe: Any = ballast.open_pipeline(tiny_folders("hidream"), device="sim")
     cond = pipe.encode("a red boat", "blurry, grey", **WORDS)
     states = cond.tensors["prompt_embeds_llama3"]
@@ -323,25 +353,42 @@ def test_states_are_in_ram_until_they_are_read(tiny_folders: Folders, sim: Modul
     arrived: list[int] = []
 
     def watch(transfer: Any) -> None:
-        if (
-            transfer.direction == "h2d"
-            and transfer.nbytes == one
-            and tuple(transfer.tensor_shape)[-1] == states.shape[-1]
-        ):
-            arrived.append(transfer.nbytes)
-        assert (
-            transfer.direction != "h2d"
-            or transfer.tensor_shape[:1] != states.shape[:1]
-            or len(transfer.tensor_shape) < 4
-        )
+        if transfer.direction == "h2d":
+            assert transfer.tensor_shape != states.shape
+            if transfer.nbytes == one and transfer.tensor_shape[-1] == states.shape[-1]:
+                arrived.append(transfer.nbytes)
 
     with sim.watch(watch):
         pipe.sample(cond, 48, 32, steps=3, guidance=4.0)
-    read = len(pipe.components["transformer"].config["llama_layers"])
-    assert len(arrived) == 3 * read
+    assert len(arrived) == 3 * len(states)
     held = pipe.denoisers[0].forecast.live_bytes
     others = sum(t.nbytes for name, t in cond.tensors.items() if "llama3" not in name)
     assert held <= 2 * others + 64 * 2**10, "embeddings of T5 and CLIP, pairs of them, latents and small tables"
+    device = torch.device("sim:0")
+    read = OnDevice(states, device)
+    assert read[1] is not read[0] and torch.equal(read[1].cpu(), states[1])
+    kept = read[2]
+    assert read[2] is kept
+    before = sim.stats().allocated_bytes
+    del kept
+    assert sim.stats().allocated_bytes == before - states[2].nbytes
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_runs_follow_each_other_with_captions_streamed(
+    keep: bool, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at full size, where the projections pass through the ring too: all runs are alike, and nothing piles up."""
+    monkeypatch.setattr("ballast.memory.residency._SMALL_SHARE", 0.0)
+    pipe: Any = ballast.open_pipeline(tiny_folders("hidream"), device="sim", keep=keep)
+    cond = pipe.encode("a red boat", "blurry, grey", **WORDS)
+    transformer = pipe.denoisers[0].module
+    expected = pipe.sample(cond, 48, 32, steps=2, guidance=4.0)
+    for strategy in ("streamed", "streamed", "cpu", "streamed", "leafwise", "auto"):
+        assert torch.equal(pipe.sample(cond, 48, 32, steps=2, guidance=4.0, strategy=strategy), expected), strategy
+    manager("sim").free()
+    assert not [name for name, part in transformer.named_modules() if "forward" in vars(part)]
+    assert sim.stats().allocated_bytes == 0
 
 
 # Encoding

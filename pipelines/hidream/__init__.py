@@ -1,27 +1,28 @@
 """HiDream-I1: the generic path, with Llama from a folder of its own, in three variants, at the size asked for.
 
-Its four text encoders take turns. Of Llama's 32 hidden states, 32 MiB for a prompt, the transformer reads one at a
-time, so they stay in RAM and each goes to the device when it is read.
+Its four text encoders take turns. Llama's 32 hidden states, 32 MiB for a prompt, are read at the start of a step
+only, so they stay in RAM, and go to the device when they are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ...memory.calls import Forward, interpose
-from ..components import read_json
+from ...memory.calls import interpose
+from ..components import Component, read_json
 from ..conditioning import Conditioning
 from ..generic import GenericPipeline
-from ..staged import OnStep, Prompt
-from .llama import FOLDER, TOKENIZER_FOLDER, HiddenStates, at_their_places, find_llama
+from ..staged import Prompt
+from .llama import FOLDER, TOKENIZER_FOLDER, find_llama
 from .routing import any_routing
-from .variants import VARIANTS, detect
+from .states import HiddenStates, at_their_places, reading_from_ram
+from .variants import VARIANTS, Variant, detect
 
 _SIDE, _VAE_SCALE = 1024, 8  # pixels
 
@@ -49,16 +50,16 @@ class HiDreamPipeline(GenericPipeline):
         if variant != "auto" and variant not in VARIANTS:
             raise ValueError(f"unknown variant {variant!r} of HiDream-I1. Use auto, {', '.join(VARIANTS)}.")
         self._llama = llama
+        self._chosen = VARIANTS.get(variant)
         super().__init__(folder, dtype, **shared)
         # Those of Llama's layers whose states the transformer reads.
         self._layers = sorted(set(self.components["transformer"].config["llama_layers"]))
-        stored = self.components["scheduler"].cls.__name__, read_json(folder / "scheduler" / "scheduler_config.json")
-        self.variant = VARIANTS.get(variant) or detect(folder, *stored)
         if self.variant is not None:
             self.default_steps, self.default_guidance = self.variant.steps, self.variant.guidance
-        self._is_as_stored = self.variant is None or self.variant.is_scheduled_by(*stored)
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+        import diffusers
+
         index, elsewhere = super()._contents(folder)
         config = read_json(folder / "transformer" / "config.json")
         model, tokenizer = find_llama(
@@ -67,14 +68,29 @@ class HiDreamPipeline(GenericPipeline):
         # The states are the same as those of LlamaForCausalLM, without a projection to 128256 logits for each token.
         index |= {FOLDER: ["transformers", "LlamaModel"]}
         index |= {TOKENIZER_FOLDER: ["transformers", "PreTrainedTokenizerFast"]}
+        self._choose(folder, index.get("scheduler", ["", ""])[1])
+        if self.variant is not None and not hasattr(diffusers, index["scheduler"][1]):
+            index["scheduler"] = ["diffusers", self.variant.scheduler]
         return index, elsewhere | {FOLDER: model, TOKENIZER_FOLDER: tokenizer}
+
+    def _choose(self, folder: Path, scheduler: str) -> None:
+        """Which variant this is, and whether the scheduler in the folder is to be used."""
+        stored = read_json(folder / "scheduler" / "scheduler_config.json")
+        self.variant: Variant | None = self._chosen or detect(folder, scheduler, stored)
+        # Early copies of the repositories have another scheduler than the model is to be run with. One of its class,
+        # whatever its numbers, is somebody's choice, unless a variant is named.
+        self._is_as_stored = self.variant is None or (
+            self.variant.is_scheduled_by(scheduler, stored) if self._chosen else scheduler == self.variant.scheduler
+        )
+
+    def _adapted(self, component: Component) -> Component:
+        return replace(component, cls=reading_from_ram(component.cls)) if component.name == "transformer" else component
 
     def _tool(self, name: str) -> Any:
         if name != "scheduler" or self.variant is None or self._is_as_stored:
             return super()._tool(name)
         import diffusers
 
-        # Early copies of the repositories have another scheduler than the model is to be run with.
         return getattr(diffusers, self.variant.scheduler)(**self.variant.scheduler_config())
 
     def facts(self) -> dict[str, Any]:
@@ -93,9 +109,11 @@ class HiDreamPipeline(GenericPipeline):
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        with ExitStack() as exits:
-            exits.callback(interpose(modules[FOLDER], HiddenStates(self._layers)))
+        undo = interpose(modules[FOLDER], HiddenStates(self._layers))
+        try:
             return super()._encode(prompt, negative_prompt, options, device, modules)
+        finally:
+            undo()
 
     # Sample
 
@@ -117,30 +135,14 @@ class HiDreamPipeline(GenericPipeline):
                 f"{width} x {height} are {width * height} pixels; where the sides differ HiDream-I1 takes up to "
                 f"{most}. Choose a smaller size, or a square."
             )
-        return arguments
+        # Both: a side that is left out the stock pipeline takes from the area, which is changed below.
+        return arguments | {"width": width, "height": height}
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.
-        side = pipe.default_sample_size * pipe.vae_scale_factor
-        width, height = arguments.get("width", side), arguments.get("height", side)
+        width, height = arguments["width"], arguments["height"]
         # A hair more, since it rounds the result down.
         pipe.default_sample_size = (width * height) ** 0.5 / pipe.vae_scale_factor * (1 + 1e-9)
-
-    def _denoise(
-        self,
-        cond: Conditioning,
-        arguments: dict[str, Any],
-        on_step: OnStep | None,
-        device: torch.device,
-        modules: Mapping[str, nn.Module],
-    ) -> torch.Tensor:
-        def on_device(forward: Forward, args: tuple, kwargs: dict) -> Any:
-            return forward(*(value.to(device) for value in args), **kwargs)
-
-        with ExitStack() as exits:
-            for projection in modules["transformer"].caption_projection:  # type: ignore[union-attr]
-                exits.callback(interpose(projection, on_device))
-            return super()._denoise(cond, arguments, on_step, device, modules)
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         states = {name: value for name, value in cond.tensors.items() if name.endswith("llama3")}

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ..components import read_json
-from ..conditioning import to_host
 
 REPOSITORY = "meta-llama/Meta-Llama-3.1-8B-Instruct"
 FOLDER = "text_encoder_4"
@@ -43,32 +38,3 @@ def find_llama(pipeline: Path, given: str | Path | None, layers: int, channels: 
         if (tokenizer / "tokenizer.json").is_file():
             return folder, tokenizer
     raise FileNotFoundError(f"{folder / 'tokenizer.json'} is missing. {_GATED}")
-
-
-class HiddenStates:
-    """Stands between the stock pipeline and `LlamaModel`: has no more computed than what is read, and keeps no more.
-
-    What it answers has, of the states after each layer, those of the numbered layers, on the CPU.
-    """
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = layers
-
-    def __call__(self, forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        output = forward(*args, **{**kwargs, "output_attentions": False, "use_cache": False})
-        after = output.hidden_states[1:]
-        return BaseModelOutput(hidden_states=(None, *(to_host(after[layer]) for layer in self.layers)))  # type: ignore[arg-type]
-
-
-def at_their_places(states: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """States of the numbered layers [len(layers), B, tokens, channels] where the transformer looks for them.
-
-    The places between hold zeros, which it does not read.
-    """
-    if list(layers) == list(range(len(layers))):
-        return states
-    every = states.new_zeros(max(layers) + 1, *states.shape[1:])
-    every[list(layers)] = states
-    return every

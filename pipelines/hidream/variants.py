@@ -53,8 +53,9 @@ def detect(folder: Path, scheduler: str, config: Mapping[str, Any]) -> Variant |
     The name of the folder counts, or that of one around it, as in a download cache. Where both speak the scheduler's
     class has the word: a folder is easier to rename.
     """
-    names = _NAMED.findall("/".join(folder.resolve().parts[-4:]))
-    named = VARIANTS[names[-1].lower()] if names else None
+    paths = (folder.absolute(), folder.resolve())  # a link's own name before that of what it leads to
+    names = [name for path in paths for name in reversed(_NAMED.findall("/".join(path.parts[-4:])))]
+    named = VARIANTS[names[0].lower()] if names else None
     alike = [variant for variant in VARIANTS.values() if variant.scheduler == scheduler]
     if named in alike or not alike:
         return named

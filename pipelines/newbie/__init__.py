@@ -47,6 +47,7 @@ class NewbiePipeline(StagedPipeline):
     """
 
     name = "NewbiePipeline"
+    starts_from_latents = True
     default_steps = 28
     default_guidance = 4.5
 
@@ -64,7 +65,10 @@ class NewbiePipeline(StagedPipeline):
         self.layout = find_layout(folder, *files)
         super().__init__(folder, **shared)
         self.parts = _parts(self.layout, parse_dtype(dtype))
-        units = {name: self.manager.adopt(part.unit(folder.stem)) for name, part in self.parts.items()}
+        units = {
+            name: self.manager.adopt(part.unit(folder.name if folder.is_dir() else folder.stem))
+            for name, part in self.parts.items()
+        }
         self.encoders = [units["text_encoder"], units["text_encoder_2"]]
         self.denoisers, self.decoder = [units["transformer"]], units["vae"]
         self.decoder_config = dict(self.layout.vae.config)
@@ -194,21 +198,21 @@ class NewbiePipeline(StagedPipeline):
     ) -> torch.Tensor:
         steps = arguments["num_inference_steps"]
         dtype = self.parts["transformer"].run_dtype
-        tensors = cond.to(device, dtype)
+        tensors = _for_batch(cond.to(device, dtype), arguments["init_latents"])
         velocity = _Velocity(modules["transformer"], tensors, arguments, dtype)
         schedule = times(steps, arguments["shift"], arguments["denoise"])
-        batch = len(tensors["prompt_embeds"])
+        batch = len(velocity.alone[0])
         noise = self._noise(arguments, batch).to(device)
         vae = self.decoder_config
         picture = arguments["init_latents"]
         if picture is not None:
-            picture = (picture.to(device, torch.float32) - vae["shift_factor"]) * vae["scaling_factor"]
+            picture = (picture.to(device, torch.float32) - (vae["shift_factor"] or 0)) * vae["scaling_factor"]
         x = start(noise, picture, schedule[0])
         for taken, (after, expected) in enumerate(SAMPLERS[arguments["sampler"]](velocity, x, schedule), 1):
             x = after
             if on_step is not None:
                 on_step(taken, steps, expected)
-        return x / vae["scaling_factor"] + vae["shift_factor"]
+        return x / vae["scaling_factor"] + (vae["shift_factor"] or 0)
 
     def _noise(self, arguments: dict[str, Any], batch: int) -> torch.Tensor:
         shape = (arguments["height"] // _SPATIAL, arguments["width"] // _SPATIAL)
@@ -216,7 +220,10 @@ class NewbiePipeline(StagedPipeline):
             return given.float()
         seed, channels = arguments["generator"].initial_seed(), self.decoder_config["latent_channels"]
         return torch.stack(
-            [torch.randn(channels, *shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(batch)]
+            [
+                torch.randn(channels, *shape, generator=torch.Generator().manual_seed((seed + i) % 2**64))
+                for i in range(batch)
+            ]
         )
 
 
@@ -288,6 +295,18 @@ class _Velocity:
             return found
         conditional, unconditional = found.chunk(2)
         return guide(conditional, unconditional, self.arguments["guidance_scale"], self.arguments["renorm_cfg"])
+
+
+def _for_batch(tensors: Mapping[str, Any], latents: torch.Tensor | None) -> Mapping[str, Any]:
+    """The text for as many pictures as there are latents to start from: one prompt serves them all."""
+    prompts, count = len(tensors["prompt_embeds"]), 1 if latents is None else len(latents)
+    if count in (1, prompts):
+        return tensors
+    if prompts > 1:
+        raise ValueError(
+            f"there are {count} latents to start from, and {prompts} prompts. Give one prompt, or as many."
+        )
+    return {name: value.expand(count, *value.shape[1:]) for name, value in tensors.items()}
 
 
 def _text(tensors: Mapping[str, Any], sign: str = "") -> Text:

@@ -80,6 +80,7 @@ def jina_sizes(stored: Mapping[str, Stored]) -> dict[str, Any]:
 
 def vae_sizes(stored: Mapping[str, Stored]) -> dict[str, Any]:
     """For the VAE of FLUX.1, which is NewBie's, in its original file."""
+    _shape(stored, "encoder.down.0.block.0.conv1.weight")  # the original names, or it is refused
     levels = _count(stored, r"^(?:.*\.)?encoder\.down\.(\d+)\.")
     return {
         "_class_name": "AutoencoderKL",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers.configuration_utils import register_to_config
 from diffusers.loaders.single_file_utils import convert_lumina2_to_diffusers
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
@@ -98,7 +98,10 @@ class _TimeTextEmbedding(Lumina2CombinedTimestepCaptionEmbedding):
 
 
 class NewbieAttnProcessor:
-    """Lumina 2's attention, by whichever of diffusers' attention backends is asked for: its own knows one."""
+    """Lumina 2's attention, by whichever of diffusers' attention backends is asked for: its own knows one.
+
+    Where a mask is needed, as between prompts of different lengths, it is PyTorch's: most others take none.
+    """
 
     _attention_backend = None
     _parallel_config = None
@@ -122,9 +125,8 @@ class NewbieAttnProcessor:
         # Each of the fewer keys serves several queries.
         key, value = (x.repeat_interleave(attn.heads // x.shape[2], dim=2) for x in (key, value))
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
-        result = dispatch_attention_fn(
-            query, key, value, attn_mask=mask, scale=attn.scale, backend=self._attention_backend
-        )
+        backend = self._attention_backend if mask is None else AttentionBackendName.NATIVE
+        result = dispatch_attention_fn(query, key, value, attn_mask=mask, scale=attn.scale, backend=backend)
         return attn.to_out[0](result.flatten(2).type_as(query))
 
 
