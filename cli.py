@@ -8,12 +8,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import plan_command
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
-_OUTPUTS = (".png", ".jpg", ".webp", ".gif")
+_OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
+_FPS = 24
 _SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
 
@@ -53,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
     run.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     run.add_argument("--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's")
-    run.add_argument("--variant", help="HiDream-I1: full, dev or fast, if the folder does not tell")
+    run.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
     for part in ("gemma", "jina", "vae"):
         run.add_argument(
             f"--{part}", type=Path, help="NewBie: that file, where the model is the file of its transformer"
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", parents=[shared, run], help="run a diffusers pipeline folder")
     generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json, or NewBie's file")
     generate.add_argument("--prompt", required=True)
+    generate.add_argument("--image", type=Path, help="a picture to start from (NewBie, Pyramid-Flow)")
+    generate.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     generate.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     generate.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
     generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
@@ -101,7 +105,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         arguments.device = "sim"
     arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
-    arguments.compile, arguments.attention = False, "auto"
+    arguments.compile, arguments.attention, arguments.image, arguments.denoise = False, "auto", None, None
     # A cache of its own, so that the encoder is seen to come and go each time.
     with tempfile.TemporaryDirectory() as cache_dir:
         return _generate(arguments, Path(cache_dir))
@@ -130,8 +134,18 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
         cache_dir=cache_dir,
         **plan_command.family_arguments(arguments),
     )
+    further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
+    if arguments.image:
+        if not pipe.starts_from_latents:
+            raise ValueError(f"{pipe.name} starts from noise only. Leave --image out.")
+        further["init_latents"] = pipe.encode_image(_open_image(arguments.image, arguments.width, arguments.height))
     conditioning = pipe.encode(arguments.prompt, arguments.negative)
-    with tqdm(total=arguments.steps or pipe.default_steps, desc="sample", unit="step") as bar:
+    with tqdm(desc="sample", unit="step") as bar:
+
+        def on_step(step: int, steps: int, _: object) -> None:
+            bar.total = steps
+            bar.update()
+
         latents = pipe.sample(
             conditioning,
             width=arguments.width,
@@ -143,7 +157,8 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
             strategy=arguments.strategy,
             compile=arguments.compile,
             attention=arguments.attention,
-            on_step=lambda step, steps, latents: bar.update(),
+            on_step=on_step,
+            **further,
         )
     written = save_images(pipe.decode(latents), arguments.out)
     if arguments.timeline:
@@ -153,10 +168,23 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
     return 0
 
 
+def _open_image(path: Path, width: int | None, height: int | None):  # noqa: ANN202
+    """A picture as [1,H,W,3] in 0..1, in another size if one is asked for."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        picture = opened.convert("RGB")
+    if width or height:
+        picture = picture.resize((width or picture.width, height or picture.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
+
+
 def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
     """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
 
-    A video becomes an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
+    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
     """
     from PIL import Image
 
@@ -165,8 +193,11 @@ def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
     for number, item in enumerate((images * 255).round().byte().numpy()):
         path = out.with_stem(f"{out.stem}-{number}") if number else out
         frames = [Image.fromarray(frame) for frame in (item if item.ndim == 4 else item[None])]
-        if len(frames) > 1 and path.suffix in (".webp", ".gif"):
-            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // 24, loop=0)
+        if path.suffix == ".mp4":
+            _save_film(frames, path)
+            written.append(path)
+        elif len(frames) > 1 and path.suffix in (".webp", ".gif"):
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // _FPS, loop=0)
             written.append(path)
         elif len(frames) > 1:
             for index, frame in enumerate(frames):
@@ -176,6 +207,21 @@ def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
             frames[0].save(path)
             written.append(path)
     return written
+
+
+def _save_film(frames: Sequence[Any], path: Path) -> None:
+    """Write pictures as H.264. ImportError, with what to install, without PyAV."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(f"writing {path.name} needs PyAV: pip install av. Or use .webp, .gif or .png.") from error
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("libx264", rate=_FPS)
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            film.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        film.mux(stream.encode())
 
 
 def _plan(arguments: argparse.Namespace) -> int:

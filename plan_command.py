@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those that were given of the arguments of one family."""
-    names = ("llama", "variant", "gemma", "jina", "vae")
+    names = ("llama", "variant", "gemma", "jina", "vae", "text")
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 

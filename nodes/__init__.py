@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .decode import VaeDecode
 from .encode import TextEncode
+from .encode_image import VaeEncode
 from .free import FreeVram
 from .load import LoadPipeline
 from .load_newbie import LoadNewbie
@@ -27,4 +28,5 @@ class BallastExtension(ComfyExtension):
             VramReport,
             VramPlan,
             SamplerOptions,
+            VaeEncode,
         ]

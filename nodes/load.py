@@ -38,12 +38,12 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant",
-                    options=[AUTO, "full", "dev", "fast"],
+                    options=[AUTO, "full", "dev", "fast", "768p", "384p", "image"],
                     default=AUTO,
                     optional=True,
                     advanced=True,
-                    tooltip="HiDream-I1 only: which of its models this is, for steps, guidance and scheduler. "
-                    "auto tells it by the folder.",
+                    tooltip="HiDream-I1: full, dev or fast, for steps, guidance and scheduler. Pyramid-Flow: which "
+                    "of its transformers to use, 768p, 384p or image. auto tells it by the folder.",
                 ),
             ],
             outputs=[

@@ -66,13 +66,49 @@ class SamplerOptions(io.ComfyNode):
                     tooltip="NewBie only: how many times as large as without it guidance may make a picture's norm, "
                     "against burnt colours. 0 for any.",
                 ),
+                io.String.Input(
+                    "first_frame_steps",
+                    default="",
+                    tooltip="Pyramid-Flow only: steps of the three stages of the first frame, such as 20,20,20. Empty "
+                    "for twice the sampler's steps.",
+                ),
+                io.String.Input(
+                    "video_steps",
+                    default="",
+                    tooltip="Pyramid-Flow only: steps of the three stages of each later frame, such as 10,10,10 or the "
+                    "faster 8,8,8. Empty for the sampler's steps.",
+                ),
+                io.Float.Input(
+                    "video_guidance",
+                    default=5.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="Pyramid-Flow only: guidance of the frames after the first, whose is the sampler's. 4 "
+                    "suits videos that start with a picture.",
+                ),
+                io.Boolean.Input(
+                    "linear_guidance",
+                    default=False,
+                    tooltip="Pyramid-Flow only: let guidance fall by 0.5 with each frame, down to 2.",
+                ),
             ],
             outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler.")],
         )
 
     @classmethod
     def execute(
-        cls, compile: bool, attention: str, sampler: str, shift: float, cfg_trunc: float, renorm_cfg: float
+        cls,
+        compile: bool,
+        attention: str,
+        sampler: str,
+        shift: float,
+        cfg_trunc: float,
+        renorm_cfg: float,
+        first_frame_steps: str,
+        video_steps: str,
+        video_guidance: float,
+        linear_guidance: bool,
     ) -> io.NodeOutput:
         chosen = {
             "compile": compile or None,
@@ -81,5 +117,9 @@ class SamplerOptions(io.ComfyNode):
             "shift": shift or None,
             "cfg_trunc": None if cfg_trunc == 1 else cfg_trunc,
             "renorm_cfg": renorm_cfg or None,
+            "first_frame_steps": first_frame_steps.strip() or None,
+            "video_steps": video_steps.strip() or None,
+            "video_guidance": None if video_guidance == 5 else video_guidance,
+            "linear_guidance": linear_guidance or None,
         }
         return io.NodeOutput({name: value for name, value in chosen.items() if value is not None})

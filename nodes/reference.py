@@ -124,10 +124,12 @@ def make_reference(
 def find_pipelines() -> dict[str, Path]:
     """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
     from ..pipelines.newbie.layouts import is_newbie
+    from ..pipelines.pyramid_flow.layouts import is_pyramid
 
-    return {DEMO: _DEMO_FOLDER} | _folders(
-        "diffusers", lambda path, files: "model_index.json" in files or is_newbie(path)
-    )
+    def is_pipeline(path: Path, files: list[str]) -> bool:
+        return "model_index.json" in files or is_newbie(path) or is_pyramid(path)
+
+    return {DEMO: _DEMO_FOLDER} | _folders("diffusers", is_pipeline)
 
 
 def find_llamas() -> dict[str, Path]:

@@ -47,7 +47,7 @@ class Sampler(io.ComfyNode):
                     default=0,
                     min=0,
                     max=1000,
-                    tooltip="Denoising steps; 0 for as many as the pipeline was made for.",
+                    tooltip="Denoising steps, for Pyramid-Flow those of each stage; 0 for as many as it was made for.",
                 ),
                 io.Float.Input(
                     "guidance",
@@ -87,7 +87,8 @@ class Sampler(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="A picture to start from, of the same VAE; its size counts. NewBie only.",
+                    tooltip="A picture to start from, of the same VAE (VAE Encode (Ballast)); its size counts. NewBie: "
+                    "image to image with denoise below 1. Pyramid-Flow: the first frame.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -97,7 +98,7 @@ class Sampler(io.ComfyNode):
                     step=0.01,
                     optional=True,
                     advanced=True,
-                    tooltip="How much of the picture in latent to replace: 1 for all of it.",
+                    tooltip="NewBie only: how much of the picture in latent to replace, 1 for all of it.",
                 ),
             ],
             outputs=[
@@ -126,7 +127,7 @@ class Sampler(io.ComfyNode):
     ) -> io.NodeOutput:
         further = dict(options or {})
         if latent is not None:
-            further |= {"init_latents": latent["samples"], "denoise": denoise}
+            further |= {"init_latents": latent["samples"], **({"denoise": denoise} if denoise < 1 else {})}
         elif denoise < 1:
             raise ValueError(
                 f"denoise is {denoise}, but no latent is connected to start from. Connect one, or set it to 1."

@@ -54,7 +54,7 @@ def test_loader_offers_the_llamas_there_are(models: Path) -> None:
     (bert.parent / "broken" / "config.json").write_text("{", encoding="utf-8")
     options = {slot.id: getattr(slot, "options", None) for slot in LoadPipeline.define_schema().inputs}
     assert options["llama"] == ["auto", LLAMA]
-    assert options["variant"] == ["auto", *VARIANTS]
+    assert options["variant"] == ["auto", *VARIANTS, "768p", "384p", "image"]
     for name in ("bert", "broken"):
         shutil.rmtree(bert.parent / name)
 

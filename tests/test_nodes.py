@@ -53,6 +53,7 @@ TITLES = {
     "BallastVRAMPlan": "VRAM Plan",
     "BallastLoadNewBie": "Load NewBie (split files)",
     "BallastSamplerOptions": "Sampler Options",
+    "BallastVAEEncode": "VAE Encode (Ballast)",
 }
 
 
