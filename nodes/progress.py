@@ -10,7 +10,9 @@ import comfy.latent_formats
 import comfy.utils
 import latent_preview
 import torch
+from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
+from PIL import Image
 
 from ..memory import host
 
@@ -33,6 +35,9 @@ _FORMATS = {
     ("AutoencoderKLWan", 48): "Wan22",
     ("AutoencoderKLLTXVideo", 1.0): "LTXV",
 }
+
+
+_PREVIEW_PIXELS = 512  # of the longer side, at most
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:
@@ -74,6 +79,25 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
     return latents.unsqueeze(2) if form.latent_dimensions == 3 and latents.ndim == 4 else latents
 
 
+def false_colours(latents: torch.Tensor) -> Image.Image:
+    """The newest frame of the first of the latents [B,C,h,w] or [B,C,f,h,w] as a picture.
+
+    For latents that the host knows no colours of: their three main components in red, green and blue. Shapes show.
+    """
+    frame = latents[0].float().cpu()
+    frame = frame[:, -1] if frame.ndim == 4 else frame
+    rows = frame.flatten(1).T
+    rows = rows - rows.mean(0)
+    _, components = torch.linalg.eigh(rows.T @ rows)
+    colours = rows @ components[:, -3:].flip(1)
+    low, high = (torch.quantile(colours, share, dim=0) for share in (0.02, 0.98))
+    colours = ((colours - low) / (high - low).clamp(min=1e-6)).nan_to_num().clamp(0, 1)
+    pixels = (colours * 255).byte().reshape(*frame.shape[1:], 3)
+    picture = Image.fromarray(pixels.numpy())
+    scale = max(1, _PREVIEW_PIXELS // max(picture.size))
+    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+
+
 class StepProgress:
     """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the host has one."""
 
@@ -83,6 +107,9 @@ class StepProgress:
         self._form = latent_format(pipe.decoder_config)
         self._device = host.device()
         self._previewer = latent_preview.get_previewer(self._device, self._form) if self._form else None
+        self._shows_frames = (
+            self._form is None and pipe.is_video and args.preview_method != LatentPreviewMethod.NoPreviews
+        )
 
     def __call__(self, step: int, steps: int, latents: torch.Tensor) -> None:
         host.throw_if_interrupted()
@@ -92,4 +119,6 @@ class StepProgress:
             if picture is not None:
                 picture = picture.to(self._device, torch.float32)
                 preview = self._previewer.decode_latent_to_preview_image("JPEG", picture)
+        elif self._shows_frames and latents.ndim in (4, 5):
+            preview = ("JPEG", false_colours(latents), _PREVIEW_PIXELS)
         self._bar.update_absolute(step, steps, preview)

@@ -19,6 +19,7 @@ from ballast.pipelines.checkpoint import Checkpoint
 from ballast.pipelines.newbie.sampling import euler, guide, midpoint, start, times
 from ballast.pipelines.newbie.sizes import config_of
 from ballast.pipelines.newbie.transformer import NewbieTransformer2DModel, transformer_names
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from newbie_folders import DATA
 from safetensors.torch import load_file, save_file
 
@@ -317,7 +318,63 @@ def test_nothing_is_left_by_an_error_that_is_held(layouts: dict[str, Any], sim: 
         assert sim.stats().allocated_bytes == 0, caught
 
 
+def test_one_prompt_serves_a_batch_of_latents(layouts: dict[str, Any], sim: ModuleType) -> None:
+    """As ComfyUI's empty latents ask for several pictures."""
+    pipe = open_layout(*layouts["official"])
+    cond = pipe.encode("a boat", "blurry")
+    run = {key: value for key, value in RUN.items() if key not in ("width", "height")}
+    made = pipe.sample(cond, **run, init_latents=torch.zeros(3, 16, 6, 8), seed=2)
+    for i in range(3):
+        torch.testing.assert_close(made[i : i + 1], pipe.sample(cond, **RUN, seed=2 + i), atol=1e-4, rtol=0)
+    two = pipe.encode(["a boat", "a car"], "blurry")
+    with pytest.raises(ValueError, match="there are 3 latents to start from, and 2 prompts"):
+        pipe.sample(two, **run, init_latents=torch.zeros(3, 16, 6, 8))
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_attention_that_takes_no_mask_is_used_where_none_is_needed(
+    layouts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths need one; the layers that do keep PyTorch's."""
+    asked: list[tuple[str, bool]] = []
+
+    def dispatched(*args: Any, attn_mask: Any = None, backend: Any = None, **kwargs: Any) -> torch.Tensor:
+        asked.append((str(getattr(backend, "value", backend)), attn_mask is not None))
+        return dispatch_attention_fn(*args, attn_mask=attn_mask, backend="native", **kwargs)
+
+    monkeypatch.setattr("ballast.pipelines.newbie.transformer.dispatch_attention_fn", dispatched)
+    pipe = open_layout(*layouts["official"], device="cpu")
+    pipe.sample(pipe.encode("a boat", "a long negative prompt of other words"), **RUN, attention="_native_math")
+    assert {backend for backend, masked in asked if masked} == {"native"}
+    assert {backend for backend, masked in asked if not masked} == {"_native_math"}
+
+
+def test_embeddings_that_are_no_numbers_are_not_kept(layouts: dict[str, Any], tmp_path: Path) -> None:
+    pipe = open_layout(*layouts["official"], device="cpu", cache_dir=tmp_path / "cache")
+    pipe.encoders[0].load()
+    pipe.encoders[0].module.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="the text encoders made NaN or infinite values"):
+        pipe.encode("a boat")
+    assert not list((tmp_path / "cache").glob("*.safetensors"))
+
+
 # Bad input
+
+
+def test_weights_in_a_type_that_nothing_runs_in(layouts: dict[str, Any], tmp_path: Path) -> None:
+    path, files = layouts["split"]
+    small = tmp_path / "newbie_fp8.safetensors"
+    save_file({name: value.to(torch.float8_e4m3fn) for name, value in load_file(path).items()}, small)
+    with pytest.raises(ValueError, match=r"newbie_fp8.safetensors is stored in torch.float8_e4m3fn; give a dtype"):
+        ballast.open_pipeline(small, device="cpu", **files)
+    assert open_layout(small, files, device="cpu", dtype="bf16").denoisers[0].source() is not None
+
+
+def test_numbers_of_prompts_that_do_not_match(layouts: dict[str, Any]) -> None:
+    pipe = open_layout(*layouts["official"], device="cpu")
+    with pytest.raises(ValueError, match=r"there are 1 prompts and 2 negative ones\. Give one, or as many\."):
+        pipe.encode("a boat", ["blurry", "grey"])
+
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"width": 40}, "width is 40; NewbiePipeline takes multiples of 16"),

@@ -25,7 +25,9 @@ from ballast.nodes.encode import TextEncode
 from ballast.nodes.encode_image import VaeEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.options import SamplerOptions
+from ballast.nodes.progress import false_colours
 from ballast.nodes.sample import Sampler
+from comfy.cli_args import LatentPreviewMethod, args
 from conftest import ROOT
 from host import page, run_node
 from PIL import Image
@@ -61,6 +63,30 @@ def test_graph_makes_a_video_and_goes_on_from_a_picture(folder: Path, sim: Modul
     assert sim.stats().allocated_bytes == 0
 
 
+def test_newest_frame_is_previewed(folder: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In false colours: ComfyUI knows none for this VAE. Not where previews are off."""
+    reference = run_node(LoadPipeline, pipeline=FOLDER, device="sim", variant="384p").result[0]
+    cond = run_node(TextEncode, pipeline=reference, prompt="a red boat", negative_prompt="").result[0]
+    run = {"pipeline": reference, "conditioning": cond, **RUN}
+    for method, previews in ((LatentPreviewMethod.Auto, True), (LatentPreviewMethod.NoPreviews, False)):
+        monkeypatch.setattr(args, "preview_method", method)
+        with page() as shown:
+            run_node(Sampler, **run)
+        assert bool(shown.progress[-1][2]) == previews
+        if previews:
+            kind, picture, _ = shown.progress[-1][2]
+            assert kind == "JPEG" and picture.size == (512, 256) and len(picture.getcolors(1 << 20)) > 8
+    reference.open().manager.free()
+
+
+def test_false_colours_show_shapes() -> None:
+    latents = torch.zeros(1, 16, 2, 8, 8)
+    latents[:, 3, -1, :, 4:] = 5.0
+    picture = false_colours(latents).resize((8, 8), Image.Resampling.NEAREST)
+    left, right = picture.getpixel((1, 4)), picture.getpixel((6, 4))
+    assert left != right and picture.getpixel((2, 1)) == left
+
+
 def test_command_line_writes_a_film(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = ["generate", "--model", str(folder), "--prompt", "a boat", "--frames", "9", "--steps", "1", "--device", "cpu"]
     out = tmp_path / "boat.webp"
@@ -93,6 +119,20 @@ def test_help_page_has_every_input() -> None:
 
 
 # At the published sizes
+
+
+def test_repackaged_single_files_are_the_same(tmp_path: Path) -> None:
+    """The transformer and the VAE as files, without configs: each weight is found, in its published size."""
+    made = full_size.build_pyramid(tmp_path / FOLDER)
+    names = {"vae": "causal_video_vae", "transformer": "diffusion_transformer_768p"}
+    files = {part: made / name / "diffusion_pytorch_model.safetensors" for part, name in names.items()}
+    shutil.move(files["transformer"], tmp_path / "pyramid_flow_miniflux_bf16_v2.safetensors")
+    pipe: Any = ballast.open_pipeline(
+        tmp_path / "pyramid_flow_miniflux_bf16_v2.safetensors", device="cpu", vae=files["vae"], text=made
+    )
+    assert (pipe.layout.kind, pipe.layout.variant) == ("flux", "768p")
+    assert all(unit.source() is not None for unit in (*pipe.denoisers, pipe.decoder))
+    assert sum(p.numel() for p in pipe.denoisers[0].module.parameters()) == pytest.approx(1.972e9, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
