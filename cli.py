@@ -15,7 +15,6 @@ from . import plan_command
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
 _OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
-_FPS = 24
 _SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
 
@@ -160,7 +159,7 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
             on_step=on_step,
             **further,
         )
-    written = save_images(pipe.decode(latents), arguments.out)
+    written = save_images(pipe.decode(latents), arguments.out, pipe.frame_rate)
     if arguments.timeline:
         pipe.manager.timeline.picture().save(arguments.timeline)
         written.append(arguments.timeline)
@@ -181,7 +180,7 @@ def _open_image(path: Path, width: int | None, height: int | None):  # noqa: ANN
     return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
 
 
-def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
+def save_images(images, out: Path, frame_rate: int = 24) -> list[Path]:  # noqa: ANN001
     """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
 
     A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
@@ -194,10 +193,10 @@ def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
         path = out.with_stem(f"{out.stem}-{number}") if number else out
         frames = [Image.fromarray(frame) for frame in (item if item.ndim == 4 else item[None])]
         if path.suffix == ".mp4":
-            _save_film(frames, path)
+            _save_film(frames, path, frame_rate)
             written.append(path)
         elif len(frames) > 1 and path.suffix in (".webp", ".gif"):
-            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // _FPS, loop=0)
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
             written.append(path)
         elif len(frames) > 1:
             for index, frame in enumerate(frames):
@@ -209,14 +208,14 @@ def save_images(images, out: Path) -> list[Path]:  # noqa: ANN001
     return written
 
 
-def _save_film(frames: Sequence[Any], path: Path) -> None:
+def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
     """Write pictures as H.264. ImportError, with what to install, without PyAV."""
     try:
         import av
     except ImportError as error:
         raise ImportError(f"writing {path.name} needs PyAV: pip install av. Or use .webp, .gif or .png.") from error
     with av.open(str(path), "w") as film:
-        stream = film.add_stream("libx264", rate=_FPS)
+        stream = film.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"
         for frame in frames:

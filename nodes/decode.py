@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from comfy_api.latest import io
+from comfy_api.latest import InputImpl, Types, io
 
 from .progress import show_text
 from .reference import PipelineReference, PipelineType
@@ -27,7 +28,12 @@ class VaeDecode(io.ComfyNode):
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast); its VAE decodes."),
                 io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
             ],
-            outputs=[io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch.")],
+            outputs=[
+                io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch."),
+                io.Video.Output(
+                    "video", tooltip="A video in its model's frames a second, for Save Video; else nothing."
+                ),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -36,4 +42,8 @@ class VaeDecode(io.ComfyNode):
         pipe = pipeline.open()
         images = pipe.decode(latent["samples"])
         show_text(cls, pipe.manager.timeline.stages[-1].summary())
-        return io.NodeOutput(images.flatten(0, 1) if images.ndim == 5 else images)
+        if images.ndim == 4:
+            return io.NodeOutput(images, None)
+        frames = images.flatten(0, 1)
+        components = Types.VideoComponents(images=frames, frame_rate=Fraction(pipe.frame_rate))
+        return io.NodeOutput(frames, InputImpl.VideoFromComponents(components))

@@ -28,6 +28,7 @@ _OURS = {
     "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
     "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
 }  # fmt: skip
+_FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
 _EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
@@ -52,6 +53,7 @@ class GenericPipeline(StagedPipeline):
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self.is_video = "num_frames" in self._call
+        self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)

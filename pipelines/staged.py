@@ -53,6 +53,7 @@ class StagedPipeline(ABC):
 
     name: str
     is_video = False
+    frame_rate = 24  # of a video, frames a second
     latent_dimensions = 4
     decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`

@@ -280,6 +280,8 @@ def test_video_comes_as_a_batch_of_frames(sim: ModuleType, tiny_folders: Callabl
     torch.testing.assert_close(latent["samples"], expected.float(), atol=1e-5, rtol=0)
     torch.testing.assert_close(image, picture[0], atol=1e-5, rtol=0)
     assert image.shape == (family.frames, *reversed(family.size), 3)
+    film = run_node(VaeDecode, pipeline=reference, latent=latent).result[1]
+    assert film.get_components().frame_rate == 16, "as Wan was trained"
 
 
 def test_size_of_nothing_is_that_of_the_pipeline(sim: ModuleType) -> None:

@@ -53,8 +53,9 @@ def test_graph_makes_a_video_and_goes_on_from_a_picture(folder: Path, sim: Modul
     with page() as shown:
         latent = run_node(Sampler, **run, **RUN).result[0]
     assert shown.progress[-1][:2] == (7, 7)
-    video = run_node(VaeDecode, pipeline=reference, latent=latent).result[0]
+    video, film = run_node(VaeDecode, pipeline=reference, latent=latent).result
     assert video.shape == (9, 64, 128, 3)
+    assert film.get_components().frame_rate == 24 and torch.equal(film.get_components().images, video)
     start = run_node(VaeEncode, pipeline=reference, image=video[:1]).result[0]
     size = {key: value for key, value in RUN.items() if key not in ("width", "height")}
     going_on = run_node(Sampler, **run, **size, latent=start).result[0]["samples"]

@@ -16,7 +16,7 @@ FILES = sorted(FOLDER.glob("*.json"))
 NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtension().get_node_list())}
 # Present in every ComfyUI; widgets of those that have any, by what the page saves.
 CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "Note": 1}
-CORE |= {"CreateVideo": 2, "SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
+CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
 SOCKETS_ONLY = {
     "IMAGE",
     "LATENT",

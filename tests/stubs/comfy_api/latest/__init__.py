@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
@@ -12,6 +14,31 @@ from . import _ui as ui
 
 IO = io
 UI = ui
+
+
+@dataclass
+class _VideoComponents:
+    images: Any
+    frame_rate: Fraction
+    audio: Any = None
+    metadata: dict | None = None
+    alpha: Any = None
+
+
+class _VideoFromComponents:
+    def __init__(self, components: _VideoComponents, bit_depth: int = 8) -> None:
+        self.components = components
+
+    def get_components(self) -> _VideoComponents:
+        return self.components
+
+
+class InputImpl:
+    VideoFromComponents = _VideoFromComponents
+
+
+class Types:
+    VideoComponents = _VideoComponents
 
 
 class ComfyExtension(ABC):
