@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .reference import DEMO, PipelineType, file_stamp, find_llamas, find_pipelines, make_reference, shared_inputs
+from .folders import DEMO, file_stamp, find_llamas, find_pipelines
+from .reference import PipelineType, make_reference, shared_inputs
 
 AUTO = "auto"
 

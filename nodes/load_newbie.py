@@ -7,7 +7,8 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
-from .reference import PipelineType, file_stamp, make_reference, shared_inputs
+from .folders import file_stamp
+from .reference import PipelineType, make_reference, shared_inputs
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
 _TOOLTIPS = {

@@ -1,11 +1,9 @@
-"""PipelineReference: what travels between the nodes in place of weights, and where pipelines are found."""
+"""PipelineReference: what travels between the nodes in place of weights."""
 
 from __future__ import annotations
 
-import json
-import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
 PipelineType = io.Custom("BALLAST_PIPELINE")
 ConditioningType = io.Custom("BALLAST_CONDITIONING")
 OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`, by name
-
-DEMO = "demo: shapes"
-_DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
-_MAX_DEPTH = 3
 
 # By the fields of a reference: a key that was the reference itself would keep its pipeline alive.
 _open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
@@ -119,48 +113,3 @@ def make_reference(
     reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, tuple(family.items()))
     reference.open()
     return reference
-
-
-def find_pipelines() -> dict[str, Path]:
-    """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
-    from ..pipelines.newbie.layouts import is_newbie
-    from ..pipelines.pyramid_flow.layouts import is_pyramid
-
-    def is_pipeline(path: Path, files: list[str]) -> bool:
-        return "model_index.json" in files or is_newbie(path) or is_pyramid(path)
-
-    return {DEMO: _DEMO_FOLDER} | _folders("diffusers", is_pipeline)
-
-
-def find_llamas() -> dict[str, Path]:
-    """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
-    return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
-
-
-def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
-    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another."""
-    found: dict[str, Path] = {}
-    for root in folder_paths.get_folder_paths(kind):
-        for path, folders, files in os.walk(root, followlinks=True):
-            folders.sort()
-            relative = Path(path).relative_to(root)
-            if wanted(Path(path), files):
-                found.setdefault(relative.as_posix(), Path(path))
-                folders.clear()
-            elif len(relative.parts) >= _MAX_DEPTH:
-                folders.clear()
-    return found
-
-
-def _is_llama(config: Path) -> bool:
-    try:
-        return json.loads(config.read_text("utf-8")).get("model_type") == "llama"
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def file_stamp(*paths: Path) -> str:
-    """Changes when one of the files does, or one in the folders. Reads no file."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
-    stats = [file.stat() for file in files]
-    return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

@@ -29,11 +29,11 @@ from ballast.memory.manager import managers
 from ballast.nodes import BallastExtension
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
+from ballast.nodes.folders import DEMO
 from ballast.nodes.free import FreeVram
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.progress import StepProgress, as_picture, latent_format
-from ballast.nodes.reference import DEMO
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from comfy.cli_args import LatentPreviewMethod, args
