@@ -12,11 +12,12 @@ import latent_preview
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
-from PIL import Image
 
 from ..memory import host
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from ..pipelines import StagedPipeline
 
 # The host's latent formats, which know what latents look like: by VAE class and its scaling factor, or its
@@ -79,11 +80,13 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
     return latents.unsqueeze(2) if form.latent_dimensions == 3 and latents.ndim == 4 else latents
 
 
-def false_colours(latents: torch.Tensor) -> Image.Image:
+def false_colours(latents: torch.Tensor) -> Image:
     """The newest frame of the first of the latents [B,C,h,w] or [B,C,f,h,w] as a picture.
 
     For latents that the host knows no colours of: their three main components in red, green and blue. Shapes show.
     """
+    from PIL.Image import Resampling, fromarray
+
     frame = latents[0].float().cpu()
     frame = frame[:, -1] if frame.ndim == 4 else frame
     rows = frame.flatten(1).T
@@ -93,9 +96,9 @@ def false_colours(latents: torch.Tensor) -> Image.Image:
     low, high = (torch.quantile(colours, share, dim=0) for share in (0.02, 0.98))
     colours = ((colours - low) / (high - low).clamp(min=1e-6)).nan_to_num().clamp(0, 1)
     pixels = (colours * 255).byte().reshape(*frame.shape[1:], 3)
-    picture = Image.fromarray(pixels.numpy())
+    picture = fromarray(pixels.numpy())
     scale = max(1, _PREVIEW_PIXELS // max(picture.size))
-    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    return picture.resize((picture.width * scale, picture.height * scale), Resampling.NEAREST)
 
 
 class StepProgress:
