@@ -72,6 +72,8 @@ def as_prompt(workflow: dict[str, Any], host: HostServer) -> dict[str, Any]:
                 inputs[name] = next(values)
                 if more and more[0].get("control_after_generate"):
                     next(values)
+        if node["type"] == "SaveVideo":  # its widgets depend on each other, and the page saves them by name
+            inputs = dict(node["widgets_values_named"])
         linked = {
             slot["name"]: sources[slot["link"]] for slot in node.get("inputs", []) if slot.get("link") is not None
         }
