@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,3 +92,21 @@ def to_host(value: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor that shares memory with nothing, and that may be changed outside inference mode."""
     with torch.inference_mode(False):
         return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+Text = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # embeddings [B,l,c], their mask [B,l], pooled [B,c]
+
+
+def pair(named: Mapping[str, torch.Tensor], prompts: int) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    """Tensors of so many prompts and then their negatives, by name: those of the negatives apart, as `negative_...`."""
+    found: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+    for name, value in named.items():
+        found |= {name: value[:prompts], f"negative_{name}": value[prompts:]}
+    return found
+
+
+def text_of(tensors: Mapping[str, Any], sign: str = "") -> Text:
+    """What a transformer with a pooled feature takes of a prompt, or with `negative_` of its negative."""
+    names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
+    embeds, mask, pooled = (tensors[f"{sign}{name}"] for name in names)
+    return embeds, mask, pooled

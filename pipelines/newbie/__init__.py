@@ -16,7 +16,7 @@ from torch import nn
 from ...memory.weights import file_identity, stored_tensors
 from ..checkpoint import Checkpoint
 from ..components import parse_dtype
-from ..conditioning import Conditioning
+from ..conditioning import Conditioning, Text, pair, text_of
 from ..staged import OnStep, Prompt, StagedPipeline
 from .adapter import AdaptedTower
 from .gemma import gemma_features, gemma_names, make_gemma, with_system_prompt
@@ -113,10 +113,7 @@ class NewbiePipeline(StagedPipeline):
         embeds, mask = gemma_features(gemma, self._tokenizer("gemma"), systematic, device, longest)
         pooled = jina_features(jina, self._tokenizer("jina"), texts, device)
         named = {"prompt_embeds": embeds, "prompt_attention_mask": mask, "pooled_prompt_embeds": pooled}
-        found: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-        for name, value in named.items():
-            found |= {name: value[: len(positive)], f"negative_{name}": value[len(positive) :]}
-        return found
+        return pair(named, len(positive))
 
     def _tokenizer(self, name: str) -> Any:
         if name not in self._tokenizers:
@@ -268,9 +265,6 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
     }
 
 
-Text = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # embeddings, their mask, pooled
-
-
 class _Velocity:
     """The transformer with its text, as the samplers call it.
 
@@ -282,7 +276,7 @@ class _Velocity:
         self, transformer: nn.Module, tensors: Mapping[str, Any], arguments: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         self.transformer, self.arguments, self.dtype = transformer, arguments, dtype
-        self.alone = _text(tensors)
+        self.alone = text_of(tensors)
         self.both = _both(tensors) if arguments["guidance_scale"] > 1 else None
 
     def __call__(self, x: torch.Tensor, time: float) -> torch.Tensor:
@@ -309,18 +303,12 @@ def _for_batch(tensors: Mapping[str, Any], latents: torch.Tensor | None) -> Mapp
     return {name: value.expand(count, *value.shape[1:]) for name, value in tensors.items()}
 
 
-def _text(tensors: Mapping[str, Any], sign: str = "") -> Text:
-    names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
-    embeds, mask, pooled = (tensors[f"{sign}{name}"] for name in names)
-    return embeds, mask, pooled
-
-
 def _both(tensors: Mapping[str, Any]) -> Text:
     """The prompts, then the negative ones, which are padded to one length with them."""
-    pair = [_text(tensors), _text(tensors, "negative_")]
-    longest = max(embeds.shape[1] for embeds, _, _ in pair)
+    texts = [text_of(tensors), text_of(tensors, "negative_")]
+    longest = max(embeds.shape[1] for embeds, _, _ in texts)
     embeds, mask, pooled = [], [], []
-    for text, valid, feature in pair:
+    for text, valid, feature in texts:
         missing = longest - text.shape[1]
         embeds.append(torch.nn.functional.pad(text, (0, 0, 0, missing)))
         mask.append(torch.nn.functional.pad(valid, (0, missing)))

@@ -16,10 +16,10 @@ from torch import nn
 from ...memory.unit import ManagedModel
 from ..checkpoint import Checkpoint
 from ..components import parse_dtype, read_components
-from ..conditioning import Conditioning
+from ..conditioning import Conditioning, pair, text_of
 from ..staged import OnStep, Prompt, StagedPipeline
 from .layouts import Layout, find_layout
-from .loop import GuidedVelocity, SeededNoise, Settings, Step, Text, check_size, generate
+from .loop import GuidedVelocity, SeededNoise, Settings, Step, check_size, generate
 from .text import SUFFIX, encode_texts
 from .vae_decode import choose, from_vae, to_vae
 
@@ -106,15 +106,10 @@ class PyramidFlowPipeline(StagedPipeline):
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         positive, negative = ([text] if isinstance(text, str) else list(text) for text in (prompt, negative_prompt))
-        texts = [
-            *(text + SUFFIX for text in positive),
-            *negative,
-        ]  # in one call: an encoder that is streamed comes once
+        # In one call: an encoder that is streamed comes once.
+        texts = [*(text + SUFFIX for text in positive), *negative]
         tokenizers = {name: self._tokenizer(name.replace("text_encoder", "tokenizer")) for name in modules}
-        found: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-        for name, value in encode_texts(modules, tokenizers, texts, device).items():
-            found |= {name: value[: len(positive)], f"negative_{name}": value[len(positive) :]}
-        return found
+        return pair(encode_texts(modules, tokenizers, texts, device), len(positive))
 
     def _tokenizer(self, name: str) -> Any:
         if name not in self._tokenizers:
@@ -195,7 +190,7 @@ class PyramidFlowPipeline(StagedPipeline):
     ) -> torch.Tensor:
         dtype = self._dtype("transformer")
         tensors = cond.to(device, dtype)
-        velocity = GuidedVelocity(modules["transformer"], _text(tensors), _text(tensors, "negative_"))
+        velocity = GuidedVelocity(modules["transformer"], text_of(tensors), text_of(tensors, "negative_"))
         batch = len(velocity.positive[0])
         draw = SeededNoise(arguments["generator"].initial_seed(), batch)
         noise = draw.initial(*arguments["shape"]) if arguments["latents"] is None else arguments["latents"].float()
@@ -273,12 +268,6 @@ def _size_of(first: torch.Tensor, width: int | None, height: int | None) -> tupl
     if (width or size[0], height or size[1]) != size:
         raise ValueError(f"the first frame is of {size[0]} x {size[1]}, not {width} x {height}.")
     return size
-
-
-def _text(tensors: Mapping[str, Any], sign: str = "") -> Text:
-    names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
-    embeds, mask, pooled = (tensors[f"{sign}{name}"] for name in names)
-    return embeds, mask, pooled
 
 
 class _Report:

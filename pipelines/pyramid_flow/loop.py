@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..conditioning import Text
+
 STAGES = 3
 _SPATIAL, _TEMPORAL, _SIDE = 8, 8, 64  # pixels and frames of a latent one; pixels that a size is a multiple of
 
-Text = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # embeddings [B,l,c], their mask [B,l], pooled [B,c]
 Velocity = Callable[[list[torch.Tensor], float, float], torch.Tensor]  # of clips, timestep and guidance scale
 Draw = Callable[[tuple[int, ...]], torch.Tensor]  # block noise of this shape
 
