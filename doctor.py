@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .memory import host, simulated
+from .memory import host_contract, simulated
 from .memory.accelerator import Accelerator, resolve_device
 from .memory.sizes import format_bytes
 from .pipelines.embedding_cache import default_directory
@@ -84,16 +84,16 @@ def _comfyui() -> Finding:
     pack = Path(__file__).resolve().parent
     places = [Path(os.environ[name]) for name in ("COMFYUI_PATH",) if os.environ.get(name)]
     places += [pack.parents[1]] if pack.parent.name == "custom_nodes" else []
-    root = next((place for place in (*places, Path.home() / "ComfyUI") if host.version(place)), None)
+    root = next((place for place in (*places, Path.home() / "ComfyUI") if host_contract.version(place)), None)
     if root is None:
         return Finding("ComfyUI", True, "none found (COMFYUI_PATH names one); the command line works without")
-    unknown = host.unknown_members(root)
+    unknown = host_contract.unknown_members(root)
     state = (
         f"unknown to this version of Ballast: {', '.join(sorted(unknown))}"
         if unknown
         else "its memory contract is known"
     )
-    return Finding("ComfyUI", not unknown, f"{host.version(root)} in {root}; {state}")
+    return Finding("ComfyUI", not unknown, f"{host_contract.version(root)} in {root}; {state}")
 
 
 def _cache() -> Finding:

@@ -42,6 +42,13 @@ class Budget:
         return min(available, max(0, self.vram_limit - max(0, beside)))
 
     @property
+    def device_bytes(self) -> int:
+        """VRAM that the pack may take in all: what was stated, or what it has taken and what is free for it."""
+        if self.vram_limit is not None:
+            return self.vram_limit
+        return max(0, self._accelerator.allocated_bytes() + self._accelerator.free_bytes() - self.reserve_bytes)
+
+    @property
     def ram_bytes(self) -> int:
         """RAM that weights may hold."""
         if self.ram_limit is not None:

@@ -7,7 +7,7 @@ units of unequal size takes a search); when it does not, the least recently used
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -52,6 +52,24 @@ def choose_evictions(
     return [unit for unit in others if unit not in keep]
 
 
+def choose_shrinks(
+    resident: Mapping[Key, int], capacity_bytes: int, wanted: Use, future: Sequence[Use] | None = None
+) -> dict[Key, int]:
+    """The bytes that units must give up so that `wanted` fits, where a part of a unit may leave. As `choose_evictions`.
+
+    Of what can be divided, letting go of the bytes whose next use is farthest reloads fewest of them (Belady).
+    """
+    others = {unit: size for unit, size in resident.items() if unit != wanted.unit}
+    missing = sum(others.values()) - (capacity_bytes - wanted.size_bytes - wanted.working_bytes)
+    leaving = list(others) if future is None else list(reversed(_by_next_use(list(reversed(others)), future)))
+    found: dict[Key, int] = {}
+    for unit in leaving:
+        if missing > 0:
+            found[unit] = min(others[unit], missing)
+            missing -= found[unit]
+    return found
+
+
 def _keep_most_recent(preferred: Sequence[Key], sizes: Mapping[Key, int], room_bytes: int) -> set[Key]:
     keep: set[Key] = set()
     for unit in preferred:
@@ -61,10 +79,10 @@ def _keep_most_recent(preferred: Sequence[Key], sizes: Mapping[Key, int], room_b
     return keep
 
 
-def _by_next_use(sizes: Mapping[Key, int], future: Sequence[Use]) -> list[Key]:
-    """Nearest next use first; units that are not used again come last."""
+def _by_next_use(units: Iterable[Key], future: Sequence[Use]) -> list[Key]:
+    """Nearest next use first; units that are not used again come last, in the order given."""
     next_use = {use.unit: i for i, use in reversed(list(enumerate(future)))}
-    return sorted(sizes, key=lambda unit: next_use.get(unit, len(future)))
+    return sorted(units, key=lambda unit: next_use.get(unit, len(future)))
 
 
 def _fitting(sizes: Mapping[Any, int], room_bytes: int) -> Iterator[frozenset]:

@@ -1,49 +1,41 @@
-"""The only file that talks to `comfy.model_management`. Outside ComfyUI every function here does nothing."""
+"""The only file that calls `comfy.model_management`. Outside ComfyUI every function here does nothing.
+
+Nothing of the host is patched, and its list of loaded models changes through its own functions only.
+"""
 
 from __future__ import annotations
 
-import ast
 import logging
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .host_contract import unknown_members
+from .host_flags import host_flags
+from .host_patcher import HostPatcher
+
+if TYPE_CHECKING:
+    from .unit import Role
+
 log = logging.getLogger("ballast")
 
-# What the host reads on the model patchers in its list, as known from ComfyUI 0.3.64 to 0.33.0.
-KNOWN_MEMBERS = frozenset(
-    {
-        "clone",
-        "clone_base_uuid",
-        "current_loaded_device",
-        "detach",
-        "dynamic_pins",
-        "get_free_memory",
-        "get_nested_additional_models",
-        "get_ram_usage",
-        "is_clone",
-        "is_dynamic",
-        "load_device",
-        "loaded_ram_size",
-        "loaded_size",
-        "lowvram_patch_counter",
-        "model",
-        "model_dtype",
-        "model_mmap_residency",
-        "model_patches_models",
-        "model_patches_to",
-        "model_size",
-        "offload_device",
-        "parent",
-        "partially_load",
-        "partially_unload",
-        "partially_unload_ram",
-        "pinned_memory_size",
-        "unregister_inactive_pins",
-    }
-)
+_EVERYTHING = 1e30  # bytes, in the host's own words
+_unfit: dict[ModuleType, str] = {}  # why units are not listed there; empty if they are. Found out once
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """One of the host's own models, as far as it is on its device."""
+
+    patcher: Any
+    name: str
+    role: Role
+    bytes: int
 
 
 def model_management() -> ModuleType | None:
@@ -59,31 +51,136 @@ def device() -> torch.device | None:
 
 def reserve_bytes(on: torch.device) -> int | None:
     """VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other."""
+    mm = _manager_of(on)
+    return int(mm.extra_reserved_memory()) if mm else None
+
+
+def _manager_of(on: torch.device) -> ModuleType | None:
+    """The host's memory manager, if that is its device."""
     mm = model_management()
-    return int(mm.extra_reserved_memory()) if mm and _is_same(on, mm.get_torch_device()) else None
+    return mm if mm and _is_same(on, mm.get_torch_device()) else None
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index or 0) == (other.index or 0)  # "mps" is "mps:0"
 
 
+# Room
+
+
 def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
-    """Ask the host to move its own models away until so many bytes are free."""
-    mm = model_management()
-    if mm and _is_same(wanted_on, mm.get_torch_device()) and mm.get_free_memory(wanted_on) < wanted_bytes:
-        mm.free_memory(wanted_bytes + mm.extra_reserved_memory(), wanted_on)
+    """Ask the host to move its own models away until so many bytes are free.
+
+    Dynamic models shrink first: one that is detached loses its pinned RAM too.
+    """
+    mm = _manager_of(wanted_on)
+    if mm is None or mm.get_free_memory(wanted_on) >= wanted_bytes:
+        return
+    wanted_bytes += mm.extra_reserved_memory()
+    for model in _on_device(mm, wanted_on):
+        missing = wanted_bytes - mm.get_free_memory(wanted_on)
+        if missing > 0 and model.patcher.is_dynamic():
+            model.patcher.partially_unload(None, missing)
+    if mm.get_free_memory(wanted_on) < wanted_bytes:
+        mm.free_memory(wanted_bytes, wanted_on, _entries_of_ours(mm))
 
 
-def free_all() -> int:
-    """Ask the host to unload all its models. Returns the bytes of its device that became free."""
+def movable_bytes(on: torch.device) -> int:
+    """VRAM that the host's own models hold on a device, and would give up for others."""
+    mm = _manager_of(on)
+    return sum(model.bytes for model in _on_device(mm, on)) if mm else 0
+
+
+def loaded_models() -> list[HostModel]:
+    """The host's own models that are on its device."""
     mm = model_management()
-    if not mm:
-        return 0
-    on = mm.get_torch_device()
-    before = mm.get_free_memory(on)
-    mm.unload_all_models()
+    return _on_device(mm, mm.get_torch_device()) if mm else []
+
+
+def evict(patchers: Collection[Any]) -> None:
+    """Make models of the host leave its device wholly, and nothing else."""
+    mm = model_management()
+    leaving = {id(patcher.model) for patcher in patchers}
+    if not mm or not leaving:
+        return
+    for on in {patcher.load_device for patcher in patchers if patcher.load_device.type != "cpu"}:
+        staying = [
+            entry for entry in mm.current_loaded_models if id(getattr(entry.model, "model", None)) not in leaving
+        ]
+        mm.free_memory(_EVERYTHING, on, staying)
     mm.soft_empty_cache()
-    return max(0, int(mm.get_free_memory(on) - before))
+
+
+def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
+    found = []
+    for entry in list(mm.current_loaded_models):
+        patcher = entry.model
+        if patcher is None or isinstance(patcher, HostPatcher) or not _is_same(entry.device, on):
+            continue
+        found.append(HostModel(patcher, type(patcher.model).__name__, _role(patcher), int(patcher.loaded_size())))
+    return [model for model in found if model.bytes]
+
+
+def _role(patcher: Any) -> Role:
+    if getattr(patcher, "is_clip", False):
+        return "text_encoder"
+    if hasattr(patcher.model, "diffusion_model"):
+        return "transformer"
+    return "vae" if hasattr(patcher.model, "decode") else "other"
+
+
+def _entries_of_ours(mm: ModuleType) -> list[Any]:
+    """Which of ours leave is our own decision."""
+    return [entry for entry in mm.current_loaded_models if isinstance(entry.model, HostPatcher)]
+
+
+# Our units in the host's list
+
+
+def lists_units(on: torch.device) -> bool:
+    """Whether our units on a device are to be in the host's list. Says once why not."""
+    mm = _manager_of(on)
+    if mm is None or on.type == "cpu":
+        return False
+    if mm not in _unfit:
+        _unfit[mm] = _why_unfit(mm)
+        if _unfit[mm]:
+            log.warning("Ballast: %s. Ballast's models are not in its list: it cannot move them.", _unfit[mm])
+        if (other := replaced_by()) is not None:
+            log.warning("Ballast: %s has replaced ComfyUI's load_models_gpu; both may move models.", other)
+    return not _unfit[mm]
+
+
+def _why_unfit(mm: ModuleType) -> str:
+    if not mm.__file__:
+        return "this ComfyUI has no source to read"
+    unknown = unknown_members(Path(mm.__file__).parents[1])
+    return f"this ComfyUI asks models for {', '.join(sorted(unknown))}, unknown here" if unknown else ""
+
+
+def replaced_by() -> str | None:
+    """The module that has put its own `load_models_gpu` in the place of the host's, as some packs do."""
+    mm = model_management()
+    owner = getattr(getattr(mm, "load_models_gpu", None), "__module__", None)
+    return owner if mm and owner != mm.__name__ else None
+
+
+def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
+    """Put a unit that is on the device in the host's list, if it is not there. `working_bytes` it takes beside."""
+    mm = model_management()
+    if not mm or any(entry.model is patcher for entry in mm.current_loaded_models):
+        return
+    patcher.is_being_listed = True
+    try:
+        mm.load_models_gpu([patcher], memory_required=working_bytes)
+    except Exception as error:
+        _unfit[mm] = f"this ComfyUI does not take other models ({error})"
+        log.warning("Ballast: %s. It cannot move Ballast's.", _unfit[mm])
+    finally:
+        patcher.is_being_listed = False
+
+
+# Pinned memory
 
 
 def pin_memory(tensor: torch.Tensor) -> bool | None:
@@ -91,6 +188,8 @@ def pin_memory(tensor: torch.Tensor) -> bool | None:
 
     None where there is no host, or one that does not pin for others.
     """
+    if host_flags().unpinned:
+        return False
     mm = model_management()
     if not mm or not (hasattr(mm, "pin_memory") and hasattr(mm, "unpin_memory")):
         return None
@@ -112,31 +211,3 @@ def throw_if_interrupted() -> None:
     """Raise the host's own exception if the user pressed stop."""
     if mm := model_management():
         mm.throw_exception_if_processing_interrupted()
-
-
-def version(root: Path) -> str | None:
-    """The version of the ComfyUI in a folder, read without importing it."""
-    file = root / "comfyui_version.py"
-    if not file.is_file():
-        return None
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            return str(node.value.value)
-    return None
-
-
-def unknown_members(root: Path) -> set[str]:
-    """Members that the ComfyUI in a folder reads on its model patchers and that this pack does not know.
-
-    Its `model_management.py` is read as text, never imported.
-    """
-    tree = ast.parse((root / "comfy" / "model_management.py").read_text(encoding="utf-8"))
-    found = set()
-    for node in ast.walk(tree):
-        # A patcher is what the host calls `model`, or the `.model` of an entry of its list of loaded models.
-        if isinstance(node, ast.Attribute):
-            owner = node.value
-            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
-            if name == "model" and not hasattr(torch.nn.Module, node.attr):
-                found.add(node.attr)
-    return found - KNOWN_MEMBERS

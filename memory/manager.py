@@ -13,18 +13,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from . import host
 from .accelerator import Accelerator, resolve_device
 from .budget import Budget
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
-from .eviction import Use, choose_evictions
+from .eviction import Use, choose_evictions, choose_shrinks
 from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
 from .forecast import Forecast
+from .host_patcher import HostPatcher
+from .placement import Resident
 from .report import Report, UnitReport
 from .sizes import parse_bytes
 from .stage import run_stage
@@ -66,6 +69,7 @@ class MemoryManager:
         self.device_bytes_in = 0
         self._units: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
         self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher] = weakref.WeakKeyDictionary()
         self._future: list[weakref.ref[ManagedModel]] | None = None
         self.budget = Budget(self.accelerator, self.units)
         self._clock = itertools.count(1)
@@ -154,9 +158,12 @@ class MemoryManager:
                         self._evict(other)
                 if unit.placement is None:
                     self._place(unit, strategy)
-                elif unit.leases == 1 and (anew or unit.is_misfit):
-                    self._resize(unit)
+                else:
+                    if unit.leases == 1 and (anew or unit.is_misfit):
+                        self._resize(unit)
+                    self._complete(unit)
                 unit.is_misfit = False
+                self._tell_host(unit)
                 self._called[unit] = self.timeline.record("call", unit).allocated_bytes
             except BaseException:
                 self.release(unit, evict=True, failed=True)
@@ -173,7 +180,7 @@ class MemoryManager:
                 peak = self._came(unit, "ran")
                 if not failed and not (unit.placement and unit.placement.name == "leafwise"):
                     self._replan(unit, peak - before)
-            if evict and unit.leases == 0:
+            if unit.leases == 0 and (evict or unit.is_leaving):
                 self._evict(unit)
             if unit.leases == 0 and unit.placement is None:
                 self._keep_ram_budget(unit)
@@ -209,6 +216,10 @@ class MemoryManager:
         with self._stage_lock, self.budget.narrowed(vram, ram), run:
             yield
 
+    def between_stages(self) -> AbstractContextManager[Any]:
+        """Holds until the stages of other threads are done, and keeps them waiting until the block ends."""
+        return self._stage_lock
+
     def units(self) -> list[ManagedModel]:
         """All units under management."""
         with self._lock:
@@ -227,6 +238,32 @@ class MemoryManager:
                     del future[: i + 1]
                     return
 
+    # What the host asks for, from any thread
+
+    def shrink(self, unit: ManagedModel, bytes: int) -> int:
+        """Let blocks of a unit leave that do not run. Returns the bytes really freed, which may be fewer, or none."""
+        with self._lock:
+            if unit.placement is None or unit.pinned or (unit.leases and not isinstance(unit.placement, Streamed)):
+                return 0
+            freed = unit.placement.shrink(bytes)
+            if freed:
+                self.timeline.record("evict", unit, freed)
+            return freed
+
+    def grow(self, unit: ManagedModel, bytes: int) -> int:
+        """Let up to so many bytes more of a unit's blocks stay. Returns the bytes taken."""
+        with self._lock:
+            return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
+
+    def let_go(self, unit: ManagedModel) -> None:
+        """Take a unit off the device: at once, or what does not run of it at once and the rest when its lease ends."""
+        with self._lock:
+            if unit.leases and not unit.pinned:
+                self.shrink(unit, unit.resident_bytes)
+                unit.is_leaving = True
+            else:
+                self.evict(unit)
+
     def evict(self, unit: ManagedModel) -> None:
         """Take a unit off the device, unless it is leased or pinned."""
         with self._lock:
@@ -240,6 +277,8 @@ class MemoryManager:
                 if not (keep or unit.pinned or unit.leases):
                     self._evict(unit)
                     self._keep_ram_budget(unit)
+                elif unit.placement is not None:
+                    unit.placement.settle()
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
@@ -298,6 +337,8 @@ class MemoryManager:
         if not unit.in_ram and streams and unit.size_bytes > self.ram_budget_bytes and unit.source() is not None:
             return
         self._keep_ram_budget(unit, wanted_bytes=0 if unit.in_ram else unit.size_bytes)
+        if not unit.in_ram:
+            self.timeline.record("read", unit, unit.size_bytes)
         read = unit.load()
         self.disk_bytes_read += read
         if read:
@@ -355,6 +396,21 @@ class MemoryManager:
                 self.accelerator.empty_cache()
             unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
 
+    def _complete(self, unit: ManagedModel) -> None:
+        """Bring back the blocks that others were given the room of, where a unit must be whole to run."""
+        if isinstance(unit.placement, Resident) and unit.resident_bytes < sizes_of(unit).total_bytes:
+            self._make_room(unit, "resident")
+            unit.placement.complete()
+            self._came(unit, "place")
+
+    def _tell_host(self, unit: ManagedModel) -> None:
+        """Let the host count a unit that is on its device."""
+        if unit.resident_bytes and host.lists_units(self.device):
+            if unit not in self._patchers:
+                self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)
+            self._patchers[unit].target_bytes = unit.resident_bytes
+            host.list_unit(self._patchers[unit], unit.working_bytes)
+
     def _came(self, unit: ManagedModel, kind: Literal["place", "ran"]) -> int:
         """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
         came = unit.placement.take_bytes_in() if unit.placement else 0
@@ -394,14 +450,16 @@ class MemoryManager:
         evictable = {u: u.resident_bytes for u in self._evictable(unit)}
         others = sum(u.resident_bytes for u in self._units if u not in evictable and u is not unit)
         use = Use(unit, need, unit.working_bytes)
-        for other in choose_evictions(evictable, self.budget_bytes - others, use, self._uses("size_bytes")):
-            self._evict(other)
-        self.budget.ask_host(need + unit.working_bytes)
+        leaving = choose_shrinks(evictable, self.budget_bytes - others, use, self._uses("size_bytes"))
+        for other, missing in leaving.items():
+            if missing == evictable[other] or self.shrink(other, missing) < missing:
+                self._evict(other)
+        self.budget.ask_host(need - unit.resident_bytes + unit.working_bytes)
 
     def _evict(self, unit: ManagedModel) -> None:
         if unit.placement is None:
             return
-        placement, unit.placement = unit.placement, None
+        placement, unit.placement, unit.is_leaving = unit.placement, None, False
         left = placement.resident_bytes
         placement.remove()
         self.timeline.record("evict", unit, left)

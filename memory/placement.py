@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .calls import Forward, interpose
+from .ring import Block, split_blocks
 from .unit import Slot, own_slots, slots
 
 PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
@@ -62,6 +63,24 @@ class Placement:
         """RAM taken beside the module's own tensors."""
         return 0
 
+    def describe(self) -> str:
+        """How the unit sits, in words."""
+        return self.name
+
+    def grow(self, bytes: int) -> int:
+        """Let up to so many bytes more of the blocks stay. Returns the bytes taken."""
+        return 0
+
+    def shrink(self, bytes: int) -> int:
+        """Let whole blocks leave until so many bytes are free, or as many as can be. Returns the bytes freed."""
+        return 0
+
+    def complete(self) -> None:
+        """Bring back what has to be there for a call."""
+
+    def settle(self) -> None:
+        """Wait for the copies under way."""
+
     def take_bytes_in(self) -> int:
         """Bytes of weights copied to the device since this was last asked."""
         taken, self._bytes_in = self._bytes_in, 0
@@ -92,12 +111,56 @@ class Placement:
                 self._bytes_in += slot.tensor.nbytes
             slot.set(copies[id(slot.tensor)])
 
+    def _bring(self, block: Block) -> None:
+        """Let a block stay; on any failure it is where it was."""
+        before = self.resident_bytes
+        try:
+            self._move(block.slots)
+            block.resident = True
+        except BaseException:
+            block.restore()
+            self.resident_bytes = before
+            raise
+
 
 class Resident(Placement):
+    """All weights on the device. Between calls blocks may leave; `complete` must bring them back before the next."""
+
     name = "resident"
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(module, device)
+        self._blocks: list[Block] = []  # known once one has left
 
     def _place(self) -> None:
         self._move(self.host_slots)
+
+    def shrink(self, bytes: int) -> int:
+        before = self.resident_bytes
+        if not self._blocks:
+            self._blocks = split_blocks(self.module, self.host_slots)[0]
+            for block in self._blocks:
+                block.resident = True
+        for block in self._blocks:
+            if block.resident and before - self.resident_bytes < bytes:
+                block.restore()
+                block.resident = False
+                self.resident_bytes -= block.held_bytes
+        return before - self.resident_bytes
+
+    def grow(self, bytes: int) -> int:
+        before = self.resident_bytes
+        with outside_inference():
+            for block in self._blocks:
+                if not block.resident and self.resident_bytes - before + block.held_bytes <= bytes:
+                    self._bring(block)
+        return self.resident_bytes - before
+
+    def complete(self) -> None:
+        self.grow(sum(block.held_bytes for block in self._blocks))
+
+    def _remove(self) -> None:
+        self._blocks = []
 
 
 class Leafwise(Placement):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .host_flags import host_flags
 from .hostbuffer import can_pack, layout, pack, pin, place_of, unpin
 from .residency import block_lists
 from .unit import Slot, slots
@@ -29,7 +30,7 @@ class Queues:
         # `torch.cpu` has such classes too, which do nothing.
         names = ("Stream", "Event", "current_stream", "stream")
         has_streams = device.type != "cpu" and all(hasattr(self.backend, name) for name in names)
-        self.copying = self._copy_stream() if has_streams else None
+        self.copying = self._copy_stream() if has_streams and not host_flags().blocking else None
 
     def _copy_stream(self) -> Any:
         # One for the process: the memory that an allocator has given to a stream stays with it.

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import host
 from .batch import batch_of, in_parts, joined
 from .calls import Forward, interpose
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .fit import sizes_of
 from .forecast import Forecast
+from .host_flags import host_flags
 from .ladder import Terms, describe, next_terms
 from .sizes import format_bytes
 from .unit import ManagedModel
@@ -41,12 +43,14 @@ def run_stage(
     keep: bool,
 ) -> Iterator[None]:
     """See `MemoryManager.stage`."""
+    flags = host_flags()
+    keep = flags.keeps(keep)
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
             unit.work = work
             unit.forecast = forecast.units.get(unit.name) if forecast else None
-            unit.terms = Terms(strategy)
+            unit.terms = Terms(strategy, share=0.0 if flags.least else 1.0)
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         record = manager.timeline.begin(name, units, manager.budget_bytes)
@@ -77,6 +81,7 @@ class _Calls:
             self.first = False
             self.manager.strike(self.unit)
         while True:
+            host.throw_if_interrupted()
             try:
                 return self._run_once(forward, args, kwargs)
             except Exception as error:

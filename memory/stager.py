@@ -139,6 +139,11 @@ class Stager:
             for fill, _ in under_way:
                 fill.taken = False
 
+    def settle(self) -> None:
+        """Wait until nothing is being read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not any(w.fill and w.fill.left for w in self._windows))
+
     def close(self) -> None:
         """End the threads and let go of the windows, when the copies out of them are done."""
         with self._changed:

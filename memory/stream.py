@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import host
 from .errors import is_out_of_memory
 from .loading import find_stored
 from .order import Order
@@ -101,6 +102,13 @@ class Streamed(Placement):
         """
         return max(0, -self._rearrange(-max(0, bytes)))
 
+    def describe(self) -> str:
+        streamed = sum(not block.resident for block in self._blocks)
+        return f"streamed, {streamed} of {len(self._blocks)} blocks" if streamed else "resident"
+
+    def settle(self) -> None:
+        self._supply.settle()
+
     # Putting in place and taking away
 
     def _place(self) -> None:
@@ -108,7 +116,7 @@ class Streamed(Placement):
         self._move(self._rest)
         for block in self._blocks:
             if block not in self._streaming:
-                self._make_resident(block)
+                self._bring(block)
         self._supply.prepare([block for block in self._blocks if block in self._streaming])
         self._make_ring()
         for block in self._blocks:
@@ -153,6 +161,7 @@ class Streamed(Placement):
     # The gates at each call of a block
 
     def _enter(self, block: Block) -> None:
+        host.throw_if_interrupted()
         with self._lock:
             block.calls += 1
             self._order.called(block)
@@ -272,23 +281,13 @@ class Streamed(Placement):
                 room = self._budget_bytes - self.resident_bytes
                 if not block.resident and block not in self._streaming and block.held_bytes <= room:
                     try:
-                        self._make_resident(block)
+                        self._bring(block)
                     except Exception as error:
                         if not is_out_of_memory(error):
                             raise
                         self._streaming.add(block)  # there is less memory than was said
             self._order.forget()
             self._unsettled = any(block.resident is (block in self._streaming) for block in self._blocks)
-
-    def _make_resident(self, block: Block) -> None:
-        before = self.resident_bytes
-        try:
-            self._move(block.slots)
-            block.resident = True
-        except BaseException:
-            block.restore()
-            self.resident_bytes = before
-            raise
 
     def _make_streamed(self, block: Block) -> None:
         block.restore()

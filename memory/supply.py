@@ -39,6 +39,12 @@ class Supply:
             self._stager, self.reach = self._new_stager(), WINDOWS
             self._stager.pin()
 
+    def settle(self) -> None:
+        """Wait until nothing is being read, and no copy is under way."""
+        if self._stager:
+            self._stager.settle()
+        self._queues.finish()
+
     def close(self) -> None:
         """End the threads and let go of the windows."""
         if self._stager:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from .runplan import StagePlan
 
-EventKind = Literal["load", "place", "call", "ran", "evict", "drop", "stage", "done"]
+EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
 
 _MAX_EVENTS = 20_000
 _MAX_STAGES = 64
@@ -45,6 +46,9 @@ class Event:
     allocated_bytes: int
     peak_bytes: int
     residents: tuple[OnDevice, ...]
+
+
+Watcher = Callable[[Event, ManagedModel], None]
 
 
 @dataclass
@@ -114,6 +118,16 @@ class Timeline:
         self._accelerator = accelerator
         self._residents = residents
         self._stage: StageRecord | None = None
+        self._watcher: Watcher | None = None
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Tell `watcher` of each event of a unit, as it happens, until the block ends."""
+        before, self._watcher = self._watcher, watcher
+        try:
+            yield
+        finally:
+            self._watcher = before
 
     def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
         """Note that something happened, with the memory as it is now."""
@@ -134,6 +148,8 @@ class Timeline:
                 mine = self._stage.units[unit.name]
                 mine.bytes_in += bytes
                 mine.placement = unit.placement.name
+        if self._watcher is not None and unit is not None:
+            self._watcher(event, unit)
         return event
 
     def begin(self, name: str, units: Sequence[ManagedModel], budget_bytes: int) -> StageRecord:

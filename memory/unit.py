@@ -96,6 +96,7 @@ class ManagedModel:
         self.forecast: UnitForecast | None = None  # what that works in, where it was found out beforehand
         self.terms = Terms()
         self.is_misfit = False  # whether its placement was made for other work
+        self.is_leaving = False  # as soon as it does not run
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._working: dict[Hashable, int] = {}
         self._off: dict[Hashable, int] = {}  # how far a first call was above its forecast

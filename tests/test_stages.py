@@ -263,14 +263,20 @@ def test_keep_leaves_the_transformer_for_the_next_run(folder: Path, sim: ModuleT
     assert sim.stats().allocated_bytes == 0
 
 
-def test_kept_transformer_leaves_when_the_decoder_needs_the_room(folder: Path, sim: ModuleType) -> None:
+def test_kept_transformer_gives_up_just_what_the_decoder_needs(folder: Path, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(folder, device="sim", keep=True)
     latents = pipe.sample(pipe.encode("a boat"), **SIZE)
     pipe.decode(latents)
     sim.enable(total=pipe.denoisers[0].size_bytes + pipe.decoder.size_bytes // 2)
     assert pipe.denoisers[0].tier == "device"
     assert pipe.decode(latents).isfinite().all()
-    assert pipe.denoisers[0].tier == "host"
+    transformer = pipe.denoisers[0]
+    assert 0 < transformer.resident_bytes < transformer.size_bytes, "it gives up just what the decoder needs"
+    assert sim.stats().allocated_bytes == transformer.resident_bytes
+    came = manager("sim").device_bytes_in
+    sim.enable(total="64MB")
+    torch.testing.assert_close(pipe.sample(pipe.encode("a boat"), **SIZE), latents, atol=0, rtol=0)
+    assert manager("sim").device_bytes_in - came < transformer.size_bytes, "what stayed does not come again"
 
 
 def test_noise_given_outright_is_the_noise_of_the_seed(folder: Path) -> None:
