@@ -50,6 +50,17 @@ def rehearse(
         return book.forecast(), result
 
 
+def lay_weights(module: nn.Module, card: Card) -> None:
+    """Put a module's weights on the card of a rehearsal, free of charge."""
+    made: dict[int, SimTensor] = {}
+    for slot in list(slots(module)):
+        if id(slot.tensor) not in made:
+            tensor = slot.tensor.detach()
+            raw = tensor if tensor.is_meta else moved(tensor)
+            made[id(slot.tensor)] = wrap(raw, lambda nbytes: card.allocate(0))
+        slot.holder[slot.key] = made[id(slot.tensor)]
+
+
 @dataclass
 class _Peaks:
     """What has been seen of one unit."""
@@ -126,7 +137,7 @@ class _Rehearsed:
         self.calls: dict[Any, _Call] = {}
         blocks, _ = split_blocks(module, list(slots(module)))
         self.blocks = [0.0] * len(blocks)
-        self._replace_weights(module)
+        lay_weights(module, self.card)
         for owner in module.modules():
             for (kind, replaced), stand_in in stand_ins.items():
                 if type(owner).__name__ == kind:
@@ -143,16 +154,6 @@ class _Rehearsed:
     @property
     def operations(self) -> float:
         return self.card.stats().compute_seconds  # the card does one a second
-
-    def _replace_weights(self, module: nn.Module) -> None:
-        """Put the weights on the card, free of charge."""
-        made: dict[int, SimTensor] = {}
-        for slot in list(slots(module)):
-            if id(slot.tensor) not in made:
-                tensor = slot.tensor.detach()
-                raw = tensor if tensor.is_meta else moved(tensor)
-                made[id(slot.tensor)] = wrap(raw, lambda nbytes: self.card.allocate(0))
-            slot.holder[slot.key] = made[id(slot.tensor)]
 
     def _bring_leaves(self, module: nn.Module) -> None:
         """Count the weights that would be there if each module's own came for its call, as `Leafwise` does it."""

@@ -1,0 +1,110 @@
+"""Attention over a whole map: a stripe of queries at a time, and of keys and values as many as there is room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .calls import NotStripedError, handles, local
+from .heights import stripes
+from .keeping import settle
+from .maps import Map
+
+_SCORE_BYTES = 32 * 2**20  # of one block of queries by keys, where the budget leaves that much
+_BLOCKS = 3  # scores, what softmax makes of them, and either once more in between
+_BUDGET_SHARE = 16  # the part of the budget, one in so many, that a block takes at most
+
+
+@handles("scaled_dot_product_attention")
+def _attended(
+    function: Any,
+    query: Map,
+    key: Map,
+    value: Map,
+    attn_mask: Map | torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Map:
+    maps = (query, key, value)
+    if not all(isinstance(one, Map) for one in maps) or len({one.axis - len(one.shape) for one in maps}) > 1:
+        raise NotStripedError
+    if query.axis < len(query.shape) - 2 and not isinstance(attn_mask, Map):  # a row's own places look at each other
+        rest = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return local(function, (query, key, value, attn_mask), rest, operations=4 * key.shape[-2])
+    if query.axis != len(query.shape) - 2:
+        raise NotStripedError
+    if isinstance(attn_mask, Map) and (attn_mask.axis, attn_mask.length) != (len(attn_mask.shape) - 2, query.length):
+        raise NotStripedError
+    if dropout_p or is_causal or enable_gqa or len({one.shape[:-2] for one in maps}) > 1:
+        raise NotStripedError
+    settle(key)
+    settle(value)
+    return _Attention(query, key, value, attn_mask, scale or query.shape[-1] ** -0.5)
+
+
+class _Attention(Map):
+    """[..., queries, channels] of queries, keys and values [..., length, channels], and a mask that fits to them."""
+
+    def __init__(self, query: Map, key: Map, value: Map, mask: Map | torch.Tensor | None, scale: float) -> None:
+        shape = [*query.shape[:-1], value.shape[-1]]
+        work = 2 * key.length * (query.shape[-1] + value.shape[-1]) // max(1, value.shape[-1])
+        masks = (mask,) if isinstance(mask, Map) else ()
+        super().__init__(query.room, shape, query.dtype, query.axis, (query, key, value, *masks), work)
+        self._mask, self._scale = mask, scale
+        self._heads = max(1, query.nbytes // (query.length * query.shape[-1] * query.dtype.itemsize))
+        self.grain = query.grain
+
+    def _block(self, rows: int) -> int:
+        """How many keys are looked at together by so many queries."""
+        room = min(_SCORE_BYTES, self.room.budget_bytes // _BUDGET_SHARE)
+        return min(self.inputs[1].length, max(1, room // (4 * self._heads * rows)))
+
+    def _peak_bytes(self, rows: int) -> int:
+        query, key, value, *masks = self.inputs
+        block = self._block(rows)
+        scores = _BLOCKS * 4 * self._heads * rows * block
+        both = max(key.peak_bytes(block), key.fresh_bytes(block) + value.peak_bytes(block))
+        both += sum(mask.peak_bytes(rows) for mask in masks)
+        # Queries, scaled ones, and what has been summed up, as it was and as it is.
+        return query.peak_bytes(rows) + rows * (query.row_bytes + 3 * self.row_bytes) + scores + both
+
+    def _make(self, start: int, stop: int) -> torch.Tensor:
+        query, key, value, *masks = self.inputs
+        mask = masks[0].rows(start, stop) if masks else self._mask
+        if isinstance(mask, torch.Tensor) and not masks and mask.shape[-2] > 1:
+            mask = mask[..., start:stop, :]
+        asked = query.rows(start, stop).float() * self._scale
+        most = total = summed = None
+        block = self._block(stop - start)
+        for low, high in self.room.steps(stripes(key.length, block)):
+            scores = asked @ key.rows(low, high).float().transpose(-1, -2)
+            if isinstance(mask, torch.Tensor):
+                scores = _masked(scores, mask if mask.shape[-1] == 1 else mask[..., low:high])
+            peak = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)  # all of it masked
+            if most is not None:
+                peak = torch.maximum(most, peak)
+            scores = (scores - peak).exp()
+            amount = scores.sum(-1, keepdim=True)
+            part = scores @ value.rows(low, high).float()
+            del scores
+            if most is None or total is None or summed is None:
+                most, total, summed = peak, amount, part
+            else:
+                less = (most - peak).exp()
+                most, total, summed = peak, total * less + amount, torch.addcmul(part, summed, less)
+        assert summed is not None
+        assert total is not None
+        return (summed / total).to(query.dtype)
+
+    def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
+        return [(self.inputs[0], start, stop)]  # keys and values pass by
+
+    def _let_go(self) -> None:
+        self._mask = None
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

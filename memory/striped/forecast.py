@@ -1,0 +1,52 @@
+"""What a run in stripes will take, found out by rehearsing it on shapes: no device, no weights, no RAM for maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..rates import Rates
+from ..rehearse import lay_weights
+from ..simulated.rehearsal import DEVICE, rehearsal
+from .run import Traffic, run
+
+
+@dataclass(frozen=True)
+class StripedForecast:
+    """Bytes and operations of a run in stripes.
+
+    `peak_bytes` on the device, beside the weights; `host_peak_bytes` of RAM for maps, beside the result;
+    `h2d_bytes` and `d2h_bytes` to the device and from it; `operations` in convolutions and products.
+    """
+
+    peak_bytes: int
+    host_peak_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    operations: float
+
+    def seconds(self, rates: Rates) -> float:
+        """How long that takes: copies are waited for, and go to and from paged RAM."""
+        moved = self.h2d_bytes + self.d2h_bytes
+        return self.operations / rates.operations_per_second + moved / rates.paged_bytes_per_second
+
+
+def forecast(
+    module: nn.Module, function: Callable[..., Any], *tensors: torch.Tensor, budget_bytes: int
+) -> tuple[StripedForecast, Any]:
+    """Rehearse `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
+
+    `module` is the structure, with parameters on `meta`, whose weights `function` uses; it is used up by this.
+    `tensors` are on the CPU; their values do not matter. RuntimeError, among others, where values do matter.
+    """
+    with torch.inference_mode(), rehearsal() as card:
+        lay_weights(module, card)
+        traffic = Traffic()
+        result = run(function, *tensors, device=DEVICE, budget_bytes=budget_bytes, traffic=traffic)
+        peak = card.peak_bytes()
+    found = StripedForecast(peak, traffic.host_peak_bytes, traffic.h2d_bytes, traffic.d2h_bytes, traffic.operations)
+    return found, result

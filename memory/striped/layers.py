@@ -1,0 +1,174 @@
+"""Layers that see more than one row: convolutions, pooling, padding, enlarging, and the norm of a whole map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .calls import NotStripedError, handles, local, shape_of
+from .keeping import find_moments, held_bytes, keep, recut, settle
+from .maps import Local, Map, Window
+
+_EAGER = 4  # what is this many times smaller than what it is made of is made at once, so that that can go
+
+
+def _tuple(value: Any, count: int) -> tuple[int, ...]:
+    return tuple(value) * (count if len(value) == 1 else 1) if isinstance(value, list | tuple) else (value,) * count
+
+
+@handles("conv2d", "conv3d")
+def _convolved(
+    function: Any,
+    input: Map,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Map:
+    count = weight.dim() - 2
+    row = count - 2  # the dimension of a kernel that lies along rows
+    if len(input.shape) != count + 2 or not isinstance(weight, torch.Tensor):
+        raise NotStripedError
+    input = recut(input, count)
+    stride, dilation = _tuple(stride, count), _tuple(dilation, count)
+    if padding == "valid":
+        padding = 0
+    if isinstance(padding, str):
+        if any(each * (size - 1) % 2 for each, size in zip(dilation, weight.shape[2:], strict=True)):
+            raise NotStripedError
+        padding = [each * (size - 1) // 2 for each, size in zip(dilation, weight.shape[2:], strict=True)]
+    padding = _tuple(padding, count)
+    shape = shape_of(function, (input, weight, bias, stride, padding, dilation, groups), {})
+    operations = 2 * weight[0].numel()
+    reach, margin = dilation[row] * (weight.shape[2 + row] - 1) + 1, padding[row]
+    beside = tuple(0 if dim == row else size for dim, size in enumerate(padding))
+    if reach == stride[row] == 1 and not margin:
+        return _made_early(
+            local(function, (input, weight, bias, stride, padding, dilation, groups), {}, operations=operations)
+        )
+
+    def make(rows: torch.Tensor, above: int, below: int) -> torch.Tensor:
+        if above == below == margin:
+            return function(rows, weight, bias, stride, padding, dilation, groups)
+        if above or below:
+            rows = F.pad(rows, (0, 0, above, below))
+        return function(rows, weight, bias, stride, beside, dilation, groups)
+
+    settle(input)
+    return _made_early(
+        Window(input.room, shape.shape, shape.dtype, input.axis, input, make, reach, stride[row], margin, operations)
+    )
+
+
+def _made_early(node: Map) -> Map:
+    if node.nbytes * _EAGER <= held_bytes(node):
+        keep(node)
+    return node
+
+
+@handles("avg_pool2d", "max_pool2d")
+def _pooled(
+    function: Any, input: Map, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
+) -> Map:
+    kernel = _tuple(kernel_size, 2)
+    if input.axis != len(input.shape) - 2 or _tuple(padding, 2) != (0, 0) or args or any(kwargs.values()):
+        raise NotStripedError
+    step = _tuple(stride or kernel, 2)
+    shape = shape_of(function, (input, kernel, step), {})
+
+    def make(rows: torch.Tensor, above: int, below: int) -> torch.Tensor:
+        return function(rows, kernel, step)
+
+    settle(input)
+    return Window(input.room, shape.shape, shape.dtype, input.axis, input, make, kernel[0], step[0])
+
+
+@handles("avg_pool1d", "max_pool1d")
+def _pooled_within(function: Any, input: Map, *args: Any, **kwargs: Any) -> Map:
+    if input.axis >= len(input.shape) - 1:
+        raise NotStripedError
+    return local(function, (input, *args), kwargs, input.axis)
+
+
+@handles("pad")
+def _padded(function: Any, input: Map, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Map:
+    at = 2 * (len(input.shape) - 1 - input.axis)
+    pad = list(pad)
+    if not any(pad):
+        return input
+    above, below = pad[at : at + 2] if at < len(pad) else (0, 0)
+    if not above and not below:
+        return local(function, (input, pad), {"mode": mode, "value": value}, input.axis)
+    if above < 0 or below < 0 or mode not in ("constant", "replicate"):
+        raise NotStripedError
+    shape = shape_of(function, (input, pad), {"mode": mode, "value": value})
+
+    def make(rows: torch.Tensor, top: int, bottom: int) -> torch.Tensor:
+        here = [*pad[:at], top, bottom, *pad[at + 2 :]]
+        return function(rows, here, mode=mode, value=value) if any(here) else rows
+
+    return Window(input.room, shape.shape, shape.dtype, input.axis, input, make, 1, 1, above)
+
+
+@handles("interpolate")
+def _resized(
+    function: Any,
+    input: Map,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    **kwargs: Any,
+) -> Map:
+    likeness = shape_of(function, (input, size, scale_factor, mode), kwargs)
+    at = input.axis
+    if mode not in ("nearest", "nearest-exact") or likeness.shape[at] % input.length or at < 2:
+        raise NotStripedError
+    times = likeness.shape[at] // input.length
+    sizes = list(likeness.shape[2:])
+
+    def make(rows: list[torch.Tensor]) -> torch.Tensor:
+        sizes_here = list(sizes)
+        sizes_here[at - 2] = rows[0].shape[at] * times
+        return function(rows[0], size=sizes_here, mode=mode)
+
+    return Local(input.room, likeness.shape, input.dtype, at, (input,), make, (times, 1))
+
+
+@handles("group_norm")
+def _group_norm(
+    function: Any,
+    input: Map,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Map:
+    """With the moments of the whole map: the same numbers whatever the stripes."""
+    if input.shape[1] % num_groups or len(input.shape) < 3:
+        raise NotStripedError
+    if input.axis < 2:
+        input = recut(input, max(2, len(input.shape) - 2))
+    settle(input, with_moments=True)
+    moments = find_moments(input).merged(num_groups)
+    rate = (moments.variance + eps).rsqrt()
+    each = input.shape[1] // num_groups
+    wide = [*input.shape[:2], *[1] * (len(input.shape) - 2)]
+    scale, shift = (
+        part.repeat_interleave(each, 1).float().to(input.room.device).reshape(wide)
+        for part in (rate, -moments.mean * rate)
+    )
+    along = [1, -1, *[1] * (len(input.shape) - 2)]
+    if weight is not None:
+        scale, shift = scale * weight.reshape(along), shift * weight.reshape(along)
+    if bias is not None:
+        shift = shift + bias.reshape(along)
+    return local(_scaled, (input, scale, shift), {}, input.axis)
+
+
+def _scaled(rows: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(shift, rows.float(), scale).to(rows.dtype)

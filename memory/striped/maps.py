@@ -1,0 +1,246 @@
+"""Feature maps that are made stripe by stripe: what is known of one, and how its rows come about.
+
+A `Map` is a tensor that need not exist: it knows how to make any of its rows, from rows of the maps that it follows
+from. It is kept, on the device or in RAM, where it would otherwise be made again too often.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from .moments import Moments
+from .room import Buffer, Room, nbytes_of
+
+
+class Map:
+    """A tensor of `shape`, of which rows are made: slices along the dimension `axis`.
+
+    `inputs` are the maps it follows from. `operations` says how many multiplications and additions one element takes;
+    `shares` that its rows are views of its input's. `grain`: rows come cheapest in multiples of so many.
+    """
+
+    grain = 1
+
+    def __init__(
+        self,
+        room: Room,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        axis: int,
+        inputs: Iterable[Map] = (),
+        operations: int = 0,
+        shares: bool = False,
+    ) -> None:
+        self.room, self.shape, self.dtype, self.axis = room, tuple(shape), dtype, axis
+        self.inputs, self.operations, self.shares = tuple(inputs), operations, shares
+        self.kept: torch.Tensor | None = None
+        self.buffer: Buffer | None = None
+        self.moments: Moments | None = None
+        self.remade = False
+        self._followers = 0
+        self._last: tuple[int, int, weakref.ref[torch.Tensor]] | None = None
+        for source in self.inputs:
+            source._follow()
+
+    def _follow(self) -> None:
+        from .keeping import settle  # which needs this module
+
+        self._followers += 1
+        if self.heavy and self._followers > 1:
+            settle(self)
+
+    @property
+    def length(self) -> int:
+        """Rows."""
+        return self.shape[self.axis]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.shape, self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // max(1, self.length)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether making rows takes convolutions or products that are better not done twice."""
+        if self.kept is not None or self.remade:
+            return False
+        return self.operations > 0 or any(source.heavy for source in self.inputs)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows on the device, never to be written to."""
+        if self._last is not None and self._last[0] <= start and stop <= self._last[1]:
+            again = self._last[2]()
+            if again is not None:
+                return again.narrow(self.axis, start - self._last[0], stop - start)
+        if self.kept is None:
+            made = self._make(start, stop)
+        else:
+            piece = self.kept.narrow(self.axis, start, stop - start)
+            made = piece if self._on_device else self.room.fetch(piece, self.axis)
+        self._last = start, stop, weakref.ref(made)
+        return made
+
+    def fresh_bytes(self, rows: int) -> int:
+        """What so many rows, once made, take on the device."""
+        if self.kept is not None:
+            return 0 if self._on_device else rows * self.row_bytes
+        return self._fresh_bytes(rows)
+
+    def peak_bytes(self, rows: int) -> int:
+        """The most that making so many rows takes on the device."""
+        if self.kept is not None:
+            return 0 if self._on_device else 2 * rows * self.row_bytes  # as it comes, and as it is wanted
+        return self._peak_bytes(rows)
+
+    def needed(self, start: int, stop: int) -> Iterator[tuple[Map, int, int]]:
+        """Which rows of which maps in RAM it takes to make these rows."""
+        if self.kept is None:
+            for source, low, high in self._sources(start, stop):
+                yield from source.needed(low, high)
+        elif not self._on_device:
+            yield self, start, stop
+
+    @property
+    def _on_device(self) -> bool:
+        return self.buffer is not None and self.buffer.on_device
+
+    def keep_as(self, tensor: torch.Tensor, buffer: Buffer) -> None:
+        """From now on take rows from memory, and let go of what they were made from."""
+        self.kept, self.buffer, self.inputs = tensor, buffer, ()
+        self._let_go()
+
+    def _make(self, start: int, stop: int) -> torch.Tensor:
+        raise AssertionError("a map that is not kept can make its rows")
+
+    def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
+        return [(source, start, stop) for source in self.inputs]
+
+    def _fresh_bytes(self, rows: int) -> int:
+        return rows * self.row_bytes
+
+    def _peak_bytes(self, rows: int) -> int:
+        raise AssertionError("a map that is not kept knows what its rows take")
+
+    def _let_go(self) -> None:
+        pass
+
+
+def kept_map(room: Room, tensor: torch.Tensor, axis: int, buffer: Buffer) -> Map:
+    """A map that lies in memory, all or a part of `buffer`."""
+    made = Map(room, tensor.shape, tensor.dtype, axis)
+    made.keep_as(tensor, buffer)
+    return made
+
+
+class Local(Map):
+    """Rows that follow from the same rows of the inputs, by `make`; `ratio` (n, d): n rows from every d."""
+
+    def __init__(
+        self,
+        room: Room,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        axis: int,
+        inputs: Iterable[Map],
+        make: Callable[[list[torch.Tensor]], torch.Tensor],
+        ratio: tuple[int, int] = (1, 1),
+        operations: int = 0,
+        shares: bool = False,
+    ) -> None:
+        super().__init__(room, shape, dtype, axis, inputs, operations, shares)
+        self._function: Callable[[list[torch.Tensor]], torch.Tensor] | None = make
+        self._ratio = ratio
+        self.grain = max(1, max(source.grain for source in self.inputs) * ratio[0] // ratio[1])
+
+    def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
+        more, each = self._ratio
+        return [(source, start // more * each, -(-stop // more) * each) for source in self.inputs]
+
+    def _make(self, start: int, stop: int) -> torch.Tensor:
+        assert self._function is not None
+        made = self._function([source.rows(low, high) for source, low, high in self._sources(start, stop)])
+        above = start // self._ratio[0] * self._ratio[0]
+        return made if made.shape[self.axis] == stop - start else made.narrow(self.axis, start - above, stop - start)
+
+    def _taken(self, rows: int) -> tuple[int, int]:
+        """Rows of the inputs for so many, and rows that these make."""
+        more, each = self._ratio
+        blocks = -(-rows // more) + (1 if more > 1 and rows % more else 0)
+        blocks = min(blocks, -(-self.length // more))
+        return blocks * each, blocks * more
+
+    def _fresh_bytes(self, rows: int) -> int:
+        taken, made = self._taken(rows)
+        if self.shares:
+            return sum(source.fresh_bytes(taken) for source in self.inputs)
+        return made * self.row_bytes
+
+    def _peak_bytes(self, rows: int) -> int:
+        taken, made = self._taken(rows)
+        held = most = 0
+        for source in self.inputs:
+            most = max(most, held + source.peak_bytes(taken))
+            held += source.fresh_bytes(taken)
+        return max(most, held + (0 if self.shares else made * self.row_bytes))
+
+    def _let_go(self) -> None:
+        self._function = None
+
+
+class Window(Map):
+    """Rows that follow from a window of the input's: a convolution's, or those of a pooling.
+
+    `reach` is the height of a window and `stride` the step to the next; `above` and `below` are rows of padding.
+    `make` is called with rows of the input and how many rows of padding belong above and below these.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        axis: int,
+        source: Map,
+        make: Callable[[torch.Tensor, int, int], torch.Tensor],
+        reach: int,
+        stride: int = 1,
+        above: int = 0,
+        operations: int = 0,
+    ) -> None:
+        super().__init__(room, shape, dtype, axis, (source,), operations)
+        self._function: Callable[[torch.Tensor, int, int], torch.Tensor] | None = make
+        self._reach, self._stride, self._above = reach, stride, above
+
+    def _reached(self, start: int, stop: int) -> tuple[int, int]:
+        first = start * self._stride - self._above
+        return first, first + (stop - 1 - start) * self._stride + self._reach
+
+    def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
+        source, (first, last) = self.inputs[0], self._reached(start, stop)
+        # At least one row of the input, also where there is nothing but padding: some paddings repeat it.
+        low = min(max(first, 0), source.length - 1)
+        return [(source, low, max(min(last, source.length), low + 1))]
+
+    def _make(self, start: int, stop: int) -> torch.Tensor:
+        assert self._function is not None
+        first, last = self._reached(start, stop)
+        ((source, low, high),) = self._sources(start, stop)
+        made = self._function(source.rows(low, high), max(0, low - first), max(0, last - high))
+        extra = max(0, first - low) // self._stride
+        return made if made.shape[self.axis] == stop - start else made.narrow(self.axis, extra, stop - start)
+
+    def _peak_bytes(self, rows: int) -> int:
+        source = self.inputs[0]
+        taken = min(source.length, (rows - 1) * self._stride + self._reach)
+        # The input; that once more, padded, or as what a GPU's kernel takes to work in; the result.
+        beside = source.fresh_bytes(taken) + taken * source.row_bytes
+        return max(source.peak_bytes(taken), beside + rows * self.row_bytes)
+
+    def _let_go(self) -> None:
+        self._function = None

@@ -1,0 +1,113 @@
+"""Where feature maps lie: on the device while they fit in the budget, else in RAM; and what is moved between these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..simulated import card as state
+
+_SHAPES = torch.empty(0, device="meta")  # what shapes are worked out with; made outside of any rehearsal
+_SPARE = 16  # one part in so many stays unspoken for: allocators round up, and small tensors are not counted
+
+
+class Room:
+    """The bytes of one run: a budget on the device for maps and stripes, and RAM for what exceeds it.
+
+    `host_peak_bytes` is the most RAM that maps took, `h2d_bytes` and `d2h_bytes` what crossed. In a rehearsal the
+    device is `meta` (see `simulated.rehearsal`), and maps in RAM are shapes that take none.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: int, on_stripe: Callable[[], None] | None = None) -> None:
+        self.device = device
+        self._on_stripe = on_stripe
+        self.budget_bytes = budget_bytes - budget_bytes // _SPARE
+        self.device_bytes = self.host_bytes = self.host_peak_bytes = 0
+        self.h2d_bytes = self.d2h_bytes = 0
+        self._repeated_operations = 0.0
+        self._dry = device.type == "meta"
+
+    @property
+    def free_bytes(self) -> int:
+        """What the budget leaves beside the maps that lie on the device."""
+        return max(0, self.budget_bytes - self.device_bytes)
+
+    def steps(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The stripes of a pass, or the blocks of one. A rehearsal does one of those that are alike, and counts all."""
+        alike = len(spans) - 2
+        for index, span in enumerate(spans):
+            if self._on_stripe:
+                self._on_stripe()
+            if not self._dry or alike < 2 or index in (0, len(spans) - 1):
+                yield span
+            elif index == len(spans) // 2:
+                before = self.h2d_bytes, self.d2h_bytes, self.operations()
+                yield span
+                self.h2d_bytes += (alike - 1) * (self.h2d_bytes - before[0])
+                self.d2h_bytes += (alike - 1) * (self.d2h_bytes - before[1])
+                self._repeated_operations += (alike - 1) * (self.operations() - before[2])
+
+    def operations(self) -> float:
+        """Of a rehearsal, so far: its card does one a second."""
+        return state.card.stats().compute_seconds + self._repeated_operations
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, axis: int, on_device: bool) -> Buffer:
+        """Memory for a map that is written stripe by stripe along `axis`."""
+        if on_device:
+            return Buffer(self, torch.empty(shape, dtype=dtype, device=self.device), True)
+        order = [shape[axis], *shape[:axis], *shape[axis + 1 :]]  # a stripe is one piece of memory, for one copy
+        rows = _SHAPES.new_empty(order, dtype=dtype) if self._dry else torch.empty(order, dtype=dtype)
+        return Buffer(self, rows.movedim(0, axis), False)
+
+    def fetch(self, piece: torch.Tensor, axis: int) -> torch.Tensor:
+        """A stripe of a map in RAM, on the device."""
+        self.h2d_bytes += piece.nbytes
+        rows = piece.movedim(axis, 0)
+        moved = torch.empty(rows.shape, dtype=rows.dtype, device=self.device) if self._dry else rows.to(self.device)
+        return moved.movedim(0, axis).contiguous()
+
+    def store(self, target: torch.Tensor, stripe: torch.Tensor, axis: int) -> None:
+        """Write a stripe to its place in a map, which may be in RAM."""
+        if target.device == stripe.device and not self._is_shape(target):
+            target.copy_(stripe)
+            return
+        self.d2h_bytes += stripe.nbytes
+        rows = stripe.movedim(axis, 0).contiguous()
+        if not self._is_shape(target):
+            target.movedim(axis, 0).copy_(rows)
+
+    def _is_shape(self, tensor: torch.Tensor) -> bool:
+        return type(tensor) is torch.Tensor and tensor.is_meta
+
+
+class Buffer:
+    """The memory of one map, counted for as long as this object lives. `tensor` has the map's own shape."""
+
+    def __init__(self, room: Room, tensor: torch.Tensor, on_device: bool) -> None:
+        self.room, self.tensor, self.on_device = room, tensor, on_device
+        self.nbytes = nbytes_of(tensor.shape, tensor.dtype)
+        if on_device:
+            room.device_bytes += self.nbytes
+        else:
+            room.host_bytes += self.nbytes
+            room.host_peak_bytes = max(room.host_peak_bytes, room.host_bytes)
+
+    def __del__(self) -> None:
+        if not hasattr(self, "nbytes"):
+            return
+        if self.on_device:
+            self.room.device_bytes -= self.nbytes
+        else:
+            self.room.host_bytes -= self.nbytes
+
+
+def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that has a shape and nothing else, in a rehearsal too."""
+    return _SHAPES.new_empty(tuple(shape), dtype=dtype)

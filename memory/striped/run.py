@@ -1,0 +1,66 @@
+"""Runs a function on striped tensors, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..errors import release_frames
+from .grids import LargeGrids
+from .keeping import to_host
+from .room import Room
+from .tensor import StripedTensor, striped
+
+
+@dataclass
+class Traffic:
+    """What a run took beside the device: the most RAM for maps, and bytes to the device and from it.
+
+    `operations` only in a rehearsal.
+    """
+
+    host_peak_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    operations: float = 0.0
+
+
+def run(
+    function: Callable[..., Any],
+    *tensors: torch.Tensor,
+    device: str | torch.device,
+    budget_bytes: int,
+    traffic: Traffic | None = None,
+    on_stripe: Callable[[], None] | None = None,
+) -> Any:
+    """What `function(*tensors)` returns, with every tensor in it on the CPU.
+
+    `tensors` are [..., H, W] of at least 3 dimensions, on the CPU or the device; what they lead to is made in stripes
+    of rows. The weights that `function` uses lie on `device`. `budget_bytes` is for feature maps and what making them
+    takes, beside the weights: what exceeds it lies in RAM. Less than a few rows need is exceeded, up to an
+    out-of-memory error of the device. Afterwards nothing of the run is left there, also after an error.
+
+    `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
+    """
+    room = Room(torch.empty(0, device=device).device, budget_bytes, on_stripe)
+    try:
+        with torch.inference_mode(), LargeGrids(room):
+            result = function(*(striped(tensor, room) for tensor in tensors))
+            return tree_map_only(torch.Tensor, _to_host, result)
+    except BaseException as error:
+        release_frames(error)
+        raise
+    finally:
+        if traffic is not None:
+            traffic.host_peak_bytes = max(traffic.host_peak_bytes, room.host_peak_bytes)
+            traffic.h2d_bytes += room.h2d_bytes
+            traffic.d2h_bytes += room.d2h_bytes
+            traffic.operations += room.operations()
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return to_host(tensor.node) if isinstance(tensor, StripedTensor) else tensor.cpu()
