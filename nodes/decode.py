@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import InputImpl, Types, io
+from comfy_execution.graph_utils import ExecutionBlocker
 
 from .progress import show_text
 from .reference import PipelineReference, PipelineType
+from .running import running
 
 if TYPE_CHECKING:
     import torch
+
+_NO_VIDEO = "this pipeline makes pictures, not videos. Use image."
+_NO_RATE = "a VAE does not know how many frames a second its video has. Use image, with Create Video."
 
 
 class VaeDecode(io.ComfyNode):
@@ -21,29 +26,56 @@ class VaeDecode(io.ComfyNode):
             node_id="BallastVAEDecode",
             display_name="FP32 VAE Decode",
             category="ballast",
-            description="Decodes latents with weights and latents in float32: whole; in tiles if memory "
-            "runs out; then on the CPU. Stops with a clear error instead of saving a black picture.",
+            description="Decodes latents with weights and latents in float32: whole if that fits, else in stripes "
+            "that give the same picture in little memory; tiles and the CPU are the last resorts. What cannot be "
+            "decoded is saved as a latent file, and a black picture is an error.",
             search_aliases=["vae decode", "tiled"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast); its VAE decodes."),
+                io.MultiType.Input(
+                    "pipeline",
+                    [PipelineType, io.Vae],
+                    tooltip="From Load Pipeline (Ballast), whose VAE decodes, or a VAE from any of ComfyUI's own "
+                    "loaders. That stays as it is: the node works on a float32 copy in RAM.",
+                ),
                 io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
             ],
             outputs=[
                 io.Image.Output("image", tooltip="Pictures in RAM; the frames of a video as a batch."),
                 io.Video.Output(
-                    "video", tooltip="A video in its model's frames a second, for Save Video; else nothing."
+                    "video", tooltip="With a video pipeline: a video in its frames a second, for Save Video."
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
     @classmethod
-    def execute(cls, pipeline: PipelineReference, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
-        pipe = pipeline.open()
-        images = pipe.decode(latent["samples"])
-        show_text(cls, pipe.manager.timeline.stages[-1].summary())
+    def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
+        from ..pipelines.latents import samples_of
+        from .rescue import kept
+
+        if not isinstance(pipeline, PipelineReference):
+            return cls._decode_natively(pipeline, samples_of(latent))
+        pipe, samples = pipeline.open(), samples_of(latent)
+        pipe.check_latents(samples)
+        with running(cls, pipe, "decoding"), kept(cls, samples):
+            images = pipe.decode(samples)
         if images.ndim == 4:
-            return io.NodeOutput(images, None)
+            return io.NodeOutput(images, ExecutionBlocker(_NO_VIDEO))
         frames = images.flatten(0, 1)
         components = Types.VideoComponents(images=frames, frame_rate=Fraction(pipe.frame_rate))
         return io.NodeOutput(frames, InputImpl.VideoFromComponents(components))
+
+    @classmethod
+    def _decode_natively(cls, vae: Any, latents: torch.Tensor) -> io.NodeOutput:
+        from .native_vae import decode_native, is_vae
+        from .rescue import kept
+
+        if not is_vae(vae):
+            raise ValueError(
+                f"the input is {type(vae).__name__}, neither a Ballast pipeline nor a VAE. A checkpoint without a VAE "
+                "gives none: load one with Load VAE."
+            )
+        with kept(cls, latents):
+            decoded = decode_native(vae, latents)
+        show_text(cls, decoded.summary)
+        return io.NodeOutput(decoded.images, ExecutionBlocker(_NO_RATE))

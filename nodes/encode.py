@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 
 from .progress import show_text
 from .reference import ConditioningType, PipelineReference, PipelineType
+from .running import running
+
+_FOR_PIPELINES = (
+    "conditioning is for Load Pipeline (Ballast), but a CLIP is connected. Use positive and negative, or connect a "
+    "pipeline."
+)
+_FOR_CLIPS = (
+    "positive and negative are for ComfyUI's own CLIP, but a Ballast pipeline is connected. Use conditioning, or "
+    "connect a CLIP."
+)
 
 
 class TextEncode(io.ComfyNode):
@@ -19,7 +32,12 @@ class TextEncode(io.ComfyNode):
             "in VRAM, and a prompt that was ever encoded before loads none at all.",
             search_aliases=["clip text encode", "prompt"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
+                io.MultiType.Input(
+                    "pipeline",
+                    [PipelineType, io.Clip],
+                    tooltip="From Load Pipeline (Ballast), or a CLIP from any of ComfyUI's own loaders, with its LoRAs "
+                    "and clip skip.",
+                ),
                 io.String.Input("prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."),
                 io.String.Input(
                     "negative_prompt",
@@ -32,17 +50,40 @@ class TextEncode(io.ComfyNode):
             outputs=[
                 ConditioningType.Output(
                     "conditioning", tooltip="Both prompts as tensors in RAM, for Offloaded Sampler."
-                )
+                ),
+                io.Conditioning.Output(
+                    "positive", tooltip="With a CLIP: what CLIP Text Encode makes of the prompt, for KSampler."
+                ),
+                io.Conditioning.Output(
+                    "negative", tooltip="With a CLIP: what CLIP Text Encode makes of the negative prompt."
+                ),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
-    def execute(cls, pipeline: PipelineReference, prompt: str, negative_prompt: str) -> io.NodeOutput:
+    def execute(cls, pipeline: PipelineReference | Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
+        if not isinstance(pipeline, PipelineReference):
+            return cls._encode_natively(pipeline, prompt, negative_prompt)
         pipe = pipeline.open()
         stages = pipe.manager.timeline.stages
         before = stages[-1] if stages else None
-        conditioning = pipe.encode(prompt, negative_prompt)
-        ran = bool(stages) and stages[-1] is not before
-        show_text(cls, stages[-1].summary() if ran else "from the cache, no encoder loaded")
-        return io.NodeOutput(conditioning)
+        with running(cls, pipe, "encoding"):
+            conditioning = pipe.encode(prompt, negative_prompt)
+        if not stages or stages[-1] is before:
+            show_text(cls, "from the cache, no encoder loaded")
+        blocked = ExecutionBlocker(_FOR_CLIPS)
+        return io.NodeOutput(conditioning, blocked, blocked)
+
+    @classmethod
+    def _encode_natively(cls, clip: Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
+        from .native_clip import encode_prompts, is_clip, native_cache
+
+        if not is_clip(clip):
+            raise ValueError(
+                f"the input is {type(clip).__name__}, neither a Ballast pipeline nor a CLIP. A checkpoint without a "
+                "text encoder gives none: load one with Load CLIP."
+            )
+        encoded = encode_prompts(clip, [prompt, negative_prompt], native_cache())
+        show_text(cls, encoded.summary)
+        return io.NodeOutput(ExecutionBlocker(_FOR_PIPELINES), *encoded.conditionings)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .progress import show_text
 from .reference import PipelineReference, PipelineType
+from .running import running
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +31,12 @@ class VaeEncode(io.ComfyNode):
                 ),
             ],
             outputs=[io.Latent.Output("latent", tooltip="For Offloaded Sampler, with the same pipeline.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
     def execute(cls, pipeline: PipelineReference, image: torch.Tensor) -> io.NodeOutput:
         pipe = pipeline.open()
-        latents = pipe.encode_image(image[..., :3])
-        show_text(cls, pipe.manager.timeline.stages[-1].summary())
+        with running(cls, pipe, "encoding"):
+            latents = pipe.encode_image(image[..., :3])
         return io.NodeOutput({"samples": latents})

@@ -1,16 +1,38 @@
-"""Free VRAM: evicts models and passes a value through."""
+"""Free VRAM: evicts models, Ballast's and ComfyUI's, and passes a value through."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from comfy_api.latest import io, ui
 
 from ..memory import host
+from ..memory.accelerator import Accelerator, resolve_device
 from ..memory.manager import managers
 from ..memory.sizes import format_bytes
 from ..memory.unit import Role
 from .progress import show_text
+
+_WORDS = {"text_encoder": "text encoder", "transformer": "transformer", "vae": "VAE", "other": "other"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one model, or all on a device, had there before and has after, in bytes."""
+
+    name: str
+    before: int
+    after: int
+    role: Role | None = None
+    stays_because: str = ""
+
+    def __str__(self) -> str:
+        role = f" ({_WORDS[self.role]})" if self.role else ""
+        change = f"{format_bytes(self.before)} -> {format_bytes(self.after)}"
+        freed = "" if self.role else f", freed {format_bytes(max(0, self.before - self.after))}"
+        return f"{self.name}{role}: {change}{freed}{self.stays_because and ', ' + self.stays_because}"
 
 
 class FreeVram(io.ComfyNode):
@@ -31,16 +53,20 @@ class FreeVram(io.ComfyNode):
                     optional=True,
                     tooltip="Anything. Put the node between two others to run there.",
                 ),
-                io.Boolean.Input("text_encoders", default=True, tooltip="Evict Ballast's text encoders."),
-                io.Boolean.Input("transformers", default=True, tooltip="Evict Ballast's transformers."),
-                io.Boolean.Input("vaes", default=True, tooltip="Evict Ballast's VAEs and other models."),
-                io.Boolean.Input("host_models", default=True, tooltip="Ask ComfyUI to unload its own models too."),
+                io.Boolean.Input("text_encoders", default=True, tooltip="Evict text encoders."),
+                io.Boolean.Input("transformers", default=True, tooltip="Evict diffusion models: transformers, UNets."),
+                io.Boolean.Input("vaes", default=True, tooltip="Evict VAEs, and models that are none of the three."),
+                io.Boolean.Input(
+                    "host_models",
+                    default=True,
+                    tooltip="Evict ComfyUI's own models too, of the kinds chosen above; without, only Ballast's.",
+                ),
             ],
             outputs=[
                 io.MatchType.Output(
                     template=anything, id="value_out", display_name="value", tooltip="The input, as it came."
                 ),
-                io.String.Output("report", tooltip="What was freed."),
+                io.String.Output("report", tooltip="Each model in VRAM with its bytes before and after, and the sums."),
             ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
@@ -53,16 +79,51 @@ class FreeVram(io.ComfyNode):
     ) -> io.NodeOutput:
         chosen = {"text_encoder": text_encoders, "transformer": transformers, "vae": vaes, "other": vaes}
         roles: list[Role] = [role for role, wanted in chosen.items() if wanted]  # type: ignore[misc]
-        lines = []
-        for manager in managers():
-            if manager.accelerator.is_cpu:
-                continue
-            before = format_bytes(manager.accelerator.allocated_bytes())
-            freed = format_bytes(manager.free(roles) if roles else 0)
-            after = format_bytes(manager.accelerator.allocated_bytes())
-            lines.append(f"{manager.device}: {before} -> {after}, freed {freed}")
-        if host_models:
-            lines.append(f"ComfyUI's models: freed {format_bytes(host.free_all())}")
-        report = "\n".join(lines) or "Nothing to free: no model is in VRAM."
+        report = compose(*free(roles, host_models))
         show_text(cls, report)
         return io.NodeOutput(value, report, ui=ui.PreviewText(report))
+
+
+def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[Held]]:
+    """Evict models of these roles. Returns what each model in VRAM holds, and what all on each device do."""
+    gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
+    ours = [(unit, unit.resident_bytes) for manager in gpus for unit in manager.units() if unit.resident_bytes]
+    theirs = host.loaded_models()
+    before = _in_use(theirs)
+    for manager in gpus:
+        manager.free(roles)
+    if host_models:
+        host.evict([model.patcher for model in theirs if model.role in roles])
+    models = [
+        Held(f"{unit.label} {unit.name}".strip(), held, unit.resident_bytes, unit.role, "pinned" * unit.pinned)
+        for unit, held in ours
+    ]
+    for model in theirs:
+        models.append(Held(f"{model.name} of ComfyUI", model.bytes, int(model.patcher.loaded_size()), model.role))
+    after = _in_use(theirs)
+    return models, [Held(device, held, after[device]) for device, held in before.items()]
+
+
+def compose(models: list[Held], totals: list[Held]) -> str:
+    """The report: a line for each device, then one for each model."""
+    lines = map(str, [*(total for total in totals if total.before or total.after), *models])
+    return "\n".join(lines) or "Nothing to free: no model is in VRAM."
+
+
+def _in_use(theirs: Collection[host.HostModel]) -> dict[str, int]:
+    """Bytes in use on each device: tensors, and the pages of the host's dynamic models, which torch does not count."""
+    own = resolve_device(host.device() or "cpu")
+    cards = [Accelerator(device) for device in {manager.device for manager in managers()} | {own}]
+    found = {}
+    for card in sorted((card for card in cards if not card.is_cpu), key=lambda card: str(card.device)):
+        card.empty_cache()
+        pages = sum(_pages(model.patcher) for model in theirs) if card.device == own else 0
+        found[str(card.device)] = card.allocated_bytes() + pages
+    return found
+
+
+def _pages(patcher: Any) -> int:
+    """Bytes of a dynamic model in pages of its own; 0 for others, whose weights are tensors."""
+    if not patcher.is_dynamic():
+        return 0
+    return int(patcher.loaded_size()) - int(getattr(patcher.model, "model_loaded_weight_memory", 0))

@@ -50,6 +50,7 @@ class LoadPipeline(io.ComfyNode):
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
             ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -76,7 +77,7 @@ class LoadPipeline(io.ComfyNode):
         family = {"llama": str(llama_folder)} if llama_folder else {}
         family |= {} if variant == AUTO else {"variant": variant}
         stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
-        return io.NodeOutput(make_reference(folder, stamp, vram_gb, dtype, keep_loaded, device, family))
+        return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family))
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, **_: object) -> str:

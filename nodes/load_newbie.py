@@ -56,7 +56,7 @@ class LoadNewbie(io.ComfyNode):
         path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
         family = {name: str(file) for name, file in files.items()}
         stamp += file_stamp(path)
-        return io.NodeOutput(make_reference(path, stamp, vram_gb, dtype, keep_loaded, device, family))
+        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family))
 
     @classmethod
     def fingerprint_inputs(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **_: object) -> str:

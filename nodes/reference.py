@@ -12,6 +12,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..memory import host
+from .graph import remember
 
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
@@ -39,9 +40,13 @@ class PipelineReference:
     keep: bool
     family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
 
+    def opened(self) -> StagedPipeline | None:
+        """The pipeline, if it is open."""
+        return _open.get(astuple(self))
+
     def open(self) -> StagedPipeline:
         """The pipeline; the same one for equal references."""
-        pipe = _open.get(astuple(self))
+        pipe = self.opened()
         if pipe is None:
             from ..pipelines import open_pipeline
 
@@ -101,9 +106,19 @@ def shared_inputs() -> list[io.Input]:
 
 
 def make_reference(
-    path: Path, stamp: str, vram_gb: float, dtype: str, keep_loaded: bool, device: str, family: Mapping[str, str]
+    node: type[io.ComfyNode],
+    path: Path,
+    stamp: str,
+    vram_gb: float,
+    dtype: str,
+    keep_loaded: bool,
+    device: str,
+    family: Mapping[str, str],
 ) -> PipelineReference:
-    """The reference of a loader's inputs. It is opened, which reads configs only, so that a bad folder fails here."""
+    """The reference of a loader's inputs, which the graph's later nodes are known by.
+
+    It is opened, which reads configs only, so that a bad folder fails here.
+    """
     own = host.device()
     if device == "sim" and own is not None and own.type != "cpu":
         # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
@@ -112,4 +127,5 @@ def make_reference(
     vram_bytes = int(vram_gb * 2**30) or None
     reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, tuple(family.items()))
     reference.open()
+    remember(node, reference)
     return reference

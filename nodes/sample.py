@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .progress import StepProgress, show_text
+from ..pipelines.latents import samples_of
+from .progress import StepProgress
 from .reference import ConditioningType, OptionsType, PipelineReference, PipelineType
+from .running import running
 
 if TYPE_CHECKING:
     from ..pipelines.conditioning import Conditioning
@@ -106,7 +108,7 @@ class Sampler(io.ComfyNode):
                     "latent", tooltip="For FP32 VAE Decode, or ComfyUI's own VAE Decode with the same VAE."
                 )
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -127,7 +129,7 @@ class Sampler(io.ComfyNode):
     ) -> io.NodeOutput:
         further = dict(options or {})
         if latent is not None:
-            further |= {"init_latents": latent["samples"], **({"denoise": denoise} if denoise < 1 else {})}
+            further |= {"init_latents": samples_of(latent), **({"denoise": denoise} if denoise < 1 else {})}
         elif denoise < 1:
             raise ValueError(
                 f"denoise is {denoise}, but no latent is connected to start from. Connect one, or set it to 1."
@@ -135,17 +137,17 @@ class Sampler(io.ComfyNode):
         pipe = pipeline.open()
         if latent is not None and not pipe.starts_from_latents:
             raise ValueError(f"{pipe.name} starts from noise only. Disconnect latent.")
-        latents = pipe.sample(
-            conditioning,
-            width=width or None,
-            height=height or None,
-            steps=steps or None,
-            guidance=guidance or None,
-            seed=seed,
-            frames=frames or None,
-            strategy=strategy,
-            on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
-            **further,
-        )
-        show_text(cls, pipe.manager.timeline.stages[-1].summary())
+        with running(cls, pipe, "sampling"):
+            latents = pipe.sample(
+                conditioning,
+                width=width or None,
+                height=height or None,
+                steps=steps or None,
+                guidance=guidance or None,
+                seed=seed,
+                frames=frames or None,
+                strategy=strategy,
+                on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
+                **further,
+            )
         return io.NodeOutput({"samples": latents})

@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 PACK = Path(__file__).resolve().parent.parent
+SIM_DEVICE_PACK = Path(__file__).resolve().parent / "sim_device_pack"
+_NOTHING = {"nothing": {"class_type": "PreviewAny", "inputs": {"source": "nothing"}}}  # a graph that runs at once
 NEEDED = ("torch", "torchsde", "torchvision", "torchaudio", "aiohttp", "av", "comfyui_frontend_package")
 
 
@@ -97,6 +99,9 @@ class HostServer:
 
     `base` (a temporary folder unless given) holds models/, input/, output/, and server.log. `events` lists
     what a page would get, in order: ("progress_text", {"node", "text"}), ("executing", {...}), and so on.
+
+    With `sim`, such as "64MB", the host's own device is this pack's simulated one, of that size, and the nodes of
+    `sim_device_pack` are there; `device()` then tells what it holds.
     """
 
     def __init__(
@@ -108,10 +113,12 @@ class HostServer:
         arguments: Sequence[str] = ("--cpu",),
         environment: dict[str, str] | None = None,
         start_seconds: float = 180,
+        sim: str | None = None,
     ):
         self.pack, self.name = Path(pack).resolve(), name
         self.arguments, self.environment = list(arguments), environment or {}
         self.start_seconds = start_seconds
+        self.sim = sim
         self._own_base = base is None
         self.base = Path(tempfile.mkdtemp(prefix="ballast_host_") if base is None else base).resolve()
         self.client_id = uuid.uuid4().hex
@@ -125,8 +132,10 @@ class HostServer:
             raise HostError("No ComfyUI found: set COMFYUI_PATH")
         nodes = self.base / "custom_nodes"
         nodes.mkdir(parents=True, exist_ok=True)
-        if not (nodes / self.name).exists():
-            (nodes / self.name).symlink_to(self.pack, target_is_directory=True)
+        packs = {self.name: self.pack} | ({SIM_DEVICE_PACK.name: SIM_DEVICE_PACK} if self.sim else {})
+        for name, pack in packs.items():
+            if not (nodes / name).exists():
+                (nodes / name).symlink_to(pack, target_is_directory=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -158,6 +167,8 @@ class HostServer:
         try:
             self._wait_until_ready()
             self._listen()
+            if self.sim:
+                self.request("/sim_device", {"total": self.sim})
         except BaseException:
             self.close()
             raise
@@ -291,10 +302,15 @@ class HostServer:
             node for kind, data in entry["status"]["messages"] if kind == "execution_cached" for node in data["nodes"]
         ]
 
-    def free(self, unload_models: bool = True, free_memory: bool = True, settle_seconds: float = 0.5) -> None:
-        """The page's unload buttons. The host obeys between prompts and does not say when: hence the wait."""
+    def free(self, unload_models: bool = True, free_memory: bool = True) -> None:
+        """The page's unload buttons, until the host has obeyed: it looks at them after each prompt, and between."""
         self.request("/free", {"unload_models": unload_models, "free_memory": free_memory})
-        time.sleep(settle_seconds)
+        for _ in range(2):  # when the second one runs, whatever came after the first is done
+            self.run(_NOTHING)
+
+    def device(self) -> dict[str, Any]:
+        """What the simulated device holds now, with `sim` only."""
+        return self.get("/sim_device")
 
     def interrupt(self) -> None:
         self.request("/interrupt", {})

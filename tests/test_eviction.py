@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
-from ballast.memory.eviction import Use, choose_evictions
+from ballast.memory.eviction import Use, choose_evictions, choose_shrinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +93,57 @@ def test_long_graph_of_many_units_takes_the_farthest_next_use() -> None:
     held = dict.fromkeys(range(12), 1)
     later = [Use(i, 1) for i in (*range(5), *range(6, 12), 5)]
     assert choose_evictions(held, 12, Use("x", 1), later) == [5]
+
+
+# Where a part of a unit may leave
+
+
+def least_bytes_of_parts(capacity: int, uses: list[Use]) -> int:
+    """Fewest bytes that any choice of parts to let go of loads for these uses, from an empty device."""
+    units = sorted({use.unit for use in uses})  # type: ignore[type-var]
+
+    @cache
+    def load(step: int, held: tuple[int, ...]) -> int:
+        if step == len(uses):
+            return 0
+        use = uses[step]
+        index = units.index(use.unit)  # type: ignore[arg-type]
+        room = capacity - use.size_bytes - use.working_bytes
+        kept = [range(size + 1) if i != index else [use.size_bytes] for i, size in enumerate(held)]
+        choices = [keep for keep in product(*kept) if sum(keep) - use.size_bytes <= room]
+        return use.size_bytes - held[index] + min(load(step + 1, keep) for keep in choices)
+
+    return load(0, (0,) * len(units))
+
+
+def load_parts(capacity: int, uses: list[Use], known: bool) -> int:
+    """Bytes that the policy loads, asked anew at each use as the manager does."""
+    held: dict[object, int] = {}
+    loaded = 0
+    for step, use in enumerate(uses):
+        for unit, size in choose_shrinks(held, capacity, use, uses[step + 1 :] if known else None).items():
+            held[unit] -= size
+        loaded += use.size_bytes - held.pop(use.unit, 0)
+        held[use.unit] = use.size_bytes
+        assert sum(held.values()) + use.working_bytes <= capacity
+    return loaded
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn) -> tuple[int, list[Use]]:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    works = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
+    order = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=7))
+    capacity = draw(st.integers(max(a + b for a, b in zip(sizes, works, strict=True)), sum(sizes) + max(works)))
+    return capacity, [Use(i, sizes[i], works[i]) for i in order]
+
+
+@settings(max_examples=150, deadline=None)
+@given(small_graphs())
+def test_parts_reload_as_few_bytes_as_the_best_choice(graph: tuple[int, list[Use]]) -> None:
+    assert load_parts(*graph, known=True) == least_bytes_of_parts(*graph) <= load_parts(*graph, known=False)
+
+
+def test_two_that_take_turns_in_room_for_one_and_a_half() -> None:
+    uses = [Use(name, 10) for name in "abababab"]
+    assert load_parts(15, uses, known=True) == 10 + 10 + 6 * 5

@@ -18,6 +18,7 @@ args = Namespace(
     cpu=True,
     cpu_vae=False,
     disable_async_offload=False,
+    disable_metadata=False,
     disable_pinned_memory=False,
     disable_smart_memory=False,
     fp32_vae=False,

@@ -1,0 +1,165 @@
+// What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
+// Does the parts in this order: templates run workflows nodes. Prints one JSON object, leaves screenshots in FOLDER.
+// CHROMIUM names the browser; playwright-core is found by NODE_PATH.
+import { createRequire } from 'node:module'
+import { join } from 'node:path'
+
+const { chromium } = createRequire(import.meta.url)('playwright-core')
+const [url, locale, folder, ...parts] = process.argv.slice(2)
+const PACK = 'ComfyUI-Ballast'
+const SECONDS = 1000
+
+const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms))
+
+async function open () {
+  const browser = await chromium.launch({
+    executablePath: process.env.CHROMIUM,
+    args: ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+      '--disable-component-update', '--disable-sync']
+  })
+  const context = await browser.newContext({ viewport: { width: 1600, height: 900 }, locale })
+  const page = await context.newPage()
+  await page.goto(url, { waitUntil: 'domcontentloaded' })
+  await page.waitForFunction(
+    () => window.app?.graph && Object.keys(window.LiteGraph?.registered_node_types ?? {}).length > 100,
+    null, { timeout: 120 * SECONDS })
+  await wait(1500)
+  await page.keyboard.press('Escape') // the template browser, which opens on a first visit
+  await wait(500)
+  return { browser, page }
+}
+
+const shot = (page, name) => page.screenshot({ path: join(folder, `${locale}-${name}.png`) })
+
+async function fit (page) {
+  await page.evaluate(() => app.extensionManager.command.execute('Comfy.Canvas.FitView'))
+  await wait(1000)
+}
+
+// The pack's cards in the template browser.
+async function templates (page) {
+  await page.evaluate(() => app.extensionManager.command.execute('Comfy.BrowseTemplates'))
+  await page.getByText(PACK, { exact: true }).first().click({ timeout: 30 * SECONDS })
+  await wait(2000)
+  const names = await page.evaluate(() => [...document.querySelectorAll('[data-testid^="template-workflow-"]')]
+    .map((card) => card.getAttribute('data-testid').replace('template-workflow-', '')))
+  const pictures = await page.evaluate(() => [...document.querySelectorAll('[data-testid^="template-workflow-"] img')]
+    .map((image) => image.complete && image.naturalWidth > 0))
+  await shot(page, 'templates')
+  return { names, pictures }
+}
+
+async function pick (page, name) {
+  await page.getByTestId(`template-workflow-${name}`).click()
+  await page.waitForFunction(() => app.graph._nodes.length > 0, null, { timeout: 30 * SECONDS })
+  await wait(1500)
+}
+
+// Each workflow as the page opens it: nodes that are missing, and what the page says of them.
+async function workflows (page, names) {
+  const found = {}
+  for (const name of names) {
+    await page.evaluate(async ([pack, name]) => {
+      const file = await fetch(`/api/workflow_templates/${pack}/${name}.json`)
+      await app.loadGraphData(await file.json())
+    }, [PACK, name])
+    await wait(1500)
+    found[name] = await page.evaluate(() => ({
+      nodes: app.graph._nodes.length,
+      missing: app.graph._nodes.filter((node) => !(node.type in LiteGraph.registered_node_types)).map((node) => node.type),
+      failed: app.graph._nodes.filter((node) => node.has_errors).map((node) => node.type),
+      unlinked: app.graph._nodes.flatMap((node) => (node.inputs ?? [])
+        .filter((slot) => slot.link != null && !app.graph.links.get(slot.link)).map((slot) => `${node.type}.${slot.name}`)),
+      said: document.querySelector('[role="dialog"]')?.innerText ?? ''
+    }))
+    await page.keyboard.press('Escape')
+  }
+  return found
+}
+
+// Runs what is open, and waits for the pictures that it shows.
+async function run (page) {
+  await page.evaluate(() => app.queuePrompt(0))
+  const end = Date.now() + 300 * SECONDS
+  let last = null
+  while (!last && Date.now() < end) {
+    await wait(500)
+    const all = await page.evaluate(async () => Object.values(await (await fetch('/history?max_items=1')).json()))
+    last = all[0]?.status.completed !== undefined ? all[0].status : null
+  }
+  await wait(4000) // previews arrive, messages go
+  await fit(page)
+  await shot(page, 'demo')
+  const pictures = await page.evaluate(() => app.graph._nodes
+    .filter((node) => node.imgs?.length)
+    .map((node) => ({
+      type: node.type,
+      sizes: node.imgs.map((image) => [image.naturalWidth, image.naturalHeight]),
+      colours: node.imgs.map((image) => {
+        const canvas = Object.assign(document.createElement('canvas'), { width: 16, height: 16 })
+        const pen = canvas.getContext('2d')
+        pen.drawImage(image, 0, 0, 16, 16)
+        const data = pen.getImageData(0, 0, 16, 16).data
+        return new Set(Array.from({ length: 256 }, (_, i) => data.slice(4 * i, 4 * i + 3).join())).size
+      })
+    })))
+  return { status: last?.status_str ?? 'never ended', pictures }
+}
+
+// Every node of the pack as the page draws it: its names, and what its help panel says.
+async function nodes (page) {
+  const types = await page.evaluate(() => {
+    app.graph.clear()
+    const types = Object.keys(LiteGraph.registered_node_types).filter((type) => type.startsWith('Ballast'))
+    types.forEach((type, i) => {
+      const node = LiteGraph.createNode(type)
+      app.graph.add(node)
+      node.pos = [(i % 5) * 420, Math.floor(i / 5) * 520]
+      node.setSize([380, node.computeSize()[1]])
+    })
+    return types
+  })
+  await fit(page)
+  await shot(page, 'nodes')
+  const found = {}
+  for (const type of types) {
+    found[type] = await page.evaluate((type) => {
+      const node = app.graph._nodes.find((each) => each.type === type)
+      const shown = (slot) => slot.label || slot.localized_name || slot.name
+      const kind = node.constructor.nodeData
+      return {
+        title: node.title,
+        description: kind.description,
+        inputs: Object.fromEntries(node.inputs.map((slot) => [slot.name, shown(slot)])),
+        widgets: Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.label ?? widget.name])),
+        outputs: node.outputs.map(shown)
+      }
+    }, type)
+    await page.evaluate((type) => {
+      app.canvas.deselectAll()
+      app.canvas.selectNode(app.graph._nodes.find((each) => each.type === type))
+    }, type)
+    await page.getByTestId('info-button').first().dispatchEvent('click') // it may lie below a panel
+    const panel = page.locator('.node-help-content')
+    await panel.waitFor({ timeout: 10 * SECONDS })
+    await wait(700)
+    found[type].help = await panel.innerText()
+  }
+  await shot(page, 'help')
+  return found
+}
+
+const { browser, page } = await open()
+try {
+  const seen = {}
+  if (parts.includes('templates')) seen.templates = await templates(page)
+  if (parts.includes('run')) {
+    await pick(page, 'demo')
+    seen.run = await run(page)
+  }
+  if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)
+  if (parts.includes('nodes')) seen.nodes = await nodes(page)
+  console.log(JSON.stringify(seen))
+} finally {
+  await browser.close()
+}

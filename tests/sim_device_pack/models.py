@@ -1,0 +1,95 @@
+"""Tiny models of the host's own classes, with random weights: a CLIP, VAEs for pictures and videos, a UNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+WIDTH = 64  # of the CLIP's tokens, and so of what the UNet attends to
+
+
+def _fill(module: torch.nn.Module, seed: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Random weights for a module, small enough to stay finite, and exact in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    filled = {}
+    for name, tensor in module.state_dict().items():
+        if not tensor.is_floating_point() or "sigmas" in name or "alphas" in name:
+            continue
+        value = torch.randn(tensor.shape, generator=generator) * (0.05 if tensor.ndim > 1 else 0.02)
+        if tensor.ndim == 1 and name.endswith("weight"):  # of norms
+            value += 1
+        filled[name] = value.bfloat16().to(dtype or tensor.dtype)
+    return filled
+
+
+def clip(seed: int = 0, layers: int = 3) -> Any:
+    """A CLIP-L with the host's own tokenizer, and few and narrow layers."""
+    import comfy.sd
+    from comfy import sd1_clip
+    from comfy.supported_models_base import ClipTarget
+
+    config = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": 2,
+        "num_hidden_layers": layers,
+        "projection_dim": WIDTH,
+    }
+    options = {"clip_l_model_config": config}
+    model = sd1_clip.SD1ClipModel(device="cpu", dtype=torch.float16, model_options=options)
+    weights = _fill(model.clip_l.transformer, seed, torch.float16)
+    target = ClipTarget(sd1_clip.SD1Tokenizer, sd1_clip.SD1ClipModel)
+    return comfy.sd.CLIP(target, state_dict=[weights], model_options=options)
+
+
+def vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.device | None = None, ch: int = 32) -> Any:
+    """An AutoencoderKL for pictures, 8 pixels to a latent one."""
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    shape = {
+        "double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": ch,
+        "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    parameters = {"ddconfig": shape, "embed_dim": 4}
+    return comfy.sd.VAE(
+        sd=_fill(AutoencoderKL(**parameters), seed, torch.float32),
+        config={"params": parameters},
+        dtype=dtype,
+        device=device,
+    )
+
+
+def video_vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+    """Wan 2.1's VAE, 4 frames and 8 pixels to a latent one, narrow."""
+    import comfy.ldm.wan.vae
+    import comfy.sd
+
+    model = comfy.ldm.wan.vae.WanVAE(
+        dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+        temperal_downsample=[False, True, True], image_channels=3, conv_out_channels=3, dropout=0.0,
+    )  # fmt: skip
+    return comfy.sd.VAE(sd=_fill(model, seed, torch.float32), dtype=dtype, device=device)
+
+
+def unet(seed: int = 0, ch: int = 32) -> Any:
+    """A UNet as Stable Diffusion 1.5 has it, narrow."""
+    import comfy.model_patcher
+    import comfy.supported_models
+    from comfy import model_management as mm
+
+    shape = {
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": ch, "num_res_blocks": [1, 1],
+        "channel_mult": [1, 2], "transformer_depth": [1, 1], "transformer_depth_middle": 1,
+        "transformer_depth_output": [1, 1, 1, 1], "use_spatial_transformer": True, "context_dim": WIDTH,
+        "legacy": False, "use_linear_in_transformer": False, "adm_in_channels": None, "use_temporal_attention": False,
+        "num_heads": 2, "num_head_channels": -1,
+    }  # fmt: skip
+    config = comfy.supported_models.SD15(shape)
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({}, "", device=None)
+    model.diffusion_model.load_state_dict(_fill(model.diffusion_model, seed))
+    return comfy.model_patcher.CoreModelPatcher(
+        model, load_device=mm.get_torch_device(), offload_device=mm.unet_offload_device()
+    )
