@@ -8,9 +8,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import plan_command
+
+if TYPE_CHECKING:
+    import torch
+
+    from .pipelines import StagedPipeline
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
@@ -70,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", parents=[shared, run], help="run a diffusers pipeline folder")
     generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json, or NewBie's file")
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", default="")
+    generate.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
     generate.add_argument("--image", type=Path, help="a picture to start from (NewBie, Pyramid-Flow)")
     generate.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     generate.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
@@ -104,7 +110,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         arguments.device = "sim"
     arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
-    arguments.compile, arguments.attention, arguments.image, arguments.denoise = False, "auto", None, None
+    arguments.compile, arguments.attention = False, "auto"
+    arguments.image = arguments.denoise = arguments.latent = None
     # A cache of its own, so that the encoder is seen to come and go each time.
     with tempfile.TemporaryDirectory() as cache_dir:
         return _generate(arguments, Path(cache_dir))
@@ -112,12 +119,14 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
     from diffusers.utils import logging as diffusers_logging
-    from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
     from .memory import simulated
     from .pipelines import open_pipeline
+    from .pipelines.rescue import load_latents, rescued
 
+    if not arguments.prompt and not arguments.latent:
+        raise ValueError("there is nothing to draw. Give a --prompt, or a --latent to decode.")
     if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or _SIM_BYTES)
     if arguments.out.suffix.lower() not in _OUTPUTS:
@@ -133,6 +142,22 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
         cache_dir=cache_dir,
         **plan_command.family_arguments(arguments),
     )
+    latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
+    pipe.check_latents(latents)
+    advice = "Decode it with --latent."
+    with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
+        images = pipe.decode(latents)
+    written = save_images(images, arguments.out, pipe.frame_rate)
+    if arguments.timeline:
+        pipe.manager.timeline.picture().save(arguments.timeline)
+        written.append(arguments.timeline)
+    print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
+    return 0
+
+
+def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor:
+    from tqdm import tqdm
+
     further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
     if arguments.image:
         if not pipe.starts_from_latents:
@@ -145,7 +170,7 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
             bar.total = steps
             bar.update()
 
-        latents = pipe.sample(
+        return pipe.sample(
             conditioning,
             width=arguments.width,
             height=arguments.height,
@@ -159,12 +184,6 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
             on_step=on_step,
             **further,
         )
-    written = save_images(pipe.decode(latents), arguments.out, pipe.frame_rate)
-    if arguments.timeline:
-        pipe.manager.timeline.picture().save(arguments.timeline)
-        written.append(arguments.timeline)
-    print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
-    return 0
 
 
 def _open_image(path: Path, width: int | None, height: int | None):  # noqa: ANN202

@@ -38,7 +38,7 @@ def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> str:
     """Make the plans, draw the picture if one is wanted, and return the text. Raises ValueError for bad options."""
     from .memory.runplan import compare
-    from .pipelines.planning import quietly
+    from .pipelines.forecasts import quietly
 
     if arguments.out and arguments.out.suffix.lower() not in _PICTURES:
         raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(_PICTURES)}.")

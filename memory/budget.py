@@ -14,6 +14,11 @@ from .unit import ManagedModel
 _RAM_RESERVE_BYTES = 2 * 2**30
 
 
+def spare_ram_bytes() -> int:
+    """RAM that is free now, less what is left to others."""
+    return max(0, psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
+
+
 class Budget:
     """Limits in bytes, None where nothing was stated; `units` are those whose weights count."""
 
@@ -54,7 +59,7 @@ class Budget:
         if self.ram_limit is not None:
             return self.ram_limit
         held = sum(unit.host_bytes for unit in self._units())
-        return max(0, held + psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
+        return held + spare_ram_bytes()
 
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to move its own models away until so many bytes are free."""

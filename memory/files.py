@@ -1,10 +1,75 @@
-"""The pack's own small files: where they lie, and writing them so that no reader sees half of one."""
+"""Small files: the JSON of strangers, read within limits, where links may lead, and the pack's own files."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from .errors import is_out_of_memory
+
+_PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
+_LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
+MAX_JSON_BYTES = 16 * 2**20  # an index of 100 000 weights has less
+
+# The host's own folders of models, for `check_links`. A library's user may add folders too.
+model_roots: set[Path] = set()
+_IN_HUB_CACHE = re.compile(r"[/\\]models--[^/\\]+[/\\](blobs|snapshots)[/\\]")
+
+
+def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
+    """A JSON object from a file; ValueError or FileNotFoundError, naming the file, if there is none of usual size."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing. {advice}")
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {size} bytes, which no file of its kind has. {advice}")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON. Download it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object. Download it again.")
+    return content
+
+
+def check_links(paths: Iterable[Path], model: Path) -> None:
+    """Raise ValueError for a file or folder of a model that is a link, or lies behind one, which leads out of it.
+
+    The model's own folder may be a link, and so may the folders above it: models often lie on another disk. What is in
+    it must really lie in it, or in one of `model_roots` (encoders that models share), or in the download cache of
+    Hugging Face, whose files are links to its blobs wherever the model's folder is.
+    """
+    grounds = (model.resolve(), *model_roots)
+    for path in paths:
+        real = path.resolve()
+        if not any(real.is_relative_to(ground) for ground in grounds) and not _IN_HUB_CACHE.search(str(real)):
+            raise ValueError(
+                f"{path} leads to {real}, out of the model's folder. Put the file itself there, not a link."
+            )
+
+
+@contextmanager
+def one_line(where: Path, task: str) -> Iterator[None]:
+    """Whatever a library says of a stranger's files becomes one line that names them: a ValueError or ImportError.
+
+    Errors of memory pass as they are, and so do those that say it that way already.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip()
+        is_clear = isinstance(error, (ValueError, OSError)) and "\n" not in said and str(where) in said
+        if is_clear or isinstance(error, MemoryError) or is_out_of_memory(error):
+            raise
+        kind = ImportError if isinstance(error, ImportError) else ValueError
+        reason = f"{type(error).__name__}: {said.splitlines()[0] if said else 'no more is known'}"
+        raise kind(f"{where} cannot be {task} ({reason[:300]}). Check that all of it is downloaded.") from error
 
 
 def cache_home() -> Path:
@@ -13,13 +78,32 @@ def cache_home() -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside its name and rename it, making its folder if need be. Raises OSError."""
+    """Write a file as `replacing` does."""
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, which takes its place when the block ends well: no reader sees half of one.
+
+    Makes the folder if need be, and removes what processes that were killed left there. Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:8], suffix=".part")
+    _remove_left_over(path.parent)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:8], suffix=_PART)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        os.close(handle)
+        yield Path(name)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        with suppress(OSError):
+            Path(name).unlink(missing_ok=True)
         raise
+
+
+def _remove_left_over(folder: Path) -> None:
+    for part in folder.glob(f"*{_PART}"):
+        with suppress(OSError):  # another process removes them as well
+            if time.time() - part.stat().st_mtime > _LEFT_OVER_SECONDS:
+                part.unlink()

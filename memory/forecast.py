@@ -34,11 +34,15 @@ class UnitForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One stage: its units by name, the most that it holds before any of them is called, and its sampling steps."""
+    """One stage: its units by name, the most that it holds before any of them is called, and its sampling steps.
+
+    `result` is the shape of what it makes, where another stage depends on that.
+    """
 
     idle_bytes: int
     units: Mapping[str, UnitForecast] = field(default_factory=dict)
     steps: int = 1
+    result: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a file."""
@@ -54,4 +58,4 @@ class Forecast:
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks)):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
             units[name] = UnitForecast(**numbers, block_operations=tuple(map(float, blocks)))
-        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])))
+        return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), tuple(map(int, data["result"])))

@@ -74,9 +74,12 @@ def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
     Dynamic models shrink first: one that is detached loses its pinned RAM too.
     """
     mm = _manager_of(wanted_on)
-    if mm is None or mm.get_free_memory(wanted_on) >= wanted_bytes:
+    if mm is None:
         return
+    wanted_on = mm.get_torch_device()  # in the host's words, by which it knows its models
     wanted_bytes += mm.extra_reserved_memory()
+    if mm.get_free_memory(wanted_on) >= wanted_bytes:
+        return
     for model in _on_device(mm, wanted_on):
         missing = wanted_bytes - mm.get_free_memory(wanted_on)
         if missing > 0 and model.patcher.is_dynamic():
@@ -88,7 +91,10 @@ def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
 def movable_bytes(on: torch.device) -> int:
     """VRAM that the host's own models hold on a device, and would give up for others."""
     mm = _manager_of(on)
-    return sum(model.bytes for model in _on_device(mm, on)) if mm else 0
+    if mm is None:
+        return 0
+    # With --gpu-only and the like some have nowhere else to go.
+    return sum(m.bytes for m in _on_device(mm, on) if not _is_same(torch.device(m.patcher.offload_device), on))
 
 
 def loaded_models() -> list[HostModel]:
@@ -173,9 +179,11 @@ def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
     patcher.is_being_listed = True
     try:
         mm.load_models_gpu([patcher], memory_required=working_bytes)
-    except Exception as error:
+    except (AttributeError, TypeError, NotImplementedError) as error:
         _unfit[mm] = f"this ComfyUI does not take other models ({error})"
         log.warning("Ballast: %s. It cannot move Ballast's.", _unfit[mm])
+    except Exception as error:  # of another model that was to make room; the next call tries again
+        log.warning("Ballast: ComfyUI could not list %r (%s)", patcher, error)
     finally:
         patcher.is_being_listed = False
 
@@ -211,3 +219,9 @@ def throw_if_interrupted() -> None:
     """Raise the host's own exception if the user pressed stop."""
     if mm := model_management():
         mm.throw_exception_if_processing_interrupted()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is the host's word that the user pressed stop; in older versions that is an Exception."""
+    mm = model_management()
+    return bool(mm) and isinstance(error, getattr(mm, "InterruptProcessingException", ()))

@@ -69,13 +69,14 @@ class HostPatcher:
     # Sizes
 
     def model_size(self) -> int:
-        """What the unit shall hold; nothing once it has left."""
+        """What the unit shall hold; nothing once it has left, or as long as the host would make room for it."""
         return max(self.target_bytes, self.loaded_size()) if self.loaded_size() else 0
 
     @_never_raises(0)
     def loaded_size(self) -> int:
         """What it holds."""
-        return unit.resident_bytes if (unit := self.unit) else 0
+        unit = self.unit
+        return unit.resident_bytes if unit and not self.is_being_listed else 0
 
     def current_loaded_device(self) -> torch.device:
         return self.load_device if self.loaded_size() else self.offload_device

@@ -247,6 +247,7 @@ class MemoryManager:
                 return 0
             freed = unit.placement.shrink(bytes)
             if freed:
+                self._called.pop(unit, None)  # what the call under way takes cannot be told any more
                 self.timeline.record("evict", unit, freed)
             return freed
 

@@ -6,6 +6,7 @@ page fault cannot be prefetched, cancelled or reported.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 
 from .hostbuffer import bytes_of
 from .probe import observe_disk
-from .weights import Stored
+from .weights import Stamp, Stored, check_unchanged
 
 READERS = 4  # one alone does not keep an NVMe disk busy
 BATCH_BYTES = 16 * 2**20
@@ -26,7 +27,10 @@ CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements: so many of type `stored` from byte `offset` of a file, to byte `at` of a buffer as `dtype`."""
+    """A run of elements: so many of type `stored` from byte `offset` of a file, to byte `at` of a buffer as `dtype`.
+
+    With a `stamp` the file must still be the one that has it.
+    """
 
     path: Path
     offset: int
@@ -34,6 +38,7 @@ class Piece:
     stored: torch.dtype
     dtype: torch.dtype
     at: int
+    stamp: Stamp | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -51,6 +56,7 @@ class Piece:
                 self.stored,
                 self.dtype,
                 self.at + first * self.dtype.itemsize,
+                self.stamp,
             )
 
 
@@ -62,7 +68,7 @@ def piece_of(stored: Stored, dtype: torch.dtype, at: int) -> Piece:
     count = 1
     for size in stored.shape:
         count *= size
-    return Piece(stored.path, stored.offset, count, stored.dtype, dtype, at)
+    return Piece(stored.path, stored.offset, count, stored.dtype, dtype, at, stored.stamp)
 
 
 def batches(jobs: Iterable[Job]) -> list[list[Job]]:
@@ -84,8 +90,10 @@ def read_batch(batch: list[Job]) -> None:
     path = batch[0][0].path
     try:
         with torch.inference_mode(), path.open("rb", buffering=0) as file:
+            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))
             for piece, buffer in batch:
                 _read_piece(file, piece, buffer)
+            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
 

@@ -75,6 +75,8 @@ class VaeDecode(io.ComfyNode):
                 f"the input is {type(vae).__name__}, neither a Ballast pipeline nor a VAE. A checkpoint without a VAE "
                 "gives none: load one with Load VAE."
             )
+        if getattr(latents, "is_nested", False):  # several kinds in one latent, pictures first
+            latents = latents.unbind()[0]
         with kept(cls, latents):
             decoded = decode_native(vae, latents)
         show_text(cls, decoded.summary)

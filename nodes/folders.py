@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import folder_paths
+
+from ..memory.files import model_roots, read_json
 
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
@@ -31,7 +32,14 @@ def find_llamas() -> dict[str, Path]:
 
 
 def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
-    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another."""
+    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another.
+
+    Links are followed: folders of models often lie on another disk. Where links inside a model may lead, which are a
+    stranger's, `memory.files.check_links` says; it is told of the host's folders here.
+    """
+    kinds = [other for other in folder_paths.folder_names_and_paths if other != "custom_nodes"]
+    roots = [folder_paths.models_dir, *(root for other in kinds for root in folder_paths.get_folder_paths(other))]
+    model_roots.update(Path(root).resolve() for root in roots)
     found: dict[str, Path] = {}
     for root in folder_paths.get_folder_paths(kind):
         for path, folders, files in os.walk(root, followlinks=True):
@@ -47,8 +55,8 @@ def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, 
 
 def _is_llama(config: Path) -> bool:
     try:
-        return json.loads(config.read_text("utf-8")).get("model_type") == "llama"
-    except (OSError, ValueError, AttributeError):
+        return read_json(config).get("model_type") == "llama"
+    except (OSError, ValueError):
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ..pipelines.conditioning import Conditioning
 from ..pipelines.embedding_cache import EmbeddingCache, shared_cache
 from ..pipelines.latents import check_finite
 from .native_key import encoding_keys
+
+log = logging.getLogger("ballast")
 
 Native = list[list[Any]]  # the host's CONDITIONING: [[embeddings, {name: whatever}], ...]
 _LAYOUT = "native"  # in the info of a stored one: names of the host's dictionary, with where each value is
@@ -46,11 +49,11 @@ def is_clip(thing: Any) -> bool:
 def encode_prompts(clip: Any, prompts: Sequence[str], cache: EmbeddingCache) -> Encoded:
     """Native conditionings as the host's own encoding gives them, those of the cache without touching the device.
 
-    The encoder is off the device afterwards, whatever happened.
+    An encoder that ran is off the device afterwards, whatever happened.
     """
     tokens = [clip.tokenize(prompt) for prompt in prompts]
     keys = encoding_keys(clip, tokens)
-    found: list[Native | None] = [unpack(kept) if key and (kept := cache.get(key)) else None for key in keys]
+    found: list[Native | None] = [_known(cache, key) for key in keys]
     missing = [i for i, conditioning in enumerate(found) if conditioning is None]
     if not missing:
         return Encoded([each for each in found if each is not None], "from the cache, no encoder loaded")
@@ -103,6 +106,16 @@ def pack(conditioning: Native, prompt: str = "") -> Conditioning | None:
         else:
             return None
     return Conditioning.of(tensors, {"prompt": prompt, _LAYOUT: json.dumps(layout)}) if _is_stored(embeddings) else None
+
+
+def _known(cache: EmbeddingCache, key: str | None) -> Native | None:
+    """A conditioning from the cache. A file there that is not of our making counts as none."""
+    kept = cache.get(key) if key else None
+    try:
+        return unpack(kept) if kept else None
+    except (KeyError, ValueError, TypeError):
+        log.warning("Ballast: an entry of the embedding cache is not what it should be; encoding anew")
+        return None
 
 
 def unpack(packed: Conditioning) -> Native:

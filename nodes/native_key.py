@@ -20,7 +20,11 @@ from .native_digest import NoDigestError, base_tensors, digest, path, plain, ten
 
 _THREADS = 4
 _OWN_CODE = ("comfy.", "torch.nn.")
-_FLAGS = ("fast", "deterministic", "force_upcast_attention", "dont_upcast_attention")
+_FLAGS = (
+    "fast", "deterministic", "force_upcast_attention", "dont_upcast_attention", "use_split_cross_attention",
+    "use_quad_cross_attention", "use_pytorch_cross_attention", "use_sage_attention", "use_flash_attention",
+    "disable_xformers",
+)  # fmt: skip
 # What a patcher may carry that changes how its model runs, in code. None of it has a digest.
 _CODE_HOLDERS = (
     "weight_wrapper_patches", "hook_patches", "forced_hooks", "current_hooks", "injections", "additional_models",
@@ -73,7 +77,7 @@ def _encoder_facts(clip: Any) -> list[Any]:
     attributes = {name: value for name, value in set_aside.items() if value is not None} | patcher.object_patches
     runs = [attributes, patcher.model_options, patcher.model_dtype(), patcher.load_device.type]
     return [
-        ["native", 1, __version__],
+        ["native", 1, __version__, torch.__version__],
         plain([getattr(args, name, None) for name in _FLAGS]),
         plain({name: value for name, value in vars(clip).items() if name not in held}),
         plain(runs),

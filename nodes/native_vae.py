@@ -27,7 +27,8 @@ _SHARE = 0.9  # of the free memory that stripes may take
 
 # Of modules: the host's handles on the weights of its dynamic models, which no copy may share or can make.
 _HANDLES = (
-    "_v", "_v_block", "_v_signature", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
+    "_v", "_v_block", "_v_signature", "_v_weight", "_v_bias",
+    "_prefetch", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
     "dynamic_vbars", "dynamic_pins", "dynamic_patchers",
 )  # fmt: skip
 
@@ -53,8 +54,6 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     """
     if vae.first_stage_model is None:
         raise ValueError("this VAE has no weights: the checkpoint holds none. Load one with Load VAE.")
-    if getattr(latents, "is_nested", False):  # several kinds in one latent, pictures first
-        latents = latents.unbind()[0]
     check_latents(latents)
     check_finite(latents, "the latents hold")
     started = time.monotonic()
@@ -109,22 +108,30 @@ class _Careful:
                 if not is_out_of_memory(error) or "output_buffer" in options:
                     raise
                 release_frames(error)
-        log.info("Ballast: decoding in stripes, in %s", format_bytes(int(_SHARE * room)))
-        return striped.run(
-            functools.partial(decode, **options),
-            latents,
-            device=self._device,
-            budget_bytes=int(_SHARE * room),
-            on_stripe=host.throw_if_interrupted,
-        )
+        budget_bytes = int(_SHARE * room)
+        if any(tensor.device != self._device for tensor in self._module.parameters()):
+            raise torch.OutOfMemoryError("the weights are not all on the device, where stripes need them")
+        log.info("Ballast: decoding in stripes, in %s", format_bytes(budget_bytes))
+        run = functools.partial(decode, **options)
+        try:
+            return striped.run(
+                run, latents, device=self._device, budget_bytes=budget_bytes, on_stripe=host.throw_if_interrupted
+            )
+        except Exception as error:
+            if is_out_of_memory(error) or host.is_interrupt(error):
+                raise
+            log.warning("Ballast: this VAE cannot run in stripes (%s)", error)
+            release_frames(error)
+        raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")  # the host then goes on in tiles
 
 
 def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
     """The VAE as it is, with another module, all in float32 and its results on the CPU."""
-    from comfy.model_patcher import ModelPatcher  # whose kind moves all or nothing: it is for one decode
+    from comfy.model_patcher import ModelPatcher
 
     double = copy.copy(vae)
     double.first_stage_model, double.vae_dtype, double.size = module, torch.float32, None
+    double.disable_offload = True  # all weights on the device: stripes read them later than the host casts them
     if device.type != "cpu":
 
         def whole_bytes(z: torch.Tensor) -> float:
@@ -161,7 +168,7 @@ def float32_copy(patcher: Any) -> nn.Module:
     for part in patcher.model.modules():
         for handle in _HANDLES:
             value = vars(part).get(handle)
-            if value and not isinstance(value, int | str):  # which may be the very objects that others are
+            if value is not None and not isinstance(value, int | str):  # which may be the very objects that others are
                 memo[id(value)] = handle
     double = copy.deepcopy(patcher.model, memo)
     for part in double.modules():

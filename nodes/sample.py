@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from ..pipelines.latents import samples_of
 from .progress import StepProgress
 from .reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .running import running
@@ -127,6 +126,8 @@ class Sampler(io.ComfyNode):
         latent: Mapping[str, Any] | None = None,
         denoise: float = 1.0,
     ) -> io.NodeOutput:
+        from ..pipelines.latents import samples_of
+
         further = dict(options or {})
         if latent is not None:
             further |= {"init_latents": samples_of(latent), **({"denoise": denoise} if denoise < 1 else {})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..memory.unit import ManagedModel, Role, building
 from ..memory.weights import Stored, file_identity, read_header, stored_dtype, stored_tensors
+from .building import on_meta
 from .components import check_runs
 
 Places = Mapping[str, Stored]
@@ -75,9 +76,7 @@ class Checkpoint:
 
     def _build(self) -> nn.Module:
         """The module's structure: parameters on `meta`, buffers real."""
-        from accelerate import init_empty_weights
-
-        with init_empty_weights(include_buffers=False):
+        with on_meta(self.files[0], self.name, self.files):
             module = self.make()
         for parameter in module.parameters():
             parameter.data = parameter.data.to(self.run_dtype)
@@ -102,5 +101,5 @@ def converted(stored: Places, convert: Callable[[dict[str, Any]], Mapping[str, A
             if not value.is_contiguous():
                 raise ValueError(f"{name} is no one piece of {at.path}.")
             offset = at.offset + value.storage_offset() * at.dtype.itemsize
-            found[name] = Stored(at.path, offset, at.dtype, tuple(value.shape))
+            found[name] = replace(at, offset=offset, shape=tuple(value.shape))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.files import check_links, one_line, read_json
 from ..memory.unit import ManagedModel, Role
 from ..memory.weights import (
     Stored,
+    check_unchanged,
     file_identity,
     find_weights,
     read_header,
@@ -22,6 +23,8 @@ from ..memory.weights import (
     stored_dtype,
     stored_tensors,
 )
+from .building import on_meta
+from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -31,7 +34,6 @@ DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
 }
-_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -92,13 +94,18 @@ class Component:
 
     def create(self) -> Any:
         """A component without weights: a tokenizer, a scheduler."""
-        return self.cls.from_pretrained(self.folder, local_files_only=True)  # type: ignore[attr-defined]
+        # Of classes that choose others by what a folder says, which may then ask to run code of its own.
+        strict = {"trust_remote_code": False} if self.cls.__name__.startswith("Auto") else {}
+        with one_line(self.folder, f"read as {self.cls.__name__}"):
+            return self.cls.from_pretrained(self.folder, local_files_only=True, **strict)  # type: ignore[attr-defined]
 
     def unit(self, label: str) -> ManagedModel:
         """The component as a managed model; nothing is loaded yet."""
-        return ManagedModel(self.name, self.role, self._build, self._read, label, self._stored)
+        places = self.stored  # now: a file that is changed later is another model's
+        return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: places)
 
-    def _stored(self) -> dict[str, Stored]:
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
         """Where the weights lie, by the names that the module may have for them."""
         found = stored_tensors(self.files[0])
         # Saved with a head, or by another class: LlamaForCausalLM has all that LlamaModel has under `model.`.
@@ -107,10 +114,9 @@ class Component:
 
     def _build(self) -> nn.Module:
         """The module's structure: parameters on `meta`, buffers and plain tensors real."""
-        from accelerate import init_empty_weights
         from transformers import PreTrainedModel
 
-        with init_empty_weights(include_buffers=False):
+        with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
             if issubclass(self.cls, PreTrainedModel):
                 config = self.cls.config_class.from_pretrained(self.folder)  # type: ignore[union-attr]
                 module = self.cls._from_config(config, dtype=self.run_dtype)
@@ -135,16 +141,19 @@ class Component:
     def _read(self) -> nn.Module:
         from transformers import PreTrainedModel
 
+        for place in self.stored.values():
+            check_unchanged(place.path, place.stamp)
         self._check_shapes()
         dtype_argument = "dtype" if issubclass(self.cls, PreTrainedModel) else "torch_dtype"
-        module, info = self.cls.from_pretrained(  # type: ignore[attr-defined]
-            self.folder,
-            local_files_only=True,
-            use_safetensors=True,
-            variant=self.files[1],
-            output_loading_info=True,
-            **{dtype_argument: self.run_dtype},
-        )
+        with one_line(self.folder, f"read as {self.cls.__name__}"):
+            module, info = self.cls.from_pretrained(  # type: ignore[attr-defined]
+                self.folder,
+                local_files_only=True,
+                use_safetensors=True,
+                variant=self.files[1],
+                output_loading_info=True,
+                **{dtype_argument: self.run_dtype},
+            )
         parameters = dict(module.named_parameters())
         if missing := sorted(name for name in info["missing_keys"] if name in parameters):
             raise ValueError(
@@ -155,7 +164,7 @@ class Component:
 
     def _check_shapes(self) -> None:
         """Raise ValueError for weights of other shapes than the config says, which the libraries report at length."""
-        stored = self._stored()
+        stored = self.stored
         for name, parameter in self._build().named_parameters():
             if name in stored and stored[name].shape != parameter.shape:
                 raise ValueError(
@@ -164,30 +173,13 @@ class Component:
                 )
 
 
-def files_beside_weights(folder: Path) -> list[Path]:
-    """What a tokenizer or the like is made of. It may lie beside a model's weights."""
-    return [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS]
-
-
-def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
-    """A JSON object from a file; ValueError or FileNotFoundError, naming the file, if there is none."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing. {advice}")
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON. Download it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object. Download it again.")
-    return content
-
-
 def read_model_index(folder: Path) -> dict[str, Any]:
     """`model_index.json` of a diffusers folder."""
     index = folder / "model_index.json"
     if not index.is_file():
         where = "is not a folder" if not folder.is_dir() else "has no model_index.json"
         raise FileNotFoundError(f"{folder} {where}. Give the folder of a diffusers pipeline.")
+    check_links([index], folder)
     content = read_json(index)
     if not isinstance(content.get("_class_name"), str):
         raise ValueError(f"{index} names no pipeline class (_class_name). Download it again.")
@@ -198,8 +190,8 @@ def pipeline_class(name: str) -> type:
     """The diffusers pipeline class of that name."""
     import diffusers
 
-    found = getattr(diffusers, name, None)
-    if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
+    found = named_class(diffusers, name)
+    if not (found and issubclass(found, diffusers.DiffusionPipeline)):
         raise ValueError(
             f"unknown pipeline class {name!r}: diffusers {diffusers.__version__} has none of that name. "
             "A newer diffusers may."
@@ -219,37 +211,23 @@ def read_components(
         if name.startswith("_") or not isinstance(entry, list) or len(entry) != 2 or None in entry:
             continue
         if not name.isidentifier():
-            raise ValueError(f"{folder}/model_index.json names a component {name!r}, which is no folder name.")
-        library, class_name = entry
+            raise ValueError(f"{folder / 'model_index.json'} names a component {name!r}, which is no folder name.")
         path = (elsewhere or {}).get(name, folder / name)
         if not path.is_dir():
             raise FileNotFoundError(f"{folder} has no {name}/, which its model_index.json names. Download it again.")
         # The decoder always runs in float32: half precision turns pictures black.
         run_dtype = torch.float32 if name == "vae" else dtype
-        component = Component(name, path, _component_class(library, class_name), run_dtype)
+        component = Component(name, path, component_class(*entry), run_dtype)
+        model = path if name in (elsewhere or {}) else folder
         if component.is_module:
-            component.config.update(read_json(path / "config.json"))
+            component.config.update(read_config(path, model))
             if "quantization_config" in component.config:
                 raise ValueError(
                     f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
                     "Get the plain ones."
                 )
             check_runs(component.run_dtype, path)
+        else:
+            check_settings(path, model)
         found[name] = component
-    return found
-
-
-def _component_class(library: str, name: str) -> type:
-    import diffusers
-    import transformers
-
-    if library in ("diffusers", "transformers"):
-        found = getattr(diffusers if library == "diffusers" else transformers, name, None)
-    else:
-        found = getattr(getattr(diffusers.pipelines, str(library), None), name, None)
-    if not isinstance(found, type):
-        raise ValueError(
-            f"model_index.json names {library}.{name}, which is not in the installed diffusers {diffusers.__version__} "
-            f"or transformers {transformers.__version__}. Other code is never loaded."
-        )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 _LIST = "#"  # `name#3` in a file is item 3 of the list `name`
+_NAME = re.compile(rf"(\w+)(?:{_LIST}(\d{{1,6}}))?")
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,29 @@ class Conditioning:
 
     @classmethod
     def load(cls, path: Path) -> Conditioning:
-        """Read what `save` wrote. Raises an error of safetensors, or ValueError, if the file is damaged."""
+        """Read what `save` wrote. Raises an error of safetensors, or ValueError, for anything else."""
         from safetensors import safe_open
 
         tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
         with safe_open(path, framework="pt") as file:
-            info = json.loads((file.metadata() or {})["ballast"])
-            names = sorted(file.keys(), key=lambda name: (name.split(_LIST)[0], int((name.split(_LIST) + ["0"])[1])))
-            for name in names:
-                base, marker, _ = name.partition(_LIST)
-                tensor = to_host(file.get_tensor(name))  # else the file stays mapped, and cannot be replaced
-                if marker:
-                    tensors.setdefault(base, []).append(tensor)  # type: ignore[union-attr]
-                else:
-                    tensors[name] = tensor
+            try:
+                info = json.loads((file.metadata() or {})["ballast"])
+            except (KeyError, RecursionError) as error:
+                raise ValueError("it does not say what it was made from") from error
+            if not isinstance(info, dict) or not all(isinstance(value, str) for value in info.values()):
+                raise ValueError("what it says it was made from is no text")
+            names = [_NAME.fullmatch(name) for name in file.keys()]  # noqa: SIM118 (it is no dictionary)
+            if None in names:
+                raise ValueError("it has names that no embedding has")
+            for match in sorted(filter(None, names), key=lambda match: (match[1], int(match[2] or 0))):
+                tensor = to_host(file.get_tensor(match[0]))  # else the file stays mapped, and cannot be replaced
+                if match[2] is None:
+                    tensors[match[1]] = tensor
+                    continue
+                items = tensors.setdefault(match[1], [])
+                if not isinstance(items, list) or len(items) != int(match[2]):
+                    raise ValueError(f"its list {match[1]} is not whole")
+                items.append(tensor)
         return cls(tensors, info)
 
     def _flat(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The fp32 decode policy: whole, then tiled when memory runs out, then on the CPU. Never in half precision.
+"""Running a VAE in float32, in the way that fits: whole, in exact stripes, in blended tiles, on the CPU.
 
 `torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so)
 and so are the latents.
@@ -6,117 +6,169 @@ and so are the latents.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from ..memory import host, striped
+from ..memory.budget import spare_ram_bytes
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
-from ..memory.forecast import Forecast
+from ..memory.forecast import Forecast, UnitForecast
+from ..memory.host_flags import host_flags
 from ..memory.manager import MemoryManager
+from ..memory.probe import rates
+from ..memory.rates import Rates
+from ..memory.striped import StripedForecast
 from ..memory.unit import ManagedModel
 from .conditioning import to_host
+from .decode_policy import Way, WayName, choose, less
 
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
-_NOT_FINITE = (
-    "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
-    "float16 (dtype='bf16'), and check that their files are whole."
-)
 
 
-def check_finite(tensor: torch.Tensor, what: str) -> None:
-    """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
-    if not torch.isfinite(tensor).all():
-        raise ValueError(_NOT_FINITE.format(what=what))
+# `call(module, tensor, device, way)`: what is run, of a tensor on the CPU or the device, or one in stripes.
+Call = Callable[[torch.nn.Module, torch.Tensor, torch.device, WayName], torch.Tensor]
 
 
-def decode_latents(
-    manager: MemoryManager,
-    vae: ManagedModel,
-    latents: torch.Tensor,
-    stage: dict[str, Any],
-    arguments: dict[str, Any],
-    forecast: Forecast | None = None,
-) -> torch.Tensor:
-    """Pixels in -1..1, float32 on the CPU, in the layout of the VAE ([B,3,H,W] or [B,3,F,H,W]).
+class Takes(Protocol):
+    """What each way takes for some tensor, found out when asked for; None where it cannot be."""
 
-    `latents` is what the VAE's `decode` takes ([B,C,h,w] or [B,C,f,h,w]); `arguments` are further ones of
-    it. `stage` has the manager's own: `alone`, `vram`, `ram`. With a `forecast` of decoding whole, that is not tried
-    where it does not fit.
+    def whole(self, tensor: torch.Tensor) -> Forecast | None: ...
+
+    def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None: ...
+
+    def tiles(self, tensor: torch.Tensor) -> Forecast | None: ...
+
+
+@dataclass
+class VaeRun:
+    """Runs a VAE on pictures or latents, [B,...] on the CPU, in the way that fits `room_bytes` on the device.
+
+    `takes` is None where nothing is known beforehand. `stage` has the manager's own: `alone`, `vram`, `ram`. With
+    `splits` a batch may be run one by one.
     """
-    check_finite(latents, "the latents hold")
-    attempts = [("auto", False), ("auto", True), ("cpu", False)]
-    for strategy, tiled in attempts:
-        try:
-            expected = None if tiled or strategy == "cpu" else forecast
-            with manager.stage("decode", [vae], work=(tuple(latents.shape), tiled), forecast=expected, **stage):
-                pixels = _decode_once(manager, vae, latents, strategy, tiled, alone=stage["alone"], arguments=arguments)
-        except Exception as error:
-            if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
-                raise
-            release_frames(error)
-            manager.free()
-            log.warning("Ballast: decoding does not fit; trying %s", "the CPU" if tiled else "tiles")
-        else:
-            check_finite(pixels, "the decoder made")
-            return pixels
-    raise AssertionError("unreachable")
+
+    name: str
+    manager: MemoryManager
+    vae: ManagedModel
+    call: Call
+    stage: dict[str, Any]
+    room_bytes: int
+    takes: Takes | None = None
+    splits: bool = True
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result for all, float32 on the CPU. Those of a batch that are done are kept when memory runs out."""
+        way = self.choose(tensor)
+        if self.splits and len(tensor) > 1 and way.name != "whole":
+            done, way = [], self.choose(tensor[:1])
+            for one in tensor.split(1):
+                made, way = self._step_down(one, way)
+                done.append(made)
+            return torch.cat(done)
+        return self._step_down(tensor, way)[0]
+
+    def choose(self, tensor: torch.Tensor, ram_bytes: int | None = None, speed: Rates | None = None) -> Way:
+        """The way that is tried first, with `ram_bytes` for feature maps; by default what is spare."""
+        if host_flags().vae_on_cpu:
+            return Way("cpu")
+        if self.takes is None:
+            return Way("whole")
+        spare = spare_ram_bytes() if ram_bytes is None else ram_bytes
+        return choose(self._ways(self.takes, tensor, speed), self.room_bytes, spare)
+
+    def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
+        """The ways with what they take; those after one that is chosen at once are not rehearsed."""
+        weights = self.vae.size_bytes
+        whole = takes.whole(tensor)
+        yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
+        speed = speed or rates(self.manager.device)
+        if (found := takes.stripes(tensor, self._striped_bytes(1.0))) is not None:
+            yield Way("stripes", weights + found.peak_bytes, found.host_peak_bytes, found.seconds(speed))
+        if (tiles := takes.tiles(tensor)) is not None:
+            work = tiles.units[self.vae.name]
+            yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
+        yield Way("cpu")
+
+    def _striped_bytes(self, share: float) -> int:
+        return max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+
+    def _step_down(self, tensor: torch.Tensor, way: Way) -> tuple[torch.Tensor, Way]:
+        while True:
+            try:
+                return self._run(tensor, way), way
+            except Exception as error:
+                short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
+                # Not every module's code can run in stripes.
+                lower = less(way) if short or way.name != "stripes" else Way("tiles")
+                if lower is None or host.is_interrupt(error) or not (short or way.name == "stripes"):
+                    raise
+                release_frames(error)
+                self.manager.free()
+                if short:
+                    log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
+                else:
+                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, error, lower.words)
+                way = lower
+
+    def _run(self, tensor: torch.Tensor, way: Way) -> torch.Tensor:
+        manager, budget = self.manager, self._striped_bytes(way.share)
+        forecast = None
+        if way.name == "whole" and self.takes is not None:
+            forecast = self.takes.whole(tensor)
+        elif way.name == "stripes":
+            forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
+        strategy = "cpu" if way.name == "cpu" else "auto"
+        work = (self.name, tuple(tensor.shape), way.name)
+        with (
+            manager.stage(self.name, [self.vae], work=work, forecast=forecast, **self.stage),
+            manager.use(self.vae, strategy, alone=self.stage["alone"]) as module,
+        ):
+            device = manager.execution_device(strategy)
+            run = functools.partial(_call, self.call, module, device, way.name)
+            if way.name == "stripes":
+                stop = host.throw_if_interrupted
+                made = striped.run(run, tensor.float(), device=device, budget_bytes=budget, on_stripe=stop)
+            else:
+                made = run(tensor)
+            return to_host(made.float())
 
 
-def _decode_once(
-    manager: MemoryManager,
-    vae: ManagedModel,
-    latents: torch.Tensor,
-    strategy: str,
-    tiled: bool,
-    *,
-    alone: bool,
-    arguments: dict[str, Any],
+def _call(
+    call: Call,
+    module: torch.nn.Module,
+    device: torch.device,
+    way: WayName,
+    tensor: torch.Tensor,
 ) -> torch.Tensor:
-    with manager.use(vae, strategy, alone=alone) as module:
-        return run_decoder(module, latents, manager.execution_device(strategy), tiled, arguments)
-
-
-def run_decoder(
-    module: torch.nn.Module, latents: torch.Tensor, device: torch.device, tiled: bool, arguments: dict[str, Any]
-) -> torch.Tensor:
-    """Pixels on the CPU, decoded by a VAE that is in place on a device."""
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    _set_tiling(module, tiled)
+    _set_tiling(module, way == "tiles")
     try:
-        decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
-        return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0].float().cpu()
+        return call(module, tensor, device, way)
     finally:
         _set_tiling(module, False)
 
 
-def encode_pixels(
-    manager: MemoryManager, vae: ManagedModel, pixels: torch.Tensor, stage: dict[str, Any]
+def run_decoder(
+    module: torch.nn.Module, latents: torch.Tensor, device: torch.device, arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Latents of pictures in -1..1 ([B,3,H,W] or [B,3,1,H,W]), float32 on the CPU, as the VAE's `decode` takes them.
+    """Pixels of latents, by a VAE that is in place on a device."""
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
+    return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
 
-    The mean of what the VAE says, so that the same picture gives the same latents; on the CPU where it does not fit.
-    """
-    for strategy in ("auto", "cpu"):
-        try:
-            with (
-                manager.stage("encode picture", [vae], work=("encode", tuple(pixels.shape)), **stage),
-                manager.use(vae, strategy, alone=stage["alone"]) as module,
-            ):
-                encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
-                found = encode(pixels.to(manager.execution_device(strategy), torch.float32))
-                return to_host(getattr(found, "latent_dist", found).mode())
-        except Exception as error:
-            if strategy == "cpu" or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
-                raise
-            release_frames(error)
-            manager.free()
-            log.warning("Ballast: encoding the picture does not fit; trying the CPU")
-    raise AssertionError("unreachable")
+
+def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.device, way: WayName) -> torch.Tensor:
+    """Latents of pixels in -1..1: the mean of what the VAE says, so that the same picture gives the same latents."""
+    encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
+    found = encode(pixels.to(device, torch.float32))
+    return getattr(found, "latent_dist", found).mode()
 
 
 def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
@@ -137,8 +189,8 @@ def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
         module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
 
 
-def first_tile(module: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
-    """The latents of one tile; all of them where the VAE knows no tiles."""
+def first_tile(module: torch.nn.Module, latents: torch.Tensor, pixels: bool = False) -> torch.Tensor:
+    """The latents of one tile, or its pixels; all of them where the VAE knows no tiles."""
     _set_tiling(module, True)
     facts = vars(module)
     ratio = getattr(module, "spatial_compression_ratio", 8)

@@ -10,23 +10,29 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import re
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from ..memory.files import cache_home
+from ..memory.files import cache_home, replacing
 from ..memory.sizes import format_bytes
+from ..memory.weights import read_header
 from .conditioning import Conditioning
 
 log = logging.getLogger("ballast")
 
 RAM_BYTES = 512 * 2**20
 DISK_BYTES = 4 * 2**30
+_KEY = re.compile("[0-9a-f]{64}")
+# What pipelines call embeddings and their masks, and `nodes.native_clip` whatever comes with them. They become
+# arguments of a pipeline's call, where nothing else may get in.
+_NAMES = re.compile(r"embed|mask|^extra\d+$")
 
 _shared: dict[Path, EmbeddingCache] = {}
 
@@ -78,14 +84,20 @@ class EmbeddingCache:
                 return self._ram[key].copy()
         path = self._path(key)
         try:
+            if path.is_symlink() or path.stat().st_size > self.disk_bytes:
+                raise ValueError("it is a link, or larger than the cache")
+            read_header(path)
             found = Conditioning.load(path)
-            os.utime(path)
+            if not all(map(_NAMES.search, found.tensors)):
+                raise ValueError("it has names that no embedding has")
+            with suppress(OSError):  # a folder that others fill, and this process may only read
+                os.utime(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             log.warning("Ballast: the embedding cache cannot be read: %s", error)
             return None
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (SafetensorError, ValueError) as error:
             log.warning("Ballast: dropping a damaged entry of the embedding cache, %s (%s)", path.name, error)
             self._unlink(path)
             return None
@@ -95,26 +107,18 @@ class EmbeddingCache:
     def put(self, key: str, conditioning: Conditioning) -> None:
         """Keep a conditioning. A disk that cannot be written costs a warning, never the run."""
         self._remember(key, conditioning.copy())
-        path = self._path(key)
-        part: Path | None = None
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.directory, prefix=key[:8], suffix=".part")
-            os.close(handle)
-            part = Path(name)
-            conditioning.save(part)
-            part.replace(path)
+            with replacing(self._path(key)) as part:
+                conditioning.save(part)
             self._trim_disk()
         except (OSError, SafetensorError) as error:
             log.warning("Ballast: the embedding cache in %s cannot be written: %s", self.directory, error)
-            if part:
-                self._unlink(part)
 
     def clear(self) -> None:
         """Forget everything, in RAM and on disk."""
         with self._lock:
             self._ram.clear()
-        for path in self.directory.glob("*.safetensors"):
+        for path in self._entries():
             self._unlink(path)
 
     def _remember(self, key: str, conditioning: Conditioning) -> None:
@@ -126,7 +130,7 @@ class EmbeddingCache:
 
     def _trim_disk(self) -> None:
         entries = []
-        for path in self.directory.glob("*.safetensors"):
+        for path in self._entries():
             try:
                 stat = path.stat()
             except FileNotFoundError:  # another process trims as well
@@ -138,6 +142,10 @@ class EmbeddingCache:
                 break
             if self._unlink(path):
                 held -= size
+
+    def _entries(self) -> list[Path]:
+        """The entries on disk; no other file that somebody keeps in the folder."""
+        return [path for path in self.directory.glob("*.safetensors") if _KEY.fullmatch(path.stem)]
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.safetensors"

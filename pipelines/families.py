@@ -1,4 +1,4 @@
-"""What each model family needs to be encoded, sampled and decoded. Knows nothing of ComfyUI."""
+"""Which class runs a pipeline, and opening one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..memory.weights import refuse_pickle
 from .components import read_model_index
 from .embedding_cache import shared_cache
 from .generic import GenericPipeline
@@ -54,16 +55,15 @@ def open_pipeline(
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
-    return cls(
-        folder,
-        dtype,
-        device=device,
-        vram=vram,
-        ram=ram,
-        keep=keep,
-        cache=shared_cache(Path(cache_dir) if cache_dir else None),
-        **family,
-    )
+    cache = shared_cache(Path(cache_dir) if cache_dir else None)
+    try:
+        return cls(folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **family)
+    except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
+        # Of code that took a config for whole.
+        raise ValueError(
+            f"{folder} cannot be opened: its configs lack something, or contradict each other "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}). Download them again."
+        ) from error
 
 
 def _family(path: Path) -> str:
@@ -72,6 +72,7 @@ def _family(path: Path) -> str:
     if is_pyramid(path):
         return "PyramidFlow"
     if path.is_file():
+        refuse_pickle(path)
         raise ValueError(
             f"{path} holds no transformer of NewBie or of Pyramid-Flow. Give that, or a pipeline's folder."
         )

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..memory.files import replace_file
+from ..memory.files import read_json, replace_file
 from ..memory.forecast import Forecast
 
 log = logging.getLogger("ballast")
@@ -49,8 +49,7 @@ def put(directory: Path, key: str, forecasts: dict[str, Forecast]) -> None:
 
 def _read(path: Path) -> dict[str, Forecast] | None:
     try:
-        stored = json.loads(path.read_text("utf-8"))
-        return {stage: Forecast.from_dict(facts) for stage, facts in stored.items()}
+        return {stage: Forecast.from_dict(facts) for stage, facts in read_json(path).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

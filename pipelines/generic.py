@@ -20,6 +20,8 @@ from torch import nn
 
 from .components import Component, parse_dtype, pipeline_class, read_components, read_model_index
 from .conditioning import Conditioning
+from .decode_policy import WayName
+from .latents import check_step
 from .staged import OnStep, Prompt, StagedPipeline
 
 # Arguments that the stages set themselves.
@@ -45,7 +47,6 @@ class GenericPipeline(StagedPipeline):
         found = read_components(folder, index, parse_dtype(dtype), elsewhere)
         self.components = {name: self._adapted(component) for name, component in found.items()}
         self._tools: dict[str, Any] = {}
-        self._text_files: dict[str, list[str]] | None = None
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
         self._init = inspect.signature(self.pipeline_class).parameters
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
@@ -81,7 +82,9 @@ class GenericPipeline(StagedPipeline):
         """Raise ValueError for what would only fail when it is used."""
         optional = self.pipeline_class._optional_components
         needed = ("text_encoder", "tokenizer", "transformer", "scheduler")
-        if missing := [n for n in self._init if n.startswith(needed) and n not in index and n not in optional]:
+        absent = [n for n in self._init if n.startswith(needed) and n not in self.components and n not in optional]
+        # A second or third one may be left out by [null, null], such as T5 of Stable Diffusion 3.
+        if missing := [n for n in absent if n in needed or index.get(n) != [None, None]]:
             raise ValueError(
                 f"{self.folder} lacks {', '.join(missing)}, which {self.name} needs. Put each into a folder of that "
                 "name and list it in model_index.json."
@@ -131,9 +134,6 @@ class GenericPipeline(StagedPipeline):
 
         text = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
         files = {c.name: c.identity() for c in text if not c.name.startswith("scheduler")}
-        if self._text_files not in (None, files):
-            raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
-        self._text_files = files
         return {
             "format": 1,
             "pipeline": self.name,
@@ -245,7 +245,10 @@ class GenericPipeline(StagedPipeline):
         """Latent pixels on a side of one token."""
         transformer, vae = (self.components[n].config if n in self.components else {} for n in ("transformer", "vae"))
         patch = transformer.get("patch_size") or transformer.get("all_patch_size") or 1
-        patch = patch[-1] if isinstance(patch, list) else patch
+        patch = patch[-1] if isinstance(patch, list) and patch else patch
+        if type(patch) is not int or patch < 1:
+            where = self.components["transformer"].folder / "config.json"
+            raise ValueError(f"{where} has the patch size {str(patch)[:80]!r}, which is no number. Download it again.")
         packed = transformer.get("in_channels") == 4 * vae.get("latent_channels", 0)
         return 2 if patch == 1 and packed else patch
 
@@ -284,10 +287,12 @@ class GenericPipeline(StagedPipeline):
 
     # Decode
 
-    def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self.components["vae"].config.get("timestep_conditioning") and "temb" not in arguments:
-            return arguments | {"temb": torch.zeros(latents.shape[0])}
-        return arguments
+    def _decode_arguments(
+        self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
+    ) -> Mapping[str, Any]:
+        if self.components["vae"].config.get("timestep_conditioning") and "temb" not in given:
+            return {**given, "temb": torch.zeros(latents.shape[0])}
+        return given
 
 
 class StandInVae(nn.Module):
@@ -358,11 +363,13 @@ class _Steps:
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
+        made = result[0] if isinstance(result, tuple) else result.prev_sample
+        check_step(made, self.taken, len(self.scheduler.timesteps))
         if self.on_step is None:
             return result
         if type(self.scheduler).__name__ in _EXPECTING:
             latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
         else:
-            latents = result[0] if isinstance(result, tuple) else result.prev_sample
+            latents = made
         self.on_step(self.taken, len(self.scheduler.timesteps), latents)
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -11,30 +11,24 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from ..memory import host
 from ..memory.batch import BatchDims
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.forecast import Forecast
+from ..memory.host_flags import host_flags
 from ..memory.manager import STRATEGIES, MemoryManager, manager
 from ..memory.probe import rates as measured_rates
 from ..memory.rates import Rates
-from ..memory.rehearse import StandIns
 from ..memory.runplan import RunPlan, StagePlan
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.unit import ManagedModel
 from .conditioning import Conditioning, to_host
-from .decode import check_finite, decode_latents, encode_pixels, to_images
 from .embedding_cache import EmbeddingCache, cache_key, shared_cache
+from .forecasts import alike, forecast_sampling, sampling_key
 from .kernels import AUTO, check_attention, held_uncompiled, kernels
-from .planning import (
-    TYPICAL_PROMPT,
-    Asked,
-    alike,
-    forecast_decoding,
-    forecast_sampling,
-    plan_run,
-    plan_stage,
-    sampling_key,
-)
+from .latents import check_finite, check_latents
+from .planning import TYPICAL_PROMPT, Asked, plan_run, plan_stage
+from .vae_stages import VaeStages
 
 log = logging.getLogger("ballast")
 
@@ -44,7 +38,7 @@ Prompt = str | Sequence[str]
 Modules = Mapping[str, nn.Module]  # by name of their unit
 
 
-class StagedPipeline(ABC):
+class StagedPipeline(VaeStages):
     """A pipeline whose encoders, transformer and decoder take turns on one device.
 
     Made by `open_pipeline`. `keep=False` gives every byte back when a stage ends; with `keep=True` the transformer
@@ -52,15 +46,11 @@ class StagedPipeline(ABC):
     """
 
     name: str
-    is_video = False
     frame_rate = 24  # of a video, frames a second
-    latent_dimensions = 4
-    decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
-    decoder_config: dict[str, Any]
-    stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a rehearsal has none of
+    titles: ClassVar[Mapping[str, str]] = {}  # what people call the models, by the name of their unit
     forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where those make the forecast a bound
     batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
 
@@ -82,7 +72,7 @@ class StagedPipeline(ABC):
         self.forecasts = self.cache.directory / "forecasts"
         self.encoders: list[ManagedModel] = []
         self.denoisers: list[ManagedModel] = []
-        self.decoder: ManagedModel
+        self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
     def encode(self, prompt: Prompt, negative_prompt: Prompt = "", **options: Any) -> Conditioning:
         """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
@@ -91,7 +81,7 @@ class StagedPipeline(ABC):
         """
         self._check_options(options)
         negative_prompt = _for_each(prompt, negative_prompt)
-        key = cache_key(self._encoding_facts(prompt, negative_prompt, options))
+        key = self._encoding_key(prompt, negative_prompt, options)
         if key and (found := self.cache.get(key)):
             return found
 
@@ -106,9 +96,18 @@ class StagedPipeline(ABC):
         for tensors in conditioning.tensors.values():  # before it is kept for good
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 check_finite(tensor, "the text encoders made")
+        self._encoding_key(prompt, negative_prompt, options)  # raises where a file was changed meanwhile
         if key:
             self.cache.put(key, conditioning)
         return conditioning
+
+    def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> str | None:
+        """The key of an embedding in the cache. ValueError if the files are others than they were."""
+        facts = self._encoding_facts(prompt, negative_prompt, options)
+        if self._text_files not in (None, facts["files"]):
+            raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
+        self._text_files = facts["files"]
+        return cache_key(facts)
 
     def sample(
         self,
@@ -140,6 +139,7 @@ class StagedPipeline(ABC):
         attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
         """
         steps = self.default_steps if steps is None else steps
+        strategy = host_flags().strategy(strategy, "transformer")
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
         check_attention(attention, [unit.module for unit in self.denoisers] if attention != AUTO else ())
 
@@ -219,11 +219,10 @@ class StagedPipeline(ABC):
     def _vram_budget(self) -> int:
         """What a run here may take: the stated budget, for which others make room, or what is free now."""
         manager = self.manager
+        available = manager.budget_bytes + host.movable_bytes(manager.device)
         if self.vram_bytes is None:
-            return manager.budget_bytes
-        if manager.accelerator.is_cpu:  # a plan for another machine
-            return self.vram_bytes
-        return min(self.vram_bytes, max(0, manager.accelerator.total_bytes() - manager.budget.reserve_bytes))
+            return available
+        return self.vram_bytes if manager.accelerator.is_cpu else min(self.vram_bytes, available)
 
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)
@@ -248,40 +247,10 @@ class StagedPipeline(ABC):
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
+        if (given := options.get("init_latents")) is not None:
+            check_latents(given)
+            check_finite(given, "the latents to start from hold")
         return self._sample_arguments(width, height, steps, guidance, frames, options)
-
-    def decode(self, latents: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Pictures from latents, decoded in float32: [B,H,W,3], for a video [B,F,H,W,3], float32 in 0..1 on the CPU.
-
-        `arguments` are further ones of the VAE's own `decode`.
-        """
-        takes = self.decoder_config.get("latent_channels") or self.decoder_config.get("z_dim")
-        if latents.ndim != self.latent_dimensions or takes not in (None, latents.shape[1]):
-            has = latents.shape[1] if latents.ndim > 1 else 0
-            raise ValueError(
-                f"the latents have {has} channels in {latents.ndim} dimensions; the VAE of {self.name} takes {takes} "
-                f"in {self.latent_dimensions}. Sample and decode with the same pipeline."
-            )
-        arguments = self._decode_arguments(latents, arguments)
-        stage = {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes}
-        # Only a stated budget needs it: without one, tiles come when memory runs out.
-        stated = self.vram_bytes is not None and not self.manager.accelerator.is_cpu
-        forecast = forecast_decoding(self, latents, arguments) if stated else None
-        pixels = decode_latents(self.manager, self.decoder, latents, stage, arguments, forecast)
-        return to_images(pixels, video=self.is_video)
-
-    def encode_image(self, image: torch.Tensor) -> torch.Tensor:
-        """Latents of pictures [B,H,W,3] in 0..1, to start a run from: [B,C,h,w], or [B,C,1,h,w] where there are frames.
-
-        As `decode` takes them, float32 on the CPU. Not every family has a use for them.
-        """
-        if image.ndim != 4 or image.shape[3] != 3:
-            raise ValueError(f"the picture is {list(image.shape)}; it takes [pictures, height, width, 3].")
-        pixels = image.permute(0, 3, 1, 2) * 2 - 1
-        if self.latent_dimensions == 5:
-            pixels = pixels.unsqueeze(2)
-        stage = {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes}
-        return encode_pixels(self.manager, self.decoder, pixels, stage)
 
     def _run_stage(
         self,
@@ -296,6 +265,7 @@ class StagedPipeline(ABC):
         keep: bool = False,
     ) -> Result:
         """Run a stage; if the device runs out of memory, again with everything else gone: streamed, then leafwise."""
+        strategy = host_flags().strategy(strategy, units[0].role if units else "other")
         stage: dict[str, Any] = {
             "work": work,
             "forecast": forecast,
@@ -337,12 +307,8 @@ class StagedPipeline(ABC):
         """Raise TypeError for options that `_encode` does not know."""
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Everything that decides what the stages work in, beside the arguments, as plain data."""
-
-    @abstractmethod
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
-        """Everything that decides the embeddings, as plain data."""
+        """Everything that decides the embeddings, as plain data; under "files" the digests of all files among it."""
 
     @abstractmethod
     def _encode(
@@ -376,14 +342,6 @@ class StagedPipeline(ABC):
         modules: Modules,
     ) -> torch.Tensor:
         """Latents as the decoder takes them, on any device, made by these transformers."""
-
-    def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the decoder's `decode`."""
-        return arguments
-
-    def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
-        """As much of the latents as shows, in a rehearsal, what decoding all of them takes."""
-        return latents
 
 
 def _for_each(prompt: Prompt, negative_prompt: Prompt) -> Prompt:

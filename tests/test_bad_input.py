@@ -89,7 +89,7 @@ def test_shard_outside_of_the_folder(copied: Path) -> None:
     index = {"weight_map": {"a": "../vae/diffusion_pytorch_model.safetensors"}}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "diffusion_pytorch_model.safetensors").unlink()
-    refusal(copied, FileNotFoundError)
+    assert "../vae" in refusal(copied)
 
 
 def test_wrong_folder(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_they_open_without_weights(name: str, folders: Callable[[str], Path]) ->
     used = PUBLISHED[name] | ({"text_encoder_4": 8.030 - 128256 * 4096 / 1e9} if name == "hidream" else {})
     assert sizes == pytest.approx({part: n * 1e9 * bytes_each[part] for part, n in used.items()}, rel=0.01)
     for part, unit in pipe._units.items():
-        stored = pipe.components[part]._stored()
+        stored = pipe.components[part].stored
         for key, parameter in unit.module.named_parameters():
             assert stored[key].shape == parameter.shape
 

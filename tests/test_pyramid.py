@@ -154,18 +154,17 @@ def test_plan(folders: dict[str, Path]) -> None:
     assert plan.fits and [stage.name for stage in plan.stages] == ["encode", "sample", "decode"]
 
 
-@pytest.mark.parametrize("budget", ["auto", "tiles"])
+@pytest.mark.parametrize("budget", ["auto", "less"])
 def test_decoding_keeps_its_budget(budget: str, folders: dict[str, Path], sim: ModuleType) -> None:
-    """With little room in tiles, which change the picture a little."""
+    """With less room in stripes, which change nothing."""
     pipe: Any = ballast.open_pipeline(folders["flux"], device="sim")
     latents = torch.randn(1, 16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     whole = pipe.decode(latents)
-    if budget == "tiles":
+    if budget == "less":
         pipe.vram_bytes = pipe.decoder.size_bytes + decode_bytes(pipe.decoder_config, 256, 256) - 1
         sim.reset_stats()
-        tiled = pipe.decode(latents)
+        torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-4, rtol=0)
         assert sim.stats().peak_bytes <= pipe.vram_bytes
-        assert 0 < (tiled - whole).abs().max() < 0.5
     assert sim.stats().allocated_bytes == 0
 
 

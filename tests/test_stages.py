@@ -205,9 +205,7 @@ def test_out_of_memory_in_any_stage_is_survived(stage: str, folder: Path, sim: M
         pipe.cache.clear()
         with sim.fail_after(count):
             result = run()
-        if stage != "decode":  # tiles change a picture
-            torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
-        assert result.shape == expected.shape
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert sim.stats().allocated_bytes == 0
 
 
@@ -219,15 +217,14 @@ def test_cap_too_small_for_anything_is_one_clear_line(folder: Path, sim: ModuleT
     assert sim.stats().allocated_bytes == 0
 
 
-def test_decode_falls_back_to_tiles_and_then_to_the_cpu(folder: Path, sim: ModuleType) -> None:
+def test_decode_goes_on_in_stripes_and_then_on_the_cpu(folder: Path, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(folder, device="sim")
     latents = torch.randn(1, 4, 16, 16)
     whole = pipe.decode(latents)
     peak = sim.stats().peak_bytes
     sim.enable(total=peak // 2)
-    tiled = pipe.decode(latents)
-    assert tiled.shape == whole.shape
-    assert manager("sim").timeline.stages[-1].peak_bytes > 0
+    torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-5, rtol=0)
+    assert 0 < manager("sim").timeline.stages[-1].peak_bytes <= peak // 2
     sim.enable(total=sizes_of(pipe.decoder).leaf_bytes // 2)
     torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
@@ -245,7 +242,7 @@ def test_decode_is_really_float32(copied: Path, sim: ModuleType) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(pipe.decoder.module), "decode", record)
         pipe.decode(torch.randn(1, 4, 4, 6, dtype=torch.bfloat16))
-    assert seen == [(torch.float32, {torch.float32})]
+    assert set(map(str, seen)) == {str((torch.float32, {torch.float32}))}, "in the rehearsal too"
 
 
 def test_keep_leaves_the_transformer_for_the_next_run(folder: Path, sim: ModuleType) -> None:

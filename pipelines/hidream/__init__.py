@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ...memory.calls import interpose
-from ..components import Component, read_json
+from ...memory.files import read_json
+from ..components import Component
 from ..conditioning import Conditioning
 from ..generic import GenericPipeline
 from ..staged import Prompt
@@ -36,6 +37,14 @@ class HiDreamPipeline(GenericPipeline):
 
     stand_ins: ClassVar = {("MOEFeedForwardSwiGLU", "moe_infer"): any_routing}
     forecast_caveat: ClassVar = "The transformer's peak is an upper bound, for any routing among its experts."
+    titles: ClassVar = {
+        "text_encoder": "CLIP-L",
+        "text_encoder_2": "CLIP-G",
+        "text_encoder_3": "T5-XXL",
+        "text_encoder_4": "Llama 3.1 8B",
+        "transformer": "HiDream-I1",
+        "vae": "VAE",
+    }
     batch_dims: ClassVar = {"encoder_hidden_states_llama3": 1}  # [layers, batch, tokens, channels]
 
     def __init__(

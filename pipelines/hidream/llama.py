@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..components import read_json
+from ...memory.files import read_json
 
 REPOSITORY = "meta-llama/Meta-Llama-3.1-8B-Instruct"
 FOLDER = "text_encoder_4"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ...memory.weights import file_identity, stored_tensors
 from ..checkpoint import Checkpoint
 from ..components import parse_dtype
 from ..conditioning import Conditioning, Text, pair, text_of
+from ..latents import check_step
 from ..staged import OnStep, Prompt, StagedPipeline
 from .adapter import AdaptedTower
 from .gemma import gemma_features, gemma_names, make_gemma, with_system_prompt
@@ -50,6 +51,12 @@ class NewbiePipeline(StagedPipeline):
     starts_from_latents = True
     default_steps = 28
     default_guidance = 4.5
+    titles: ClassVar = {
+        "text_encoder": "Gemma 3 4B",
+        "text_encoder_2": "Jina CLIP v2",
+        "transformer": "NewBie",
+        "vae": "VAE",
+    }
 
     def __init__(
         self,
@@ -88,8 +95,8 @@ class NewbiePipeline(StagedPipeline):
             "format": 1,
             "pipeline": self.name,
             "libraries": [transformers.__version__],
-            "files": [file_identity(path) for path in words],
-            "encoders": {unit.name: self.parts[unit.name].identity() for unit in self.encoders},
+            "files": [file_identity(path) for path in words]
+            + [self.parts[unit.name].identity() for unit in self.encoders],
             "configs": [self.layout.gemma.config, self.layout.jina.config],
             "dtypes": [str(self.parts[unit.name].run_dtype) for unit in self.encoders],
             "options": options,
@@ -207,6 +214,7 @@ class NewbiePipeline(StagedPipeline):
         x = start(noise, picture, schedule[0])
         for taken, (after, expected) in enumerate(SAMPLERS[arguments["sampler"]](velocity, x, schedule), 1):
             x = after
+            check_step(x, taken, steps)
             if on_step is not None:
                 on_step(taken, steps, expected)
         return x / vae["scaling_factor"] + (vae["shift_factor"] or 0)

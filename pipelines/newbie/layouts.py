@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...memory.files import read_json
 from ...memory.weights import Stored, find_weights, stored_tensors
 from ..checkpoint import converted
-from ..components import files_beside_weights, read_json
+from ..trust import check_settings, files_beside_weights, read_config
 from .gemma import GEMMA_3_4B
 from .sizes import gemma_sizes, jina_sizes, transformer_sizes, vae_sizes
 from .tokenizers import embedded_tokenizer, folder_tokenizer
@@ -59,9 +59,9 @@ def is_newbie(path: Path) -> bool:
 
 def _says_newbie(config: Path) -> bool:
     try:
-        found = json.loads(config.read_text("utf-8"))
+        found = read_json(config)
         return found.get("_class_name") == "NewbiePipeline" or found.get("model_type") == "nextdit_clip"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return False
 
 
@@ -91,12 +91,13 @@ def find_layout(path: Path, gemma: Path | None, jina: Path | None, vae: Path | N
 def _folder(folder: Path) -> Part:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.parent} has no {folder.name}/. Download all of {REPOSITORY} again.")
-    return Part(read_json(folder / "config.json"), tuple(find_weights(folder)[0]))
+    return Part(read_config(folder, folder.parent), tuple(find_weights(folder)[0]))
 
 
 def _words(folder: Path) -> Words:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.parent} has no {folder.name}/. Download all of {REPOSITORY} again.")
+    check_settings(folder, folder.parent)
     return Words(lambda: folder_tokenizer(folder), tuple(files_beside_weights(folder)))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...memory.files import one_line
 from ...memory.weights import read_header, read_tensors
 
 _FILES = ("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model")
@@ -22,7 +23,10 @@ def folder_tokenizer(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder / _FILES[0]} is missing. Download all of the folder again.")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, padding_side="right")
+    with one_line(folder, "read as a tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, padding_side="right"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ from ...memory.unit import ManagedModel
 from ..checkpoint import Checkpoint
 from ..components import parse_dtype, read_components
 from ..conditioning import Conditioning, pair, text_of
+from ..decode_policy import WayName
 from ..staged import OnStep, Prompt, StagedPipeline
 from .layouts import Layout, find_layout
 from .loop import GuidedVelocity, SeededNoise, Settings, Step, check_size, generate
 from .text import SUFFIX, encode_texts
-from .vae_decode import choose, from_vae, to_vae
+from .vae_decode import TILES, choose, from_vae, to_vae
 
 _SIZES = {"768p": (1280, 768), "384p": (640, 384), "image": (1024, 1024)}
 _FRAMES = {"768p": 121, "384p": 121, "image": 1}  # 5 seconds
+_TILE = 512  # pixels, where it was thought to decode without tiles
 _CHANNELS = 16
 _SAMPLING: dict[str, Any] = {
     "first_frame_steps": None, "video_steps": None, "video_guidance": 5.0, "linear_guidance": False,
@@ -53,6 +55,7 @@ class PyramidFlowPipeline(StagedPipeline):
     starts_from_latents = decodes_to_host = True
     default_steps = 10
     default_guidance = 7.0
+    titles: ClassVar = {"transformer": "Pyramid-Flow", "vae": "causal VAE"}
 
     def __init__(
         self,
@@ -211,17 +214,19 @@ class PyramidFlowPipeline(StagedPipeline):
 
     # Decode
 
-    def _decode_arguments(self, latents: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(arguments.keys() - {"window", "tile_pixels"}):
+    def _decode_arguments(
+        self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
+    ) -> Mapping[str, Any]:
+        if unknown := sorted(given.keys() - {"window", "tile_pixels"}):
             raise TypeError(f"{self.name} decodes with no {', '.join(unknown)}. It knows: tile_pixels, window.")
-        if arguments:
-            return arguments
-        if self.manager.accelerator.is_cpu:
-            return {"window": 1, "tile_pixels": None}
+        if given or way in ("stripes", "cpu"):
+            return {"window": 1, "tile_pixels": None, **given}
         height, width = (8 * size for size in latents.shape[-2:])
-        room = self._vram_budget() - self.decoder.size_bytes
-        found = choose(self.decoder_config, height, width, room) or (1, 128)
-        return {"window": found[0], "tile_pixels": found[1]}
+        work_bytes = room_bytes - self.decoder.size_bytes
+        window, tile = choose(self.decoder_config, height, width, work_bytes) or (1, TILES[-1])
+        if way == "whole":
+            return {"window": window if tile is None else 1, "tile_pixels": None}
+        return {"window": window, "tile_pixels": tile or _TILE}
 
     def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
         return latents[:, :, :3]  # from the second chunk on they are alike

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.weights import find_weights, stored_tensors
-from ..components import read_json
+from ..trust import read_config
 from .kinds import Kind, kind_of
 
 REPOSITORY = "rain1011/pyramid-flow-miniflux"
@@ -66,17 +66,17 @@ def find_layout(path: Path, variant: str, text: Path | None, vae: Path | None) -
     if path.is_file():
         return _single_files(path, variant, text, vae)
     there = [name for name in VARIANTS if (path / f"{_DIT}{name}").is_dir()]
-    chosen = there[0] if variant == "auto" else variant
+    chosen = next(iter(there), VARIANTS[0]) if variant == "auto" else variant
     if chosen not in there:
         raise FileNotFoundError(
-            f"{path} has no {_DIT}{chosen}/, only {', '.join(there)}. Download it, or choose another."
+            f"{path} has no {_DIT}{chosen}/, only {', '.join(there) or 'others'}. Download it, or choose another."
         )
     config, files = _folder(path / f"{_DIT}{chosen}")
     return Layout(kind_of(config), chosen, (config, files), _folder(path / _VAE), text or path)
 
 
 def _folder(folder: Path) -> tuple[Mapping[str, Any], tuple[Path, ...]]:
-    return read_json(folder / "config.json"), tuple(find_weights(folder)[0])
+    return read_config(folder, folder.parent), tuple(find_weights(folder)[0])
 
 
 def _single_files(transformer: Path, variant: str, text: Path | None, vae: Path | None) -> Layout:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..conditioning import Text
+from ..latents import check_step
 
 STAGES = 3
 _SPATIAL, _TEMPORAL, _SIDE = 8, 8, 64  # pixels and frames of a latent one; pixels that a size is a multiple of
@@ -222,6 +223,7 @@ def generate(
                 expected = scheduler.expected(direction, x)
                 x = scheduler.step(direction, x)
                 taken += 1
+                check_step(x, taken, total)
                 if on_step is not None:
                     on_step(Step(unit, units, stage, step, taken, total, expected))
         history.add(x)

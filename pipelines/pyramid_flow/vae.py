@@ -94,7 +94,7 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]  # as diffu
         if window is None and self._tile_pixels is None:
             frames = self._decoded(z, None, None)
         else:
-            tiles = self._tile_pixels or tile_pixels
+            tiles = tile_pixels or self._tile_pixels
             frames = torch.cat(list(self.decode_chunks(z, window or 1, tiles, torch.Tensor.cpu)), dim=2)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 

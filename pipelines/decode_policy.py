@@ -1,0 +1,61 @@
+"""Which way to decode: by what each takes, before any is tried. Pure functions: no tensor, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+WayName = Literal["whole", "stripes", "tiles", "cpu"]
+
+_PATIENCE = 4  # times as long as blended tiles, which change the picture, and a minute
+_MINUTE = 60.0
+_LEAST_STRIPES = 1 / 8  # of the room, in which stripes are tried again when memory runs out
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode, and what it takes: bytes on the device with the weights, RAM for feature maps, seconds.
+
+    `share` is the part of the room that stripes are to use. What is not known is None, and is found out by trying.
+    """
+
+    name: WayName
+    peak_bytes: int | None = None
+    ram_bytes: int = 0
+    seconds: float | None = None
+    share: float = 1.0
+
+    @property
+    def words(self) -> str:
+        """What people call it."""
+        part = "" if self.share == 1 else f" of 1/{round(1 / self.share)} of the room"
+        return {"whole": "whole", "stripes": f"in stripes{part}", "tiles": "in tiles", "cpu": "on the CPU"}[self.name]
+
+    def fits(self, room_bytes: int, ram_bytes: int) -> bool:
+        """Whether it is worth trying."""
+        return (self.peak_bytes is None or self.peak_bytes <= room_bytes) and self.ram_bytes <= ram_bytes
+
+
+def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
+    """The first of the ways, best first, that fits; the one after it where stripes take absurdly longer.
+
+    Whole and in stripes give the same picture; blended tiles do not, but are quick; the CPU, which always fits, is the
+    last of the ways. Those after the chosen one are not looked at, as far as can be.
+    """
+    fitting = (way for way in ways if way.fits(room_bytes, ram_bytes))
+    first = next(fitting)
+    if first.name != "stripes" or first.seconds is None:
+        return first
+    after = next(fitting)
+    if after.seconds is not None and first.seconds > _PATIENCE * after.seconds + _MINUTE:
+        return after
+    return first
+
+
+def less(way: Way) -> Way | None:
+    """What to try when memory ran out all the same; None after the CPU."""
+    if way.name == "stripes" and way.share > _LEAST_STRIPES:
+        return Way("stripes", share=way.share / 2)
+    after: dict[WayName, WayName] = {"whole": "stripes", "stripes": "tiles", "tiles": "cpu"}
+    return Way(after[way.name]) if way.name in after else None

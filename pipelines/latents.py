@@ -1,0 +1,58 @@
+"""Whether latents are what a VAE can decode, wherever they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
+
+_NOT_FINITE = (
+    "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
+    "float16 (dtype='bf16'), and check that their files are whole."
+)
+
+
+def check_finite(tensor: torch.Tensor, what: str) -> None:
+    """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
+    if not torch.isfinite(tensor).all():
+        raise ValueError(_NOT_FINITE.format(what=what))
+
+
+def check_step(latents: torch.Tensor, step: int, steps: int) -> None:
+    """Raise ValueError, naming the step, if it made NaN or infinite values. Waits for the device."""
+    if latents.device.type == "meta":  # a rehearsal
+        return
+    if not math.isfinite(float(latents.sum(dtype=torch.float32))):  # no tensor of their size is made for it
+        raise ValueError(_NOT_FINITE.format(what=f"step {step} of {steps} made"))
+
+
+def samples_of(latent: Any) -> Any:
+    """What a LATENT holds. TypeError or ValueError, in one line, for another thing."""
+    if not isinstance(latent, Mapping):
+        raise TypeError(f"latent is {type(latent).__name__}, not a LATENT. Connect a sampler or VAE Encode (Ballast).")
+    if latent.get("samples") is None:
+        raise ValueError(
+            "latent has no samples: it is damaged, or no LATENT. Connect a sampler or VAE Encode (Ballast)."
+        )
+    return latent["samples"]
+
+
+def check_latents(latents: Any) -> None:
+    """Raise TypeError or ValueError, in one line, for what is no dense tensor of numbers in memory."""
+    if not isinstance(latents, torch.Tensor):
+        raise TypeError(f"the latents are {type(latents).__name__}, not a tensor. Sample with this pipeline first.")
+    kind = None
+    if latents.is_nested or latents.layout != torch.strided:
+        kind = "nested or sparse"
+    elif latents.is_meta:
+        kind = "on meta, without values"
+    elif not latents.is_floating_point():
+        kind = str(latents.dtype)
+    elif not 0 < latents.numel() <= _MOST:
+        kind = f"of {latents.numel()} elements"
+    if kind:
+        raise ValueError(f"the latents are {kind}; a VAE takes dense ones in floating point. Sample them again.")
