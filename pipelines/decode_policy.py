@@ -8,7 +8,7 @@ from typing import Literal
 
 WayName = Literal["whole", "stripes", "tiles", "cpu"]
 
-_PATIENCE = 4  # times as long as blended tiles, which change the picture, and a minute
+_PATIENCE = 8  # times as long as blended tiles, which change the picture, and a minute
 _MINUTE = 60.0
 _LEAST_STRIPES = 1 / 8  # of the room, in which stripes are tried again when memory runs out
 

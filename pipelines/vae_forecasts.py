@@ -56,20 +56,28 @@ class VaeTakes:
     def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None:
         """In exact stripes within a budget beside the weights."""
         budget_bytes -= budget_bytes % _STRIPED_STEP if budget_bytes > 8 * _STRIPED_STEP else 0
-        key = self._key(f"stripes {budget_bytes}", tensor)
-        if key and key in _striped:
-            return _striped[key]
-        try:
-            with quietly(), self._pipe.manager.between_stages():
-                found = self._rehearse_stripes(tensor, budget_bytes)
-        except Exception as error:
-            log.info("Ballast: %s of %s cannot run in stripes (%s)", self._name, self._pipe.name, error)
-            found = None
-        if key:
+        sample = self._sample(tensor)
+        key = self._key(f"stripes {budget_bytes}", sample)
+        if key not in _striped:
+            try:
+                with quietly(), self._pipe.manager.between_stages():
+                    found = self._rehearse_stripes(sample, budget_bytes)
+            except Exception as error:
+                log.info("Ballast: %s of %s cannot run in stripes (%s)", self._name, self._pipe.name, error)
+                found = None
+            if key is None:
+                return found
             _striped[key] = found
             while len(_striped) > _MOST:
                 _striped.popitem(last=False)
-        return found
+        found = _striped[key] if key else None
+        times = tensor.numel() / sample.numel()
+        return found and replace(
+            found,
+            h2d_bytes=int(found.h2d_bytes * times),
+            d2h_bytes=int(found.d2h_bytes * times),
+            operations=found.operations * times,
+        )
 
     def rehearse(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
         """The forecast, with `tile` that of one tile in the seconds of all, and the result."""
@@ -94,21 +102,13 @@ class VaeTakes:
         }
         return replace(forecast, units=units), result
 
-    def _rehearse_stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast:
+    def _rehearse_stripes(self, sample: torch.Tensor, budget_bytes: int) -> StripedForecast:
         module = self._pipe.decoder.skeleton()
-        sample = self._sample(tensor)
 
-        def run(striped_tensor: torch.Tensor) -> torch.Tensor:
-            return self._call(module, striped_tensor, striped_tensor.device, "stripes")
+        def run(tensor: torch.Tensor) -> torch.Tensor:
+            return self._call(module, tensor, tensor.device, "stripes")
 
-        found, _ = striped.forecast(module, run, sample.float(), budget_bytes=budget_bytes)
-        times = tensor.numel() / sample.numel()
-        return replace(
-            found,
-            h2d_bytes=int(found.h2d_bytes * times),
-            d2h_bytes=int(found.d2h_bytes * times),
-            operations=found.operations * times,
-        )
+        return striped.forecast(module, run, sample.float(), budget_bytes=budget_bytes)[0]
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._pipe._decode_sample(tensor) if self._name == "decode" else tensor

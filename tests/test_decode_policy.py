@@ -26,10 +26,10 @@ def test_exact_ways_come_first(room: int, ram: int, chosen: str) -> None:
 
 
 def test_stripes_that_take_absurdly_long_give_way_to_tiles() -> None:
-    slow = [Way("whole", 100), Way("stripes", 20, 60, 101.0), Way("tiles", 30, 0, 10.0), Way("cpu")]
+    slow = [Way("whole", 100), Way("stripes", 20, 60, 141.0), Way("tiles", 30, 0, 10.0), Way("cpu")]
     assert choose(slow, 50, 100).name == "tiles"
     assert choose(slow, 25, 100).name == "stripes", "where tiles do not fit"
-    hardly = [Way("whole", 100), Way("stripes", 20, 60, 99.0), Way("tiles", 30, 0, 10.0), Way("cpu")]
+    hardly = [Way("whole", 100), Way("stripes", 20, 60, 139.0), Way("tiles", 30, 0, 10.0), Way("cpu")]
     assert choose(hardly, 50, 100).name == "stripes"
 
 
