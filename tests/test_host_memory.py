@@ -258,3 +258,37 @@ def test_unload_button_empties_both(host: HostServer) -> None:
     host.free(unload_models=True, free_memory=False)
     assert host.device()["allocated_bytes"] == 0 and not any(host.device()["loaded"].values())
     host.run(our_run(seed=10) | native_run(seed=10, wait_for="sample"))
+
+
+def test_thirty_prompts_of_two_models_end_where_they_began(host: HostServer) -> None:
+    """The host's model and ours in turn: after each prompt of a kind the card holds the same, and RAM does not grow."""
+    levels: dict[str, list[int]] = {"native": [], "ours": []}
+    resident: list[int] = []
+    for number in range(30):
+        kind = "ours" if number % 2 else "native"
+        host.run(our_run(seed=number) if number % 2 else native_run(seed=number))
+        levels[kind].append(host.device()["allocated_bytes"])
+        resident.append(memory_of(host))
+    for kind, found in levels.items():
+        assert max(found[1:]) <= 1.02 * min(found[1:]), (kind, found)
+    assert resident[-1] <= 1.02 * max(resident[8:12]), resident
+    host.free()
+    assert host.device()["allocated_bytes"] == 0
+
+
+def memory_of(server: HostServer) -> int:
+    """RAM of the host's process, in KB."""
+    assert server.process
+    status = Path(f"/proc/{server.process.pid}/status").read_text("utf-8")
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+def test_node_that_fails_in_the_middle_leaves_the_others_and_the_card(host: HostServer) -> None:
+    prompt = native_run() | our_run()
+    prompt["sample"]["inputs"]["width"] = 63
+    entry = host.run(prompt, check=False)
+    assert "BallastSampler: ValueError: width is 63" in str(host.error(entry))
+    again = host.run(native_run() | our_run())
+    assert {"clip", "unet", "load"} & set(host.cached(again)), "what was done before it failed is not done again"
+    host.free()
+    assert host.device()["allocated_bytes"] == 0
