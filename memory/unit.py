@@ -105,6 +105,7 @@ class ManagedModel:
         self._stored = stored
         self._module: nn.Module | None = None
         self._on_host = False
+        self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
 
     @classmethod
     def from_module(cls, name: str, role: Role, module: nn.Module) -> ManagedModel:
@@ -152,7 +153,9 @@ class ManagedModel:
     @property
     def size_bytes(self) -> int:
         """Bytes of all weights and buffers; tied ones count once."""
-        return sum({id(slot.tensor): slot.tensor.nbytes for slot in self._host_slots()}.values())
+        if self._size_bytes is None:
+            self._size_bytes = sum({id(slot.tensor): slot.tensor.nbytes for slot in self._host_slots()}.values())
+        return self._size_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -200,7 +203,7 @@ class ManagedModel:
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
             raise
-        self._on_host = True
+        self._on_host, self._size_bytes = True, None
         return self.size_bytes
 
     def source(self) -> Mapping[str, Stored] | None:
@@ -225,7 +228,7 @@ class ManagedModel:
             if id(slot.tensor) not in left:
                 left[id(slot.tensor)] = _without_weights(slot.tensor)
             slot.holder[slot.key] = left[id(slot.tensor)]
-        self._on_host = False
+        self._on_host, self._size_bytes = False, None
         return freed
 
     def _host_slots(self) -> Iterator[Slot]:
