@@ -9,6 +9,7 @@ from pathlib import Path
 import folder_paths
 
 from ..memory.files import model_roots, read_json
+from ..pipelines.recognition import is_newbie_folder, is_pyramid_folder
 
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
@@ -17,11 +18,9 @@ _MAX_DEPTH = 3
 
 def find_pipelines() -> dict[str, Path]:
     """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
-    from ..pipelines.newbie.layouts import is_newbie
-    from ..pipelines.pyramid_flow.layouts import is_pyramid
 
     def is_pipeline(path: Path, files: list[str]) -> bool:
-        return "model_index.json" in files or is_newbie(path) or is_pyramid(path)
+        return "model_index.json" in files or is_newbie_folder(path) or is_pyramid_folder(path)
 
     return {DEMO: _DEMO_FOLDER} | _folders("diffusers", is_pipeline)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory.files import read_json
 from ...memory.weights import Stored, find_weights, stored_tensors
 from ..checkpoint import converted
+from ..recognition import is_newbie_folder
 from ..trust import check_settings, files_beside_weights, read_config
 from .gemma import GEMMA_3_4B
 from .sizes import gemma_sizes, jina_sizes, transformer_sizes, vae_sizes
@@ -51,18 +51,7 @@ def is_newbie(path: Path) -> bool:
     """Whether a folder holds NewBie, or a file its transformer. Reads no weights."""
     if path.is_file():
         return path.suffix == ".safetensors" and any(name.endswith(_MARK) for name in stored_tensors([path]))
-    for config in (path / "model_index.json", path / "transformer" / "config.json"):
-        if config.is_file() and _says_newbie(config):
-            return True
-    return False
-
-
-def _says_newbie(config: Path) -> bool:
-    try:
-        found = read_json(config)
-        return found.get("_class_name") == "NewbiePipeline" or found.get("model_type") == "nextdit_clip"
-    except (OSError, ValueError):
-        return False
+    return is_newbie_folder(path)
 
 
 def find_layout(path: Path, gemma: Path | None, jina: Path | None, vae: Path | None) -> Layout:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.weights import find_weights, stored_tensors
+from ..recognition import PYRAMID_TRANSFORMER as _DIT
+from ..recognition import PYRAMID_VAE as _VAE
+from ..recognition import PYRAMID_VARIANTS as VARIANTS
+from ..recognition import is_pyramid_folder
 from ..trust import read_config
 from .kinds import Kind, kind_of
 
 REPOSITORY = "rain1011/pyramid-flow-miniflux"
-VARIANTS = ("768p", "384p", "image")
-_DIT, _VAE = "diffusion_transformer_", "causal_video_vae"
 # The classes of the text encoders, by the numbers of their folders. The last is T5.
 TEXT: dict[Kind, tuple[str, ...]] = {
     "flux": ("CLIPTextModel", "T5EncoderModel"),
@@ -46,7 +48,7 @@ class Layout:
 def is_pyramid(path: Path) -> bool:
     """Whether a folder holds Pyramid-Flow, or a file one of its transformers. Reads no weights."""
     if path.is_dir():
-        return (path / _VAE).is_dir() and any((path / f"{_DIT}{variant}").is_dir() for variant in VARIANTS)
+        return is_pyramid_folder(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     try:
