@@ -97,6 +97,10 @@ class EmbeddingCache:
         except OSError as error:
             log.warning("Ballast: the embedding cache cannot be read: %s", error)
             return None
+        except RuntimeError:  # what safetensors says of a file that another process has removed meanwhile
+            if path.exists():
+                raise
+            return None
         except (SafetensorError, ValueError) as error:
             log.warning("Ballast: dropping a damaged entry of the embedding cache, %s (%s)", path.name, error)
             self._unlink(path)

@@ -49,7 +49,7 @@ def test_killed_writers_leave_no_half_entry(tmp_path: Path) -> None:
     assert found["said"] == []
     assert found["left"] > 0, "some were killed in the midst of writing"
     assert found["parts"] == 0, "what they left is removed, if not at once"
-    assert found["entries"] == 24
+    assert found["entries"] >= 24
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
