@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -53,36 +53,45 @@ def keep(node: Map, with_moments: bool = False) -> None:
     """Make all of a map, and hold it on the device or in RAM."""
     if node.kept is not None:
         return
+    filled = None
+    if _fits(node):
+        try:
+            filled = _filled(node, True, with_moments)
+        except Exception as error:
+            node.room.ran_out(error)
+    buffer, moments = filled or _filled(node, False, with_moments)
+    node.keep_as(buffer.tensor, buffer)
+    node.moments = moments or node.moments
+
+
+def _filled(node: Map, on_device: bool, with_moments: bool) -> tuple[Buffer, Moments | None]:
     room, tally = node.room, Tally(node.axis) if with_moments else None
-    on_device = _fits(node)
     if on_device and node.peak_bytes(node.length) <= room.free_bytes:
         whole = node.rows(0, node.length)
         if node.shares or not _owns_its_memory(whole):
             whole = whole.clone(memory_format=torch.contiguous_format)
         if tally:
             tally.add(whole)
-        buffer = Buffer(room, whole, True)
-    else:
-        buffer = room.buffer(node.shape, node.dtype, node.axis, on_device)
-        for start, stop in _passes(node, 0 if on_device else 1):
-            stripe = node.rows(start, stop)
-            if tally:
-                tally.add(stripe)
-            room.store(buffer.tensor.narrow(node.axis, start, stop - start), stripe, node.axis)
-            del stripe
-    node.keep_as(buffer.tensor, buffer)
-    if tally:
-        node.moments = tally.total()
+        return Buffer(room, whole, True), tally.total() if tally else None
+    buffer = room.buffer(node.shape, node.dtype, node.axis, on_device)
+
+    def take(start: int, stripe: torch.Tensor) -> None:
+        room.store(buffer.tensor.narrow(node.axis, start, stripe.shape[node.axis]), stripe, node.axis)
+        if tally:
+            tally.add(stripe)
+
+    _each_stripe(node, take, 0 if on_device else 1)
+    return buffer, tally.total() if tally else None
 
 
 def _owns_its_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _passes(node: Map, copies: int) -> Iterator[tuple[int, int]]:
-    """The stripes to make a map in; `copies` of each are made on the way out.
+def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: int = 0) -> None:
+    """Make a map stripe by stripe, and have each taken, with the row it starts at; taking makes so many `copies` of it.
 
-    Rows in RAM that a stripe needs more than once come once, and are held for as long as it is made.
+    What is taken stays taken: a stripe that memory runs out in is made again, in parts.
     """
     room = node.room
 
@@ -93,9 +102,27 @@ def _passes(node: Map, copies: int) -> Iterator[tuple[int, int]]:
 
     height = stripe_height(node.length, room.free_bytes, peak_bytes, node.grain)
     for start, stop in room.steps(stripes(node.length, height)):
-        held = [one.rows(low, high) for one, low, high in _shared(node, start, stop)]
-        yield start, stop
-        del held
+        _take_in_parts(node, take, start, stop)
+
+
+def _take_in_parts(node: Map, take: Callable[[int, torch.Tensor], None], start: int, stop: int) -> None:
+    try:
+        _take(node, take, start, stop)
+        return
+    except Exception as error:
+        if stop - start == 1:
+            raise
+        node.room.ran_out(error)
+    middle = (start + stop) // 2
+    _take_in_parts(node, take, start, middle)
+    _take_in_parts(node, take, middle, stop)
+
+
+def _take(node: Map, take: Callable[[int, torch.Tensor], None], start: int, stop: int) -> None:
+    """One stripe. Rows in RAM that it needs more than once come once, and are held for as long as it is made."""
+    held = [one.rows(low, high) for one, low, high in _shared(node, start, stop)]
+    take(start, node.rows(start, stop))
+    del held
 
 
 def _shared(node: Map, start: int, stop: int) -> list[tuple[Map, int, int]]:
@@ -114,8 +141,7 @@ def find_moments(node: Map) -> Moments:
     """Mean and variance of a map over its rows and what is in them, for all dimensions before these."""
     if node.moments is None:
         tally = Tally(node.axis)
-        for start, stop in _passes(node, 0):
-            tally.add(node.rows(start, stop))
+        _each_stripe(node, lambda _, stripe: tally.add(stripe))
         node.moments = tally.total()
     return node.moments
 
@@ -133,8 +159,11 @@ def recut(node: Map, axis: int) -> Map:
 def to_host(node: Map) -> torch.Tensor:
     """All of a map in RAM, contiguous; on the device there is a stripe of it at a time."""
     result = torch.empty(node.shape, dtype=node.dtype)
-    for start, stop in _passes(node, 1):
-        node.room.store(result.narrow(node.axis, start, stop - start), node.rows(start, stop), node.axis)
+
+    def take(start: int, stripe: torch.Tensor) -> None:
+        node.room.store(result.narrow(node.axis, start, stripe.shape[node.axis]), stripe, node.axis)
+
+    _each_stripe(node, take, copies=1)
     return result
 
 
@@ -143,8 +172,11 @@ def to_device(node: Map) -> torch.Tensor:
     if node.kept is not None and node._on_device:
         return node.kept
     whole = torch.empty(node.shape, dtype=node.dtype, device=node.room.device)
-    for start, stop in _passes(node, 0):
-        whole.narrow(node.axis, start, stop - start).copy_(node.rows(start, stop))
+
+    def take(start: int, stripe: torch.Tensor) -> None:
+        whole.narrow(node.axis, start, stripe.shape[node.axis]).copy_(stripe)
+
+    _each_stripe(node, take)
     return whole
 
 

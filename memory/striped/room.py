@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ..errors import is_out_of_memory, release_frames
 from ..simulated import card as state
+
+log = logging.getLogger("ballast")
 
 _SHAPES = torch.empty(0, device="meta")  # what shapes are worked out with; made outside of any rehearsal
 _SPARE = 16  # one part in so many stays unspoken for: allocators round up, and small tensors are not counted
@@ -28,11 +32,22 @@ class Room:
         self.h2d_bytes = self.d2h_bytes = 0
         self._repeated_operations = 0.0
         self._dry = device.type == "meta"
+        self._was_short = False
 
     @property
     def free_bytes(self) -> int:
         """What the budget leaves beside the maps that lie on the device."""
         return max(0, self.budget_bytes - self.device_bytes)
+
+    def ran_out(self, error: BaseException) -> None:
+        """Take less from now on, since the device has run out of memory; any other error is raised again."""
+        if not is_out_of_memory(error):
+            raise error
+        release_frames(error)
+        self.budget_bytes -= self.free_bytes // 2
+        if not self._was_short:
+            log.warning("Ballast: memory ran out in a stripe; going on in smaller ones")
+        self._was_short = True
 
     def steps(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The stripes of a pass, or the blocks of one. A rehearsal does one of those that are alike, and counts all."""

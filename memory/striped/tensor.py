@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import attention as attention
 from . import layers as layers
@@ -107,7 +107,15 @@ def striped(tensor: torch.Tensor, room: Room, axis: int = -2) -> StripedTensor:
 
 
 def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
-    """The map or maps that a call gives."""
+    """The map or maps that a call gives. It is made once more where memory runs out: what it has kept stays kept."""
+    try:
+        return _answered(function, name, args, kwargs)
+    except Exception as error:
+        _room(args, kwargs).ran_out(error)
+    return _answered(function, name, args, kwargs)
+
+
+def _answered(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         given = tree_map_only(StripedTensor, lambda tensor: tensor.node, (args, kwargs))
         try:
@@ -121,16 +129,14 @@ def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) 
     return _whole(function, args, kwargs)
 
 
+def _room(args: tuple, kwargs: dict) -> Room:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StripedTensor)).node.room
+
+
 def _whole(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Any function, on real tensors."""
-    found: list[StripedTensor] = []
-
-    def real(tensor: StripedTensor) -> torch.Tensor:
-        found.append(tensor)
-        return to_device(tensor.node)
-
-    real_args, real_kwargs = tree_map_only(StripedTensor, real, (args, kwargs))
-    room = found[0].node.room
+    room = _room(args, kwargs)
+    real_args, real_kwargs = tree_map_only(StripedTensor, lambda tensor: to_device(tensor.node), (args, kwargs))
     result = function(*real_args, **real_kwargs)
 
     def as_map(tensor: torch.Tensor) -> Any:
