@@ -33,6 +33,15 @@ _base = tempfile.TemporaryDirectory(prefix="ballast_tests_")
 use_modules(HOST, _base.name)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_gc() -> Iterator[None]:
+    """Collecting garbage, which most tests do, takes little time: what the imports made is left out of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's own embedding cache."""

@@ -32,7 +32,6 @@ from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from fault_points import KINDS, FaultError, InterruptProcessingException, raised_at
 from node_runner import run_node
-from quick_gc import quick_gc  # noqa: F401 (a fixture)
 
 FAMILIES = ("auraflow", "zimage", "chroma")
 RUNS, WARM_UP = 200, 60

@@ -20,7 +20,6 @@ from ballast.memory.stream import Streamed
 from ballast.pipelines.generic import GenericPipeline
 from ballast.pipelines.kernels import check_attention, compiles, held_uncompiled, kernels
 from diffusers.models import attention_dispatch
-from quick_gc import quick_gc  # noqa: F401
 from test_stream import WIDTH, Blocks, budget, run
 from test_stream import model as shared_model
 from torch import nn

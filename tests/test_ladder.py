@@ -16,7 +16,6 @@ from ballast.memory import DoesNotFitError, ManagedModel, manager
 from ballast.memory.batch import batch_of, in_parts, joined
 from ballast.memory.forecast import Forecast, UnitForecast
 from ballast.memory.ladder import Terms, describe, next_terms
-from quick_gc import quick_gc  # noqa: F401 (a fixture)
 from torch import nn
 
 Folders = Callable[[str], Path]
@@ -182,7 +181,7 @@ def test_steps_before_the_one_that_failed_are_kept(tiny_folders: Folders, sim: M
         assert len(calls) == 5, "one call of four was made again"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "streamed", "leafwise"])
+@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])  # for auto see test_faults
 def test_out_of_memory_at_every_allocation_of_a_small_run(
     strategy: str, tiny_folders: Folders, sim: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

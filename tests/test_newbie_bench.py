@@ -12,7 +12,6 @@ import ballast.cli
 import newbie_folders
 import pytest
 from ballast.bench import newbie
-from quick_gc import quick_gc  # noqa: F401
 from test_bench import results
 
 GIB = 2**30

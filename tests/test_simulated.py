@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ballast.memory import simulated
-from quick_gc import quick_gc  # noqa: F401 (a fixture)
 
 if simulated.supported():
     pytest.skip(simulated.supported() or "", allow_module_level=True)

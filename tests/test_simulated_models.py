@@ -13,7 +13,6 @@ import torch
 from accelerate import cpu_offload
 from ballast.memory import simulated
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
-from quick_gc import quick_gc  # noqa: F401 (a fixture)
 
 if simulated.supported():
     pytest.skip(simulated.supported() or "", allow_module_level=True)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import simulated
-from quick_gc import quick_gc  # noqa: F401 (a fixture)
 from safetensors.torch import load_file, save_file
 
 if simulated.supported():
