@@ -312,6 +312,10 @@ class HostServer:
         """What the simulated device holds now, with `sim` only."""
         return self.get("/sim_device")
 
+    def ram_bytes(self) -> int:
+        """RAM that the host's process uses now, with `sim` only."""
+        return self.get("/sim_device/ram")["bytes"]
+
     def interrupt(self) -> None:
         self.request("/interrupt", {})
 

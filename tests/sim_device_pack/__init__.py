@@ -1,12 +1,16 @@
 """A node pack for tests: the simulated device as ComfyUI's own, over HTTP, and nodes with tiny models of its classes.
 
-`POST /sim_device {"total": "64MB"}` switches; `GET /sim_device` says what the card holds.
+`POST /sim_device {"total": "64MB"}` switches; `GET /sim_device` says what the card holds, `GET /sim_device/ram` how
+much RAM the process does, without what only waits to be used again.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +30,18 @@ async def tell(request: Any) -> Any:
     return web.json_response(facts())
 
 
+async def tell_ram(request: Any) -> Any:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text("utf-8")
+    kilobytes = next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]
+    return web.json_response({"bytes": 1024 * int(kilobytes)})
+
+
 if server := getattr(PromptServer, "instance", None):  # not there in a test that has no server
     server.routes.post("/sim_device")(enable)
     server.routes.get("/sim_device")(tell)
+    server.routes.get("/sim_device/ram")(tell_ram)
 
 
 def summary(value: Any) -> Any:
