@@ -1,0 +1,224 @@
+"""The units on one device: how they come, sit, shrink and leave. Mechanism, without leases and without a lock.
+
+What is to leave for what is decided by `eviction` and `fit`; `MemoryManager` decides when, and holds its lock around
+all of this.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from .accelerator import Accelerator
+from .budget import Budget
+from .errors import DoesNotFitError, is_out_of_memory, release_frames
+from .eviction import Use, choose_evictions, choose_shrinks
+from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
+from .placement import Resident
+from .schedule import Schedule
+from .stream import Streamed
+from .timeline import OnDevice, Timeline
+from .unit import ROLES, ManagedModel, Role
+
+
+class Residents:
+    """The units of one manager that are on its device, or are to be."""
+
+    def __init__(self, accelerator: Accelerator, units: Callable[[], list[ManagedModel]]) -> None:
+        self.accelerator, self.device, self.units = accelerator, accelerator.device, units
+        self.budget = Budget(accelerator, units)
+        self.schedule = Schedule()
+        self.timeline = Timeline(accelerator, self._on_device)
+        self.disk_bytes_read = 0
+        self.device_bytes_in = 0
+        self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+
+    def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
+        """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
+        if unit.leases == 1 and self._is_outdated(unit, strategy):
+            self.evict(unit)
+        for other in self.evictable(unit):
+            if other in instead_of:
+                self.evict(other)
+        if unit.placement is None:
+            self._place(unit, strategy)
+        else:
+            if unit.leases == 1 and (anew or unit.is_misfit):
+                self._resize(unit)
+            self._complete(unit)
+        unit.is_misfit = False
+
+    def runs(self, unit: ManagedModel) -> None:
+        """Note that a unit is about to run."""
+        self._called[unit] = self.timeline.record("call", unit).allocated_bytes
+
+    def ran(self, unit: ManagedModel, failed: bool) -> None:
+        """Note what its run took. What one that `failed` worked in tells nothing."""
+        if (before := self._called.pop(unit, None)) is not None:
+            peak = self._came(unit, "ran")
+            if not failed and not (unit.placement and unit.placement.name == "leafwise"):
+                self._replan(unit, peak - before)
+
+    def shrink(self, unit: ManagedModel, bytes: int) -> int:
+        """Let blocks of a unit leave that do not run. Returns the bytes really freed."""
+        if unit.placement is None or unit.pinned or (unit.leases and not isinstance(unit.placement, Streamed)):
+            return 0
+        freed = unit.placement.shrink(bytes)
+        if freed:
+            self._called.pop(unit, None)  # what the call under way takes cannot be told any more
+            self.timeline.record("evict", unit, freed)
+        return freed
+
+    def evict(self, unit: ManagedModel) -> None:
+        """Take a unit off the device, leased or not."""
+        if unit.placement is None:
+            return
+        placement, unit.placement, unit.is_leaving = unit.placement, None, False
+        left = placement.resident_bytes
+        placement.remove()
+        self.timeline.record("evict", unit, left)
+
+    def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
+        """Evict what may leave, least recently used first, until so many bytes are free. Returns those really freed."""
+        before = self.accelerator.allocated_bytes()
+        for unit in self.evictable():
+            if bytes is not None and before - self.accelerator.allocated_bytes() >= bytes:
+                break
+            if unit.role in roles:
+                self.evict(unit)
+        gc.collect()
+        self.accelerator.empty_cache()
+        return max(0, before - self.accelerator.allocated_bytes())
+
+    def evictable(self, wanted: ManagedModel | None = None) -> list[ManagedModel]:
+        """Units that may leave the device, least recently used first."""
+        free = [u for u in self.units() if u.placement and u is not wanted and not u.leases and not u.pinned]
+        return sorted(free, key=lambda unit: unit.last_use)
+
+    def keep_ram_budget(self, wanted: ManagedModel, wanted_bytes: int = 0) -> None:
+        """Drop host copies until those left, and `wanted_bytes` more, keep the RAM budget."""
+        capacity = self.budget.ram_bytes
+        holding = sorted((u for u in self.units() if u.host_bytes), key=lambda unit: unit.last_use)
+        droppable = {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
+        fixed = sum(u.host_bytes for u in holding if u not in droppable)
+        use = Use(None if wanted in droppable else wanted, wanted_bytes)
+        for unit in choose_evictions(droppable, capacity - fixed, use, self.schedule.uses()):
+            self.timeline.record("drop", unit, unit.drop())
+
+    # How a unit comes
+
+    def _place(self, unit: ManagedModel, strategy: str) -> None:
+        kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
+        if kinds == ["auto"]:
+            ours = sum(u.resident_bytes for u in self.evictable(unit))
+            wanted = min(need_bytes(unit, "resident"), self.budget.vram_limit or sys.maxsize)
+            self.budget.ask_host(wanted - ours)
+            kinds = self._fitting_placements(unit)
+            if not kinds:
+                pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
+                why = why_nothing_fits(unit, pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit))
+                raise DoesNotFitError(why)
+        for attempt, kind in enumerate(kinds):
+            try:
+                self._load(unit, kind)
+                self._make_room(unit, kind)
+                placement = make_placement(unit, kind, self.device, self._weights(unit, kind))
+                placement.place()
+            except Exception as error:
+                if not is_out_of_memory(error) or attempt + 1 == len(kinds):
+                    raise
+                release_frames(error)
+                self.free(ROLES)
+            else:
+                unit.placement = placement
+                self._came(unit, "place")
+                return
+
+    def _load(self, unit: ManagedModel, kind: str) -> None:
+        """Bring a unit to RAM, unless it does not fit there and can run from disk."""
+        streams = kind == "streamed" or (kind == "resident" and sizes_of(unit).blocks)
+        if not unit.in_ram and streams and unit.size_bytes > self.budget.ram_bytes and unit.source() is not None:
+            return
+        self.keep_ram_budget(unit, wanted_bytes=0 if unit.in_ram else unit.size_bytes)
+        if not unit.in_ram:
+            self.timeline.record("read", unit, unit.size_bytes)
+        read = unit.load()
+        self.disk_bytes_read += read
+        if read:
+            self.timeline.record("load", unit, read)
+
+    def _room_bytes(self, unit: ManagedModel) -> int:
+        """What a unit could have once everything that may leave has left."""
+        fixed = [u for u in self.units() if u.placement and u is not unit and (u.leases or u.pinned)]
+        return self.budget.vram_bytes - sum(u.resident_bytes for u in fixed)
+
+    def _fitting_placements(self, unit: ManagedModel) -> list[str]:
+        """Placements that a unit has room for, best first."""
+        room, free = self._room_bytes(unit), self.accelerator.free_bytes()
+        return fitting_placements(unit, room, free, stated=self.budget.vram_limit is not None)
+
+    def _weights(self, unit: ManagedModel, kind: str) -> int:
+        return weights_to_hold(unit, kind, self._room_bytes(unit))
+
+    def _make_room(self, unit: ManagedModel, kind: str) -> None:
+        """Evict what must leave, of ours by the policy and of the host's by its own."""
+        if kind == "cpu":
+            return
+        need = self._weights(unit, kind)
+        evictable = {u: u.resident_bytes for u in self.evictable(unit)}
+        others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not unit)
+        use = Use(unit, need, unit.working_bytes)
+        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self.schedule.uses())
+        for other, missing in leaving.items():
+            if missing == evictable[other] or self.shrink(other, missing) < missing:
+                self.evict(other)
+        self.budget.ask_host(need - unit.resident_bytes + unit.working_bytes)
+
+    def _resize(self, unit: ManagedModel) -> None:
+        """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""
+        if isinstance(unit.placement, Streamed):
+            more = self._weights(unit, "streamed") - unit.resident_bytes
+            if more > 0:
+                # Else blocks settle in the gaps that the last call left, and the next one finds none.
+                self.accelerator.empty_cache()
+            unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
+
+    def _complete(self, unit: ManagedModel) -> None:
+        """Bring back the blocks that others were given the room of, where a unit must be whole to run."""
+        if isinstance(unit.placement, Resident) and unit.resident_bytes < sizes_of(unit).total_bytes:
+            self._make_room(unit, "resident")
+            unit.placement.complete()
+            self._came(unit, "place")
+
+    # What is told
+
+    def _on_device(self) -> tuple[OnDevice, ...]:
+        placed = sorted((u for u in self.units() if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
+        return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
+
+    def _came(self, unit: ManagedModel, kind: Literal["place", "ran"]) -> int:
+        """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
+        came = unit.placement.take_bytes_in() if unit.placement else 0
+        self.device_bytes_in += came
+        if not unit.in_ram:
+            self.disk_bytes_read += came
+        return self.timeline.record(kind, unit, came).peak_bytes
+
+    def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
+        """Note what a call took. If that was not known before, more blocks stay, or fewer, when there is another."""
+        known = unit.working_bytes
+        unit.worked_in(measured_bytes * unit.terms.parts)
+        unit.is_misfit = unit.working_bytes != known
+
+    def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
+        """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""
+        if unit.placement is None or self.accelerator.is_cpu:
+            return False
+        if strategy != "auto":
+            # What runs from disk is always streamed, wholly resident or not.
+            return strategy != unit.placement.name and not (strategy == "resident" and not unit.in_ram)
+        fitting = self._fitting_placements(unit)
+        return bool(fitting) and fitting[0] != unit.placement.name

@@ -1,0 +1,35 @@
+"""Which units will run, in order, as far as the running graph tells."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from .eviction import Use
+from .unit import ManagedModel
+
+
+class Schedule:
+    """The coming runs of units, which it refers to weakly. Not known until it is set."""
+
+    def __init__(self) -> None:
+        self._coming: list[weakref.ref[ManagedModel]] | None = None
+
+    def set(self, units: Sequence[ManagedModel] | None) -> None:
+        """What is coming, or None when that is not known any more."""
+        self._coming = None if units is None else [weakref.ref(unit) for unit in units]
+
+    def strike(self, unit: ManagedModel) -> None:
+        """Take the next run of a unit off, and those before it, which did not come."""
+        coming = self._coming or []
+        for index, ref in enumerate(coming):
+            if ref() is unit:
+                del coming[: index + 1]
+                return
+
+    def uses(self) -> list[Use] | None:
+        """What is coming and still there, as the policy looks at it; None when it is not known."""
+        if self._coming is None:
+            return None
+        units = [unit for ref in self._coming if (unit := ref()) is not None]
+        return [Use(unit, unit.size_bytes, unit.working_bytes) for unit in units]
