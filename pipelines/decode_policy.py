@@ -10,7 +10,7 @@ WayName = Literal["whole", "stripes", "tiles", "cpu"]
 
 _PATIENCE = 8  # times as long as blended tiles, which change the picture, and a minute
 _MINUTE = 60.0
-_LEAST_STRIPES = 1 / 8  # of the room, in which stripes are tried again when memory runs out
+_LEAST_SHARE = 1 / 8  # of the room, for stripes once memory ran out in what they had made of all of it
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
 
 def less(way: Way) -> Way | None:
     """What to try when memory ran out all the same; None after the CPU."""
-    if way.name == "stripes" and way.share > _LEAST_STRIPES:
-        return Way("stripes", share=way.share / 2)
+    if way.name == "stripes" and way.share > _LEAST_SHARE:
+        return Way("stripes", share=_LEAST_SHARE)
     after: dict[WayName, WayName] = {"whole": "stripes", "stripes": "tiles", "tiles": "cpu"}
     return Way(after[way.name]) if way.name in after else None

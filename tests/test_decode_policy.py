@@ -52,8 +52,6 @@ def test_steps_down_end_on_the_cpu() -> None:
         steps.append(way.words)
     assert steps == [
         "in stripes",
-        "in stripes of 1/2 of the room",
-        "in stripes of 1/4 of the room",
         "in stripes of 1/8 of the room",
         "in tiles",
         "on the CPU",
