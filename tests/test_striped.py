@@ -103,6 +103,14 @@ def written_frames(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([frames[:, -2:].clone(), frames[:, :4]], dim=1)
 
 
+def copies_changed(x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    copies = [h.clone(), F.pad(h, (0, 0, 0, 0)), h.to(torch.float32, copy=True)]
+    for copy in copies:
+        copy.mul_(2)
+    return torch.cat([h, *copies])
+
+
 def self_attention(x: torch.Tensor) -> torch.Tensor:
     tokens = x.flatten(2).transpose(1, 2).unsqueeze(1)
     found = torch.nn.functional.scaled_dot_product_attention(tokens, tokens * 2, tokens + 1)
@@ -169,10 +177,12 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mask": lambda x: torch.where(x > 0, x, 0.1 * x),
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), ONES[:, :, 0, 0]).permute(0, 3, 1, 2),
     "in place": in_place,
+    "copies changed": copies_changed,
     "frames written": written_frames,
     "attention": self_attention,
     "attention with a mask": masked_attention,
     "bmm": lambda x: torch.bmm(x.flatten(2).transpose(1, 2), torch.bmm(x.flatten(2), x.flatten(2).mT)),
+    "matmul of many": lambda x: x[0] @ torch.linspace(-1, 1, 5 * 7 * 3).reshape(5, 1, 7, 3),
     "bfloat16": lambda x: F.silu(F.group_norm(x.bfloat16(), 2)).float(),
     "fft": lambda x: torch.fft.fft2(x).real,
 }  # fmt: skip
@@ -410,7 +420,7 @@ def test_out_of_memory_in_a_stripe_makes_only_that_one_again(
     vae, latents, whole = on_device(name, sim)
     held, calls = sim.stats().allocated_bytes, []
 
-    def run(traffic: striped.Traffic | None = None) -> torch.Tensor:
+    def run(traffic: striped.Traffic) -> torch.Tensor:
         def decode(z: torch.Tensor) -> torch.Tensor:
             calls.append(1)
             return striped_vaes.decode(vae, z)
@@ -443,13 +453,28 @@ def test_budget_that_the_device_does_not_have(sim: ModuleType) -> None:
     held = sim.stats().allocated_bytes
     run = functools.partial(striped.run, lambda z: striped_vaes.decode(vae, z), latents, device="sim", budget_bytes=GB)
     _, needed = peak_of(run, sim)
+    stripes: list[int] = []
+    peak_of(lambda: run(budget_bytes=needed // 4, on_stripe=lambda: stripes.append(1)), sim)
+    wanted = len(stripes)
     sim.enable(total=held + needed // 4)
-    found, _ = peak_of(run, sim)
+    found, _ = peak_of(lambda: run(on_stripe=lambda: stripes.append(1)), sim)
+    assert len(stripes) - wanted < 3 * wanted
     torch.testing.assert_close(found, whole, rtol=0, atol=2 * PIXELS)
     sim.enable(total=held + needed // 100)
     with pytest.raises(torch.OutOfMemoryError):
         run()
     assert sim.stats().allocated_bytes == held
+
+
+def test_maps_that_do_not_fit_in_ram(sim: ModuleType) -> None:
+    vae, latents, whole = on_device("sd", sim)
+    run = functools.partial(striped.run, lambda z: striped_vaes.decode(vae, z), latents, device="sim")
+    traffic = striped.Traffic()
+    peak_of(lambda: run(budget_bytes=150_000, traffic=traffic), sim)
+    found, _ = peak_of(lambda: run(budget_bytes=150_000, ram_bytes=traffic.host_peak_bytes), sim)
+    torch.testing.assert_close(found, whole, rtol=0, atol=2 * PIXELS)
+    with pytest.raises(striped.OutOfRamError, match="of RAM or more, and .* are spare"):
+        run(budget_bytes=150_000, ram_bytes=traffic.host_peak_bytes - 1)
 
 
 @pytest.mark.host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .forecast import StripedForecast, forecast
+from .room import OutOfRamError
 from .run import Traffic, run
 
-__all__ = ["StripedForecast", "Traffic", "forecast", "run"]
+__all__ = ["OutOfRamError", "StripedForecast", "Traffic", "forecast", "run"]

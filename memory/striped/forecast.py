@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..rates import Rates
 from ..rehearse import lay_weights
@@ -19,8 +20,8 @@ from .run import Traffic, run
 class StripedForecast:
     """Bytes and operations of a run in stripes.
 
-    `peak_bytes` on the device, beside the weights; `host_peak_bytes` of RAM for maps, beside the result;
-    `h2d_bytes` and `d2h_bytes` to the device and from it; `operations` in convolutions and products.
+    `peak_bytes` on the device, beside the weights; `host_peak_bytes` of RAM for maps, beside the result, which has
+    `result_bytes`; `h2d_bytes` and `d2h_bytes` to the device and from it; `operations` in convolutions and products.
     """
 
     peak_bytes: int
@@ -28,6 +29,7 @@ class StripedForecast:
     h2d_bytes: int
     d2h_bytes: int
     operations: float
+    result_bytes: int = 0
 
     def seconds(self, rates: Rates) -> float:
         """How long that takes: copies are waited for, and go to and from paged RAM."""
@@ -48,5 +50,6 @@ def forecast(
         traffic = Traffic()
         result = run(function, *tensors, device=DEVICE, budget_bytes=budget_bytes, traffic=traffic)
         peak = card.peak_bytes()
-    found = StripedForecast(peak, traffic.host_peak_bytes, traffic.h2d_bytes, traffic.d2h_bytes, traffic.operations)
-    return found, result
+    made = sum(each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+    moved = traffic.h2d_bytes, traffic.d2h_bytes
+    return StripedForecast(peak, traffic.host_peak_bytes, *moved, traffic.operations, made), result

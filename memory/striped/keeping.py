@@ -91,7 +91,7 @@ def _owns_its_memory(tensor: torch.Tensor) -> bool:
 def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: int = 0) -> None:
     """Make a map stripe by stripe, and have each taken, with the row it starts at; taking makes so many `copies` of it.
 
-    What is taken stays taken: a stripe that memory runs out in is made again, in parts.
+    What is taken stays taken: from a stripe that memory runs out in on they are lower.
     """
     room = node.room
 
@@ -100,22 +100,20 @@ def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: i
         held = sum((high - low) * one.row_bytes for one, low, high in _shared(node, start, start + rows))
         return held + max(node.peak_bytes(rows), node.fresh_bytes(rows) + copies * rows * node.row_bytes)
 
-    height = stripe_height(node.length, room.free_bytes, peak_bytes, node.grain)
-    for start, stop in room.steps(stripes(node.length, height)):
-        _take_in_parts(node, take, start, stop)
-
-
-def _take_in_parts(node: Map, take: Callable[[int, torch.Tensor], None], start: int, stop: int) -> None:
-    try:
-        _take(node, take, start, stop)
-        return
-    except Exception as error:
-        if stop - start == 1:
-            raise
-        node.room.ran_out(error)
-    middle = (start + stop) // 2
-    _take_in_parts(node, take, start, middle)
-    _take_in_parts(node, take, middle, stop)
+    done = 0
+    while done < node.length:
+        height = stripe_height(node.length - done, room.free_bytes, peak_bytes, node.grain)
+        for start, stop in room.steps([(done + a, done + b) for a, b in stripes(node.length - done, height)]):
+            try:
+                _take(node, take, start, stop)
+            except Exception as error:
+                if height == 1:
+                    raise
+                room.ran_out(error)
+                done = start
+                break
+        else:
+            done = node.length
 
 
 def _take(node: Map, take: Callable[[int, torch.Tensor], None], start: int, stop: int) -> None:

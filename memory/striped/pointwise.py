@@ -138,7 +138,8 @@ def _product(function: Any, one: Any, other: Any) -> Map:
     """Rows of the first times the whole second, or the whole first times columns that are rows of the second."""
     if isinstance(one, Map) and one.axis == len(one.shape) - 2:
         other = to_device(other) if isinstance(other, Map) else other
-        return local(function, (one, other), {}, one.axis, operations=2 * one.shape[-1])
+        axis = one.axis + max(0, len(other.shape) - len(one.shape))
+        return local(function, (one, other), {}, axis, operations=2 * one.shape[-1])
     if isinstance(other, Map) and other.axis == len(other.shape) - 1 and len(one.shape) == len(other.shape):
         one = to_device(one) if isinstance(one, Map) else one
         return local(function, (one, other), {}, other.axis, operations=2 * one.shape[-1])

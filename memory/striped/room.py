@@ -10,11 +10,16 @@ import torch
 
 from ..errors import is_out_of_memory, release_frames
 from ..simulated import card as state
+from ..sizes import format_bytes
 
 log = logging.getLogger("ballast")
 
 _SHAPES = torch.empty(0, device="meta")  # what shapes are worked out with; made outside of any rehearsal
 _SPARE = 16  # one part in so many stays unspoken for: allocators round up, and small tensors are not counted
+
+
+class OutOfRamError(RuntimeError):
+    """Feature maps do not fit in the RAM that there is for them."""
 
 
 class Room:
@@ -24,8 +29,15 @@ class Room:
     device is `meta` (see `simulated.rehearsal`), and maps in RAM are shapes that take none.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int, on_stripe: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        ram_bytes: int | None = None,
+        on_stripe: Callable[[], None] | None = None,
+    ) -> None:
         self.device = device
+        self._ram_bytes = ram_bytes
         self._on_stripe = on_stripe
         self.budget_bytes = budget_bytes - budget_bytes // _SPARE
         self.device_bytes = self.host_bytes = self.host_peak_bytes = 0
@@ -44,7 +56,7 @@ class Room:
         if not is_out_of_memory(error):
             raise error
         release_frames(error)
-        self.budget_bytes -= self.free_bytes // 2
+        self.budget_bytes -= -(-self.free_bytes // 4)
         if not self._was_short:
             log.warning("Ballast: memory ran out in a stripe; going on in smaller ones")
         self._was_short = True
@@ -72,6 +84,10 @@ class Room:
         """Memory for a map that is written stripe by stripe along `axis`."""
         if on_device:
             return Buffer(self, torch.empty(shape, dtype=dtype, device=self.device), True)
+        wanted = self.host_bytes + nbytes_of(shape, dtype)
+        if self._ram_bytes is not None and wanted > self._ram_bytes:
+            spare = format_bytes(self._ram_bytes)
+            raise OutOfRamError(f"feature maps take {format_bytes(wanted)} of RAM or more, and {spare} are spare")
         order = [shape[axis], *shape[:axis], *shape[axis + 1 :]]  # a stripe is one piece of memory, for one copy
         rows = _SHAPES.new_empty(order, dtype=dtype) if self._dry else torch.empty(order, dtype=dtype)
         return Buffer(self, rows.movedim(0, axis), False)

@@ -34,6 +34,7 @@ def run(
     *tensors: torch.Tensor,
     device: str | torch.device,
     budget_bytes: int,
+    ram_bytes: int | None = None,
     traffic: Traffic | None = None,
     on_stripe: Callable[[], None] | None = None,
 ) -> Any:
@@ -41,12 +42,13 @@ def run(
 
     `tensors` are [..., H, W] of at least 3 dimensions, on the CPU or the device; what they lead to is made in stripes
     of rows. The weights that `function` uses lie on `device`. `budget_bytes` is for feature maps and what making them
-    takes, beside the weights: what exceeds it lies in RAM. Less than a few rows need is exceeded, up to an
-    out-of-memory error of the device. Afterwards nothing of the run is left there, also after an error.
+    takes, beside the weights: what exceeds it lies in RAM, at most `ram_bytes` of it, else OutOfRamError. Less than a
+    few rows need is exceeded. A stripe that the device has no memory for is made again, lower: an out-of-memory error
+    means that not even a row fits. Afterwards nothing of the run is left there, also after an error.
 
     `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
     """
-    room = Room(torch.empty(0, device=device).device, budget_bytes, on_stripe)
+    room = Room(torch.empty(0, device=device).device, budget_bytes, ram_bytes, on_stripe)
     try:
         with torch.inference_mode(), LargeGrids(room):
             result = function(*(striped(tensor, room) for tensor in tensors))

@@ -31,6 +31,7 @@ _VIEWS = (
     "permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand narrow select split chunk unbind "
     "__getitem__ view reshape unflatten flatten detach split_with_sizes tensor_split view_as reshape_as T mT"
 )
+_COPY_NAMES = ("clone", "pad")  # whose result is another tensor, also where it has the same values
 _FACT_NAMES, _VIEW_NAMES = frozenset(_FACTS.split()), frozenset(_VIEWS.split())
 _ANY_PLACE = frozenset((*pointwise.ELEMENT, "to", "type_as"))  # whose first argument need not be the map
 _LEAST_DIMS = 3  # of what may be a map; what has fewer is small
@@ -82,7 +83,10 @@ class StripedTensor(torch.Tensor):
         )
         if in_place:
             return args[0]._become(result)
-        return _wrapped(result, args[0].family if name in _VIEW_NAMES else None, args[0] if args else None)
+        copies = name in _COPY_NAMES or kwargs.get("copy", False)
+        return _wrapped(
+            result, args[0].family if name in _VIEW_NAMES else None, args[0] if args and not copies else None
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
