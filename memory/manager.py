@@ -219,6 +219,16 @@ class MemoryManager:
         with self._lock:
             self._residents.schedule.strike(unit)
 
+    def ram_room(self, wanted_bytes: int = 0, ram: int | None = None) -> int:
+        """RAM in bytes that could be had beside weights, within a budget `ram`; `wanted_bytes` of it are then free.
+
+        For these, host copies of weights are dropped that can be read again, as far as it goes.
+        """
+        with self._lock:
+            if wanted_bytes:
+                self._residents.make_ram_room(wanted_bytes, ram)
+            return self._residents.ram_room_bytes(ram)
+
     # What the host asks for, from any thread
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from .accelerator import Accelerator
-from .budget import Budget
+from .budget import Budget, spare_ram_bytes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions, choose_shrinks
 from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
@@ -100,12 +100,28 @@ class Residents:
 
     def keep_ram_budget(self, wanted: ManagedModel, wanted_bytes: int = 0) -> None:
         """Drop host copies until those left, and `wanted_bytes` more, keep the RAM budget."""
-        capacity = self.budget.ram_bytes
+        droppable, fixed = self._droppable()
+        self._drop(droppable, self.budget.ram_bytes - fixed, Use(None if wanted in droppable else wanted, wanted_bytes))
+
+    def ram_room_bytes(self, ram: int | None = None) -> int:
+        """RAM that could be had beside weights, if all that may be dropped were; `ram` is a budget for this time."""
+        droppable, fixed = self._droppable()
+        limit = self.budget.ram_limit if ram is None else ram
+        room = spare_ram_bytes() + sum(droppable.values())
+        return room if limit is None else min(room, max(0, limit - fixed))
+
+    def make_ram_room(self, wanted_bytes: int, ram: int | None = None) -> None:
+        """Drop host copies until so much RAM is to be had beside weights, as far as it goes."""
+        self._drop(self._droppable()[0], self.ram_room_bytes(ram), Use(None, wanted_bytes))
+
+    def _droppable(self) -> tuple[dict[ManagedModel, int], int]:
+        """Host copies that can be read again, least recently used first, and the bytes of the others."""
         holding = sorted((u for u in self.units() if u.host_bytes), key=lambda unit: unit.last_use)
         droppable = {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
-        fixed = sum(u.host_bytes for u in holding if u not in droppable)
-        use = Use(None if wanted in droppable else wanted, wanted_bytes)
-        for unit in choose_evictions(droppable, capacity - fixed, use, self.schedule.uses()):
+        return droppable, sum(u.host_bytes for u in holding if u not in droppable)
+
+    def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
+        for unit in choose_evictions(droppable, capacity_bytes, wanted, self.schedule.uses()):
             self.timeline.record("drop", unit, unit.drop())
 
     # How a unit comes

@@ -7,7 +7,8 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import nn
 
 from ..memory import host, striped
 from ..memory.accelerator import Accelerator
+from ..memory.budget import spare_ram_bytes
 from ..memory.errors import is_out_of_memory, release_frames
+from ..memory.precision import full_float32
 from ..memory.sizes import format_bytes
 from ..pipelines.latents import check_finite, check_latents
 from .native_digest import base_tensors
@@ -59,10 +62,13 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     started = time.monotonic()
     host.evict([vae.patcher])  # of no use here, and its weights are all in place then
     module = float32_copy(vae.patcher)
-    devices = dict.fromkeys((torch.device(vae.device), torch.device("cpu")))
-    for device in devices:
+    parts = latents.split(1)
+    done: list[torch.Tensor] = []  # which stay when memory runs out in a later one
+    for device in dict.fromkeys((torch.device(vae.device), torch.device("cpu"))):
         try:
-            images = _decode_on(device, vae, module, latents)
+            with full_float32(), _double_on(device, vae, module) as double:
+                while len(done) < len(parts):
+                    done.append(double.decode(parts[len(done)]).float().cpu())
         except Exception as error:
             if device.type == "cpu" or not is_out_of_memory(error):
                 raise
@@ -70,6 +76,7 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
             log.warning("Ballast: decoding does not fit, in tiles neither; trying the CPU")
         else:
             break
+    images = torch.cat(done)
     if images.ndim not in (4, 5):
         raise ValueError(f"this VAE makes {list(images.shape)}, which are no pictures. Use the node for its kind.")
     name = type(vae.first_stage_model).__name__
@@ -77,10 +84,11 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     return Decoded(images.flatten(0, -4), summary)
 
 
-def _decode_on(device: torch.device, vae: Any, module: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+@contextmanager
+def _double_on(device: torch.device, vae: Any, module: nn.Module) -> Iterator[Any]:
     double = _double(vae, module, device)
     try:
-        return double.decode(latents).float().cpu()
+        yield double
     except BaseException as error:
         release_frames(error)  # they hold what it was working on
         gc.collect()
@@ -99,6 +107,16 @@ class _Careful:
         return getattr(self._module, name)
 
     def decode(self, latents: torch.Tensor, **options: Any) -> torch.Tensor:
+        try:
+            return self._decode(latents, options)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = " ".join(str(error).split())
+            release_frames(error)
+        raise torch.OutOfMemoryError(why)  # in the words that make the host go on in tiles
+
+    def _decode(self, latents: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         decode: Callable[..., torch.Tensor] = self._module.decode  # type: ignore[assignment]
         room = Accelerator(self._device).free_bytes()
         if self._whole_bytes(latents) <= room or "output_buffer" in options:  # which is filled as it decodes
@@ -108,21 +126,25 @@ class _Careful:
                 if not is_out_of_memory(error) or "output_buffer" in options:
                     raise
                 release_frames(error)
-        budget_bytes = int(_SHARE * room)
-        if any(tensor.device != self._device for tensor in self._module.parameters()):
+        if any(tensor.device != latents.device for tensor in self._module.parameters()):
             raise torch.OutOfMemoryError("the weights are not all on the device, where stripes need them")
+        budget_bytes = max(0, min(int(_SHARE * room), room - (host.reserve_bytes(self._device) or 0)))
         log.info("Ballast: decoding in stripes, in %s", format_bytes(budget_bytes))
-        run = functools.partial(decode, **options)
         try:
             return striped.run(
-                run, latents, device=self._device, budget_bytes=budget_bytes, on_stripe=host.throw_if_interrupted
+                functools.partial(decode, **options),
+                latents,
+                device=latents.device,
+                budget_bytes=budget_bytes,
+                ram_bytes=spare_ram_bytes(),
+                on_stripe=host.throw_if_interrupted,
             )
         except Exception as error:
             if is_out_of_memory(error) or host.is_interrupt(error):
                 raise
-            log.warning("Ballast: this VAE cannot run in stripes (%s)", error)
+            log.warning("Ballast: this VAE cannot run in stripes (%s)", str(error))
             release_frames(error)
-        raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")  # the host then goes on in tiles
+        raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")
 
 
 def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:

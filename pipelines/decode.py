@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from ..memory import host, striped
-from ..memory.budget import spare_ram_bytes
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ..memory.forecast import Forecast, UnitForecast
 from ..memory.host_flags import host_flags
 from ..memory.manager import MemoryManager
+from ..memory.precision import full_float32
 from ..memory.probe import rates
 from ..memory.rates import Rates
 from ..memory.striped import StripedForecast
@@ -31,6 +31,7 @@ from .decode_policy import Way, WayName, choose, less
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
+_CPU_SHARE = 8  # of spare RAM, the part of it, one in so many, that stripes on the CPU work in beside their maps
 
 
 # `call(module, tensor, device, way)`: what is run, of a tensor on the CPU or the device, or one in stripes.
@@ -76,13 +77,13 @@ class VaeRun:
         return self._step_down(tensor, way)[0]
 
     def choose(self, tensor: torch.Tensor, ram_bytes: int | None = None, speed: Rates | None = None) -> Way:
-        """The way that is tried first, with `ram_bytes` for feature maps; by default what is spare."""
+        """The way that is tried first, with `ram_bytes` for feature maps; by default what could be had."""
         if host_flags().vae_on_cpu:
             return Way("cpu")
         if self.takes is None:
             return Way("whole")
-        spare = spare_ram_bytes() if ram_bytes is None else ram_bytes
-        return choose(self._ways(self.takes, tensor, speed), self.room_bytes, spare)
+        room = self.manager.ram_room(ram=self.stage["ram"]) if ram_bytes is None else ram_bytes
+        return choose(self._ways(self.takes, tensor, speed), self.room_bytes, room)
 
     def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
         """The ways with what they take; those after one that is chosen at once are not rehearsed."""
@@ -115,7 +116,7 @@ class VaeRun:
                 if short:
                     log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
                 else:
-                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, error, lower.words)
+                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, str(error), lower.words)
                 way = lower
 
     def _run(self, tensor: torch.Tensor, way: Way) -> torch.Tensor:
@@ -125,6 +126,9 @@ class VaeRun:
             forecast = self.takes.whole(tensor)
         elif way.name == "stripes":
             forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
+        ram = way.ram_bytes
+        if way.name == "cpu" and self.takes is not None and (whole := self.takes.whole(tensor)) is not None:
+            ram = whole.units[self.vae.name].peak_bytes
         strategy = "cpu" if way.name == "cpu" else "auto"
         work = (self.name, tuple(tensor.shape), way.name)
         with (
@@ -133,12 +137,32 @@ class VaeRun:
         ):
             device = manager.execution_device(strategy)
             run = functools.partial(_call, self.call, module, device, way.name)
-            if way.name == "stripes":
-                stop = host.throw_if_interrupted
-                made = striped.run(run, tensor.float(), device=device, budget_bytes=budget, on_stripe=stop)
-            else:
-                made = run(tensor)
-            return to_host(made.float())
+            room = manager.ram_room(ram, self.stage["ram"])
+            with full_float32():
+                if way.name == "stripes":
+                    made = _in_stripes(run, tensor, device, budget, room)
+                elif ram > room:  # on the CPU, whole: in stripes it takes less
+                    made = _in_stripes(run, tensor, device, room // _CPU_SHARE, room)
+                else:
+                    made = run(tensor)
+                return to_host(made.float())
+
+
+def _in_stripes(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    device: torch.device,
+    budget_bytes: int,
+    ram_bytes: int,
+) -> torch.Tensor:
+    return striped.run(
+        run,
+        tensor.float(),
+        device=device,
+        budget_bytes=budget_bytes,
+        ram_bytes=ram_bytes,
+        on_stripe=host.throw_if_interrupted,
+    )
 
 
 def _call(
@@ -189,14 +213,21 @@ def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
         module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
 
 
-def first_tile(module: torch.nn.Module, latents: torch.Tensor, pixels: bool = False) -> torch.Tensor:
+def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = False) -> torch.Tensor:
     """The latents of one tile, or its pixels; all of them where the VAE knows no tiles."""
     _set_tiling(module, True)
     facts = vars(module)
     ratio = getattr(module, "spatial_compression_ratio", 8)
-    height = facts.get("tile_sample_min_height", 0) // ratio or facts.get("tile_latent_min_size") or latents.shape[-2]
-    width = facts.get("tile_sample_min_width", 0) // ratio or facts.get("tile_latent_min_size") or latents.shape[-1]
-    return latents[..., :height, :width]
+
+    def side(video: str, size: int) -> int:
+        if (sample := facts.get(video, 0)) and (pixels or sample // ratio):
+            return sample if pixels else sample // ratio
+        latent = facts.get("tile_latent_min_size") or 0
+        return (facts.get("tile_sample_min_size") or latent * ratio if pixels else latent) or size
+
+    height = side("tile_sample_min_height", tensor.shape[-2])
+    width = side("tile_sample_min_width", tensor.shape[-1])
+    return tensor[..., :height, :width]
 
 
 def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 _COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
-_STRIPED_STEP = 64 * 2**20  # budgets closer than this are one
+_STEPS = 8  # of budgets between one power of two and the next: those closer than this are one
 _MOST = 256
 
 _striped: OrderedDict[str, StripedForecast | None] = OrderedDict()
@@ -55,7 +55,7 @@ class VaeTakes:
 
     def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None:
         """In exact stripes within a budget beside the weights."""
-        budget_bytes -= budget_bytes % _STRIPED_STEP if budget_bytes > 8 * _STRIPED_STEP else 0
+        budget_bytes -= budget_bytes % max(1, 2 ** (budget_bytes.bit_length() - 1) // _STEPS)
         sample = self._sample(tensor)
         key = self._key(f"stripes {budget_bytes}", sample)
         if key not in _striped:
@@ -74,6 +74,7 @@ class VaeTakes:
         times = tensor.numel() / sample.numel()
         return found and replace(
             found,
+            host_peak_bytes=int(found.host_peak_bytes + (times - 1) * found.result_bytes),
             h2d_bytes=int(found.h2d_bytes * times),
             d2h_bytes=int(found.d2h_bytes * times),
             operations=found.operations * times,

@@ -14,6 +14,7 @@ import folder_paths
 import pytest
 import torch
 from ballast.cli import main
+from ballast.memory import residents
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
 from ballast.memory.simulated.card import card
@@ -133,10 +134,74 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
 def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     z = latents(1, 80, 80)
     pipe.vram_bytes = budget_between(pipe, z, 0.9)
-    monkeypatch.setattr(decode, "spare_ram_bytes", lambda: 0)
+    monkeypatch.setattr(residents, "spare_ram_bytes", lambda: 0)
     taken = ways_taken(monkeypatch)
     assert pipe.decode(z).isfinite().all()
     assert taken[0][0] in ("in tiles", "on the CPU")
+
+
+def test_copies_of_weights_in_ram_make_room_for_maps(
+    pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    z = latents()
+    expected = pipe.decode(z)
+    pipe.vram_bytes = budget_between(pipe, z, 0.3)
+    pipe.encode("a boat")
+    pipe.decoder.load()
+    encoder = pipe.encoders[0]
+    assert encoder.host_bytes > 0
+    wanted = pipe._vae_takes("decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
+    held = encoder.host_bytes
+    monkeypatch.setattr(residents, "spare_ram_bytes", lambda: wanted - 1 + held - encoder.host_bytes)
+    taken = ways_taken(monkeypatch)
+    torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
+    assert taken == [("in stripes", 1)]
+    assert encoder.host_bytes == 0 and encoder.tier == "disk"
+
+
+def test_cpu_takes_no_more_ram_than_there_is(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding whole takes more of it than stripes do."""
+    z = latents(1, 64, 64)
+    expected = pipe.decode(z)
+    monkeypatch.setattr(decode, "choose", lambda *_: decode.Way("cpu"))
+    budgets: list[int] = []
+    run = decode.striped.run
+
+    def noted(*args: Any, **more: Any) -> Any:
+        budgets.append(more["budget_bytes"])
+        return run(*args, **more)
+
+    monkeypatch.setattr(decode.striped, "run", noted)
+    torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
+    assert budgets == []
+    whole = pipe._vae_takes("decode", {}, 0).whole(z).units["vae"].peak_bytes
+    pipe.ram_bytes = sum(unit.host_bytes for unit in (*pipe.encoders, *pipe.denoisers)) + whole - 1
+    torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
+    assert budgets and budgets[0] <= whole / 8
+
+
+def test_float32_is_not_rounded_meanwhile(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen = []
+    forward = type(pipe.decoder.module).decode
+
+    def noted(self: Any, *args: Any, **more: Any) -> Any:
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark))
+        return forward(self, *args, **more)
+
+    pipe.decode(latents())  # which rehearses
+    monkeypatch.setattr(type(pipe.decoder.module), "decode", noted)
+    pipe.decode(latents())
+    assert seen == [(False, False)]
+    assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark, "as they were"
+
+
+def test_tile_of_pixels_is_a_tile_of_pixels(pipe: Any) -> None:
+    vae = pipe.decoder.skeleton()
+    vae.enable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
+    assert decode.first_tile(vae, torch.empty(1, 4, 40, 5, device="meta")).shape == (1, 4, 8, 5)
+    assert decode.first_tile(vae, torch.empty(1, 3, 320, 40, device="meta"), pixels=True).shape == (1, 3, 64, 40)
 
 
 def test_all_ways_down_to_the_cpu(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

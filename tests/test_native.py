@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import host
-from ballast.nodes import native_key
+from ballast.nodes import native_key, native_vae
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram, Held, compose, free
@@ -573,7 +573,7 @@ def in_float32(kind: str, latents: torch.Tensor) -> torch.Tensor:
     """What the host makes of them on the CPU with the VAE loaded in float32."""
     with torch.inference_mode():
         vae = getattr(tiny(), kind)(dtype=torch.float32, device=torch.device("cpu"))
-        return vae.decode(latents).flatten(0, -4)
+        return torch.cat([vae.decode(one).flatten(0, -4) for one in latents.split(1)])
 
 
 LATENTS = {"vae": (2, 4, 8, 6), "video_vae": (1, 16, 3, 4, 6)}
@@ -622,6 +622,56 @@ def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplo
         assert card.stats().allocated_bytes == 0
     assert "in stripes" in caplog.text
     assert "trying the CPU" in caplog.text
+
+
+@on_host
+def test_pictures_that_are_done_are_kept(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second on nothing but the CPU has room."""
+    latents = torch.randn(3, 4, 6, 4, generator=torch.Generator().manual_seed(2))
+    expected = in_float32("vae", latents)
+    vae, devices = tiny().vae(), []
+    run = type(vae).decode
+
+    def noted(self: Any, samples: torch.Tensor, *args: Any, **more: Any) -> Any:
+        devices.append(self.device.type)
+        if devices == ["sim", "sim"]:
+            raise RuntimeError("cuDNN error: unable to find an engine to execute this computation")
+        return run(self, samples, *args, **more)
+
+    monkeypatch.setattr(type(vae), "decode", noted)
+    images, _, text = decode(vae, latents)
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    assert devices == ["sim", "sim", "cpu", "cpu"] and "in float32 on cpu" in text
+    assert card.stats().allocated_bytes == 0
+
+
+@on_host
+@pytest.mark.parametrize("why", ["device", "ram"])
+def test_host_goes_on_in_tiles(why: str, card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the words of an out of memory, and where the maps of stripes would not fit in RAM."""
+    vae, tiles = tiny().vae(), []
+    tiled = type(vae).decode_tiled_
+
+    def noted(self: Any, samples: torch.Tensor, **sizes: Any) -> Any:
+        tiles.append(len(samples))
+        return tiled(self, samples, **sizes)
+
+    run = native_vae.striped.run
+
+    def in_stripes(*args: Any, **more: Any) -> Any:  # a tile goes in stripes, too
+        if not tiles and why == "device":
+            raise RuntimeError("cuDNN error: unable to find an engine to execute this computation")
+        return run(*args, **more)
+
+    monkeypatch.setattr(type(vae), "decode_tiled_", noted)
+    monkeypatch.setattr(native_vae.striped, "run", in_stripes)
+    if why == "ram":
+        monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 10**9 if tiles else 100_000)
+    card.enable(total="26MB")
+    images, _, text = decode(vae, torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1)))
+    assert tiles == [1] and "in float32 on sim:0" in text
+    assert images.isfinite().all()
+    assert card.stats().allocated_bytes == 0
 
 
 @on_host
