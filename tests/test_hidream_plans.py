@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     root = tmp_path_factory.mktemp("full")
     folder = full_size.build("hidream", root / "hidream")
 
+    @functools.cache
     def pipe(variant: str) -> Any:
         return ballast.open_pipeline(folder, device="cpu", cache_dir=root / "cache", variant=variant)
 
