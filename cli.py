@@ -45,25 +45,29 @@ def _parser() -> argparse.ArgumentParser:
 
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps, or sim for the simulated GPU")
-    shared.add_argument("--vram", help="budget such as 8GB; with --device sim the size of the simulated card")
+    shared.add_argument(
+        "--vram",
+        help="budget such as 8GB, by default all that is free; with --device sim the size of the simulated card",
+    )
     shared.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
-    shared.add_argument("--seed", type=int, default=0)
-    shared.add_argument("--strategy", default="auto", help="auto, resident, streamed, leafwise or cpu")
+    shared.add_argument("--seed", type=int, default=0, help="the noise to start from")
+    shared.add_argument(
+        "--strategy", default="auto", help="auto, resident (whole), streamed (by blocks), leafwise (by layers) or cpu"
+    )
 
     run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("--negative", default="")
-    run.add_argument("--width", type=int)
-    run.add_argument("--height", type=int)
+    run.add_argument("--negative", default="", help="what to avoid; counts where guidance is above 1")
+    run.add_argument("--width", type=int, help="in pixels, by default as the pipeline is made for")
+    run.add_argument("--height", type=int, help="in pixels, by default as the pipeline is made for")
     run.add_argument("--frames", type=int, help="frames of a video")
     run.add_argument("--steps", type=int, help="by default as many as the pipeline is made for")
     run.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
     run.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     run.add_argument("--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's")
     run.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
-    for part in ("gemma", "jina", "vae"):
-        run.add_argument(
-            f"--{part}", type=Path, help="NewBie: that file, where the model is the file of its transformer"
-        )
+    for part, of in (("gemma", "NewBie"), ("jina", "NewBie"), ("vae", "NewBie, Pyramid-Flow")):
+        run.add_argument(f"--{part}", type=Path, help=f"{of}: that file, where the model is the file of a transformer")
+    run.add_argument("--text", type=Path, help="Pyramid-Flow: the folder of the text encoders' folders, likewise")
 
     demo = commands.add_parser("demo", parents=[shared], help="draw a picture with the bundled model")
     demo.add_argument("--prompt", default=DEMO_PROMPT, help='such as "a green square on a white background, right"')
@@ -74,14 +78,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo, seed=5)
 
     generate = commands.add_parser("generate", parents=[shared, run], help="run a diffusers pipeline folder")
-    generate.add_argument("--model", type=Path, required=True, help="folder with a model_index.json, or NewBie's file")
-    generate.add_argument("--prompt", default="")
+    generate.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
+    generate.add_argument("--prompt", default="", help="what to show")
     generate.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
     generate.add_argument("--image", type=Path, help="a picture to start from (NewBie, Pyramid-Flow)")
     generate.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     generate.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     generate.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
-    generate.add_argument("--out", type=Path, required=True, help="a .png; for a video also .webp or .gif")
+    generate.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame",
+    )
     generate.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
     generate.set_defaults(run=_generate)
 
@@ -95,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
-        "bench", help="measure how fast models stream", usage="ballast bench stream | peers [-h] ..."
+        "bench", help="measure how fast models stream", usage="ballast bench stream | peers | plans | newbie [-h] ..."
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     bench.set_defaults(run=_bench)

@@ -17,7 +17,7 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, beside those of any run."""
-    parser.add_argument("model", type=Path, help="folder with a model_index.json")
+    parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB; needed where there is no GPU")
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")

@@ -103,8 +103,8 @@ class Streamed(Placement):
         return max(0, -self._rearrange(-max(0, bytes)))
 
     def describe(self) -> str:
-        streamed = sum(not block.resident for block in self._blocks)
-        return f"streamed, {streamed} of {len(self._blocks)} blocks" if streamed else "resident"
+        stay = sum(block.resident for block in self._blocks)
+        return "resident" if stay == len(self._blocks) else f"streamed, {stay} of {len(self._blocks)} blocks stay"
 
     def settle(self) -> None:
         self._supply.settle()

@@ -28,14 +28,14 @@ class VaeDecode(io.ComfyNode):
             category="ballast",
             description="Decodes latents with weights and latents in float32: whole if that fits, else in stripes "
             "that give the same picture in little memory; tiles and the CPU are the last resorts. What cannot be "
-            "decoded is saved as a latent file, and a black picture is an error.",
+            "decoded is saved as a latent file; NaN or infinite values stop the run instead of giving a black picture.",
             search_aliases=["vae decode", "tiled"],
             inputs=[
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Vae],
-                    tooltip="From Load Pipeline (Ballast), whose VAE decodes, or a VAE from any of ComfyUI's own "
-                    "loaders. That stays as it is: the node works on a float32 copy in RAM.",
+                    tooltip="From a Ballast loader (Load Pipeline, Load NewBie), or a VAE from any of ComfyUI's own, "
+                    "which stays as it is: the node works on a float32 copy in RAM.",
                 ),
                 io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
             ],

@@ -12,7 +12,7 @@ from .reference import ConditioningType, PipelineReference, PipelineType
 from .running import running
 
 _FOR_PIPELINES = (
-    "conditioning is for Load Pipeline (Ballast), but a CLIP is connected. Use positive and negative, or connect a "
+    "conditioning is for Ballast's loaders, but a CLIP is connected. Use positive and negative, or connect a Ballast "
     "pipeline."
 )
 _FOR_CLIPS = (
@@ -28,15 +28,15 @@ class TextEncode(io.ComfyNode):
             node_id="BallastTextEncode",
             display_name="Staged Text Encode",
             category="ballast",
-            description="Turns a prompt into conditioning, one text encoder at a time. None of them stays "
-            "in VRAM, and a prompt that was ever encoded before loads none at all.",
+            description="Turns a prompt into conditioning, one text encoder at a time. None of them stays in VRAM. The "
+            "same prompt and negative prompt, encoded before, come from the cache and load none.",
             search_aliases=["clip text encode", "prompt"],
             inputs=[
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Clip],
-                    tooltip="From Load Pipeline (Ballast), or a CLIP from any of ComfyUI's own loaders, with its LoRAs "
-                    "and clip skip.",
+                    tooltip="From a Ballast loader (Load Pipeline, Load NewBie), or a CLIP from any of ComfyUI's own, "
+                    "with its LoRAs and clip skip.",
                 ),
                 io.String.Input("prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."),
                 io.String.Input(
@@ -49,7 +49,8 @@ class TextEncode(io.ComfyNode):
             ],
             outputs=[
                 ConditioningType.Output(
-                    "conditioning", tooltip="Both prompts as tensors in RAM, for Offloaded Sampler."
+                    "conditioning",
+                    tooltip="With a Ballast pipeline: both prompts as tensors in RAM, for Offloaded Sampler.",
                 ),
                 io.Conditioning.Output(
                     "positive", tooltip="With a CLIP: what CLIP Text Encode makes of the prompt, for KSampler."

@@ -24,7 +24,9 @@ class VaeEncode(io.ComfyNode):
             "float32. The VAE leaves VRAM when it is done.",
             search_aliases=["image to image", "image to video"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
+                PipelineType.Input(
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                ),
                 io.Image.Input(
                     "image",
                     tooltip="Its size is that of the result: multiples of 64 for Pyramid-Flow, of 16 for NewBie.",

@@ -15,7 +15,7 @@ from ..memory.sizes import format_bytes
 from ..memory.unit import Role
 from .progress import show_text
 
-_WORDS = {"text_encoder": "text encoder", "transformer": "transformer", "vae": "VAE", "other": "other"}
+_WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,11 @@ class Held:
     name: str
     before: int
     after: int
-    role: Role | None = None
-    stays_because: str = ""
+    remark: str = ""
 
     def __str__(self) -> str:
-        role = f" ({_WORDS[self.role]})" if self.role else ""
         change = f"{format_bytes(self.before)} -> {format_bytes(self.after)}"
-        freed = "" if self.role else f", freed {format_bytes(max(0, self.before - self.after))}"
-        return f"{self.name}{role}: {change}{freed}{self.stays_because and ', ' + self.stays_because}"
+        return f"{self.name}: {change}{self.remark and ', ' + self.remark}"
 
 
 class FreeVram(io.ComfyNode):
@@ -51,11 +48,15 @@ class FreeVram(io.ComfyNode):
                     "value",
                     template=anything,
                     optional=True,
-                    tooltip="Anything. Put the node between two others to run there.",
+                    tooltip="Anything. Put the node into any connection: it runs when that value is ready.",
                 ),
                 io.Boolean.Input("text_encoders", default=True, tooltip="Evict text encoders."),
                 io.Boolean.Input("transformers", default=True, tooltip="Evict diffusion models: transformers, UNets."),
-                io.Boolean.Input("vaes", default=True, tooltip="Evict VAEs, and models that are none of the three."),
+                io.Boolean.Input(
+                    "vaes",
+                    default=True,
+                    tooltip="Evict VAEs, and what is neither text encoder nor diffusion model, such as ControlNets.",
+                ),
                 io.Boolean.Input(
                     "host_models",
                     default=True,
@@ -95,13 +96,15 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
     if host_models:
         host.evict([model.patcher for model in theirs if model.role in roles])
     models = [
-        Held(f"{unit.label} {unit.name}".strip(), held, unit.resident_bytes, unit.role, "pinned" * unit.pinned)
+        Held(", ".join(filter(None, (unit.label, unit.name))), held, unit.resident_bytes, "pinned" * unit.pinned)
         for unit, held in ours
     ]
     for model in theirs:
-        models.append(Held(f"{model.name} of ComfyUI", model.bytes, int(model.patcher.loaded_size()), model.role))
+        name = f"{model.name} (ComfyUI, {_WORDS[model.role]})"
+        models.append(Held(name, model.bytes, int(model.patcher.loaded_size())))
     after = _in_use(theirs)
-    return models, [Held(device, held, after[device]) for device, held in before.items()]
+    freed = {device: f"freed {format_bytes(max(0, held - after[device]))}" for device, held in before.items()}
+    return models, [Held(device, held, after[device], freed[device]) for device, held in before.items()]
 
 
 def compose(models: list[Held], totals: list[Held]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .reference import PipelineType, make_reference, shared_inputs
+from .reference import PipelineType, make_reference, ram_input, shared_inputs
 
 AUTO = "auto"
 
@@ -25,8 +25,8 @@ class LoadPipeline(io.ComfyNode):
                     "pipeline",
                     options=list(find_pipelines()),
                     default=DEMO,
-                    tooltip="A folder with a model_index.json in models/diffusers, or the bundled demo "
-                    "model, which draws simple shapes on any machine.",
+                    tooltip="A model's whole folder in models/diffusers: a diffusers pipeline, NewBie-image or "
+                    "Pyramid-Flow as downloaded. Or the bundled demo model, which draws simple shapes on any machine.",
                 ),
                 *shared_inputs(),
                 io.Combo.Input(
@@ -43,9 +43,11 @@ class LoadPipeline(io.ComfyNode):
                     default=AUTO,
                     optional=True,
                     advanced=True,
-                    tooltip="HiDream-I1: full, dev or fast, for steps, guidance and scheduler. Pyramid-Flow: which "
-                    "of its transformers to use, 768p, 384p or image. auto tells it by the folder.",
+                    tooltip="HiDream-I1: full, dev or fast, for steps, guidance and scheduler. Pyramid-Flow: which of "
+                    "its transformers to use, 768p, 384p or image. auto: HiDream's by its scheduler and the folder's "
+                    "name, Pyramid-Flow's largest that is there.",
                 ),
+                ram_input(),
             ],
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
@@ -63,6 +65,7 @@ class LoadPipeline(io.ComfyNode):
         device: str,
         llama: str = AUTO,
         variant: str = AUTO,
+        ram_gb: float = 0.0,
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -77,7 +80,7 @@ class LoadPipeline(io.ComfyNode):
         family = {"llama": str(llama_folder)} if llama_folder else {}
         family |= {} if variant == AUTO else {"variant": variant}
         stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
-        return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family))
+        return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, **_: object) -> str:

@@ -8,7 +8,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .folders import file_stamp
-from .reference import PipelineType, make_reference, shared_inputs
+from .reference import PipelineType, make_reference, ram_input, shared_inputs
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
 _TOOLTIPS = {
@@ -33,8 +33,9 @@ class LoadNewbie(io.ComfyNode):
             description="Chooses NewBie-image by the four files that ComfyUI's own graph for it uses. Weights are "
             "loaded by the nodes that need them, and given back. Its folders go into Load Pipeline (Ballast).",
             search_aliases=["newbie loader", "anime"],
-            inputs=[*files, *shared_inputs()],
+            inputs=[*files, *shared_inputs(), ram_input()],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -48,6 +49,7 @@ class LoadNewbie(io.ComfyNode):
         dtype: str,
         keep_loaded: bool,
         device: str,
+        ram_gb: float = 0.0,
     ) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         files = {
@@ -56,7 +58,7 @@ class LoadNewbie(io.ComfyNode):
         path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
         family = {name: str(file) for name, file in files.items()}
         stamp += file_stamp(path)
-        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family))
+        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 
     @classmethod
     def fingerprint_inputs(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **_: object) -> str:

@@ -46,7 +46,8 @@ class SamplerOptions(io.ComfyNode):
                     min=0.0,
                     max=100.0,
                     step=0.1,
-                    tooltip="NewBie only: above 1, noise gets more of the steps. 0 for the 6 that it was made for.",
+                    tooltip="NewBie only: above 1, more of the steps are spent while the picture is still mostly "
+                    "noise. 0 for its own value, 6.",
                 ),
                 io.Float.Input(
                     "cfg_trunc",
@@ -63,8 +64,8 @@ class SamplerOptions(io.ComfyNode):
                     min=0.0,
                     max=10.0,
                     step=0.1,
-                    tooltip="NewBie only: how many times as large as without it guidance may make a picture's norm, "
-                    "against burnt colours. 0 for any.",
+                    tooltip="NewBie only: tames guidance, against burnt colours. With 1 the guided prediction may be "
+                    "no stronger than the unguided one, with 2 twice as strong. 0 sets no limit. Try 1.",
                 ),
                 io.String.Input(
                     "first_frame_steps",
@@ -84,7 +85,7 @@ class SamplerOptions(io.ComfyNode):
                     min=0.0,
                     max=100.0,
                     step=0.1,
-                    tooltip="Pyramid-Flow only: guidance of the frames after the first, whose is the sampler's. 4 "
+                    tooltip="Pyramid-Flow only: guidance of all frames but the first, which takes the sampler's. 4 "
                     "suits videos that start with a picture.",
                 ),
                 io.Boolean.Input(

@@ -33,7 +33,9 @@ class VramPlan(io.ComfyNode):
             "stated here, when the free VRAM does.",
             search_aliases=["memory", "estimate", "forecast", "fits"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
+                PipelineType.Input(
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                ),
                 io.Int.Input(
                     "width",
                     default=0,

@@ -39,6 +39,7 @@ class PipelineReference:
     device: str
     keep: bool
     family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
+    ram_bytes: int | None = None
 
     def opened(self) -> StagedPipeline | None:
         """The pipeline, if it is open."""
@@ -55,6 +56,7 @@ class PipelineReference:
                 self.path,
                 self.device,
                 self.vram_bytes,
+                self.ram_bytes,
                 dtype=self.dtype,
                 keep=self.keep,
                 cache_dir=cache_dir,
@@ -77,7 +79,8 @@ def shared_inputs() -> list[io.Input]:
             min=0.0,
             max=1024.0,
             step=0.1,
-            tooltip="VRAM that the models may take, in GB. 0 means all that is free, less ComfyUI's reserve.",
+            tooltip="VRAM that Ballast may use, in GB: weights and what they work in. 0 means all that is free, less "
+            "ComfyUI's reserve.",
         ),
         io.Combo.Input(
             "dtype",
@@ -92,7 +95,7 @@ def shared_inputs() -> list[io.Input]:
             default=True,
             advanced=True,
             tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
-            "Text encoders and VAE always leave when their node is done.",
+            "Text encoders and VAE leave when their node is done, unless ComfyUI runs with --highvram or --gpu-only.",
         ),
         io.Combo.Input(
             "device",
@@ -105,6 +108,21 @@ def shared_inputs() -> list[io.Input]:
     ]
 
 
+def ram_input() -> io.Input:
+    """What every loader asks for last, since saved graphs know inputs by their order."""
+    return io.Float.Input(
+        "ram_gb",
+        default=0.0,
+        min=0.0,
+        max=4096.0,
+        step=0.5,
+        optional=True,
+        advanced=True,
+        tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit is "
+        "read from disk in every step.",
+    )
+
+
 def make_reference(
     node: type[io.ComfyNode],
     path: Path,
@@ -114,6 +132,7 @@ def make_reference(
     keep_loaded: bool,
     device: str,
     family: Mapping[str, str],
+    ram_gb: float,
 ) -> PipelineReference:
     """The reference of a loader's inputs, which the graph's later nodes are known by.
 
@@ -125,7 +144,9 @@ def make_reference(
         raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
     on = str(own or "auto") if device == "auto" else device
     vram_bytes = int(vram_gb * 2**30) or None
-    reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, tuple(family.items()))
+    ram_bytes = int(ram_gb * 2**30) or None
+    parts = tuple(family.items())
+    reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, parts, ram_bytes)
     reference.open()
     remember(node, reference)
     return reference

@@ -25,7 +25,12 @@ class VramReport(io.ComfyNode):
             "as a picture.",
             search_aliases=["memory", "timeline", "profile"],
             inputs=[
-                io.AnyType.Input("after", optional=True, tooltip="Anything: the report is made when this is ready."),
+                io.AnyType.Input(
+                    "after",
+                    optional=True,
+                    tooltip="The last thing that the graph makes, such as the picture: the report is made after it. "
+                    "Unconnected it is made at any time, perhaps before anything has run.",
+                ),
                 io.Int.Input(
                     "stages",
                     default=12,

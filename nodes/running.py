@@ -57,7 +57,7 @@ class _Words:
 
 
 def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
-    """Such as "Llama 3.1 8B: encoding, streamed, 24 of 32 blocks, 5.20 of 8.00 GB"; nothing for what leaves."""
+    """Such as "Llama 3.1 8B: encoding, streamed, 8 of 32 blocks stay, 5.20 of 8.00 GB"; nothing for what leaves."""
     title = pipe.titles.get(unit.name, unit.name)
     if event.kind == "read":
         return f"{title}: reading {format_bytes(event.bytes)}"

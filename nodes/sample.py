@@ -25,7 +25,9 @@ class Sampler(io.ComfyNode):
             description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else streamed.",
             search_aliases=["ksampler", "denoise"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline (Ballast)."),
+                PipelineType.Input(
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                ),
                 ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
                 io.Int.Input(
                     "width",
@@ -58,7 +60,8 @@ class Sampler(io.ComfyNode):
                     step=0.1,
                     round=0.01,
                     tooltip="Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 the "
-                    "negative prompt counts, and each step runs twice. Use 1 for Flux-dev and HunyuanVideo.",
+                    "negative prompt counts, and each step runs twice. 0 suits Flux-dev and HunyuanVideo too, which "
+                    "have guidance of their own.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -81,15 +84,17 @@ class Sampler(io.ComfyNode):
                     options=["auto", "resident", "streamed", "leafwise", "cpu"],
                     default="auto",
                     advanced=True,
-                    tooltip="auto chooses what fits. resident: the whole transformer in VRAM. streamed: some blocks in "
-                    "VRAM, the others pass through. leafwise: one layer at a time, slow, in least memory. cpu: none.",
+                    tooltip="auto takes the fastest that fits. resident: the whole transformer in VRAM. streamed: some "
+                    "blocks stay in VRAM, the others pass through. leafwise: one layer at a time, slow, least VRAM. "
+                    "cpu: on the CPU, very slow.",
                 ),
                 OptionsType.Input("options", optional=True, tooltip="From Sampler Options."),
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="A picture to start from, of the same VAE (VAE Encode (Ballast)); its size counts. NewBie: "
-                    "image to image with denoise below 1. Pyramid-Flow: the first frame.",
+                    tooltip="A picture to start from, from VAE Encode (Ballast). Only NewBie (image to image: set "
+                    "denoise below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or "
+                    "its size.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -99,7 +104,8 @@ class Sampler(io.ComfyNode):
                     step=0.01,
                     optional=True,
                     advanced=True,
-                    tooltip="NewBie only: how much of the picture in latent to replace, 1 for all of it.",
+                    tooltip="NewBie with a latent connected: 0.3 keeps most of the picture, 0.7 changes much, 1 "
+                    "ignores it. Leave it at 1 for everything else.",
                 ),
             ],
             outputs=[

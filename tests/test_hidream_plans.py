@@ -57,6 +57,15 @@ def test_readme_tells_what_the_planner_says(planned: Callable[..., Any]) -> None
         assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in readme
 
 
+def test_readme_tells_what_too_little_ram_costs(planned: Callable[..., Any]) -> None:
+    pipe = planned.pipe("dev")  # type: ignore[attr-defined]
+    plan = pipe.plan(width=1024, height=1024, vram="8GB", ram="30GB", rates=ASSUMED)
+    assert plan.sampling.label.startswith("streamed from disk")
+    said = f"HiDream-I1 Dev in 8 GB then takes {seconds(plan.step_seconds)} a step with an SSD of 3 GB/s"
+    assert ASSUMED.disk_bytes_per_second == 3e9
+    assert said in " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
 def test_encoders_run_in_4_gb(planned: Callable[..., Any]) -> None:
     """Each whole where it fits, T5 and Llama streamed."""
     encode = planned("full", 4).stages[0]

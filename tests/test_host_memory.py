@@ -205,7 +205,7 @@ def test_free_vram_by_role_frees_both(host: HostServer) -> None:
     outputs = host.run(graph)["outputs"]
     first, second = (outputs[name]["text"][0] for name in ("vaes", "transformers"))
     size = r"([\d.]+ MB)"
-    names = [r"shapes transformer \(transformer\)", r"BaseModel of ComfyUI \(transformer\)"]
+    names = ["shapes, transformer", r"BaseModel \(ComfyUI, diffusion model\)"]
     kept = "\n".join(
         [rf"sim:0: {size} -> \1, freed 0 B", *(rf"{name}: {size} -> \{i + 2}" for i, name in enumerate(names))]
     )

@@ -343,16 +343,16 @@ def test_float32_copy_shares_nothing_and_takes_the_originals() -> None:
 
 def test_report_of_free_vram_is_text() -> None:
     models = [
-        Held("hidream transformer", 8 * 2**30, 0, "transformer"),
-        Held("AutoencoderKL of ComfyUI", 2**20, 2**20, "vae"),
-        Held("lumina2 vae", 2**20, 2**20, "vae", "pinned"),
+        Held("hidream, transformer", 8 * 2**30, 0),
+        Held("AutoencoderKL (ComfyUI, VAE)", 2**20, 2**20),
+        Held("lumina2, vae", 2**20, 2**20, "pinned"),
     ]
-    totals = [Held("cuda:0", 9 * 2**30, 2**30), Held("cuda:1", 0, 0)]
+    totals = [Held("cuda:0", 9 * 2**30, 2**30, "freed 8.00 GB"), Held("cuda:1", 0, 0)]
     assert compose(models, totals).splitlines() == [
         "cuda:0: 9.00 GB -> 1.00 GB, freed 8.00 GB",
-        "hidream transformer (transformer): 8.00 GB -> 0 B",
-        "AutoencoderKL of ComfyUI (VAE): 1.00 MB -> 1.00 MB",
-        "lumina2 vae (VAE): 1.00 MB -> 1.00 MB, pinned",
+        "hidream, transformer: 8.00 GB -> 0 B",
+        "AutoencoderKL (ComfyUI, VAE): 1.00 MB -> 1.00 MB",
+        "lumina2, vae: 1.00 MB -> 1.00 MB, pinned",
     ]
     assert compose([], [Held("cuda:0", 0, 0)]) == "Nothing to free: no model is in VRAM."
 
@@ -364,8 +364,8 @@ def test_free_vram_asks_the_host_for_models_of_the_roles(monkeypatch: pytest.Mon
     models, _ = free(["vae", "other"], host_models=True)
     assert evicted == [vae]
     assert [str(model) for model in models] == [
-        "CLIP of ComfyUI (text encoder): 10 B -> 0 B",
-        "VAE of ComfyUI (VAE): 20 B -> 0 B",
+        "CLIP (ComfyUI, text encoder): 10 B -> 0 B",
+        "VAE (ComfyUI, VAE): 20 B -> 0 B",
     ]
     free(["vae"], host_models=False)
     assert evicted == [vae]
@@ -721,6 +721,6 @@ def test_free_vram_frees_just_that_role(card: ModuleType) -> None:
         everything.remove(name)
         assert {model.name for model in host.loaded_models()} == everything
         assert before - card.stats().allocated_bytes >= held[name] > 0
-        assert f"{name} of ComfyUI" in report and report.count("-> 0 B") == (1 if everything else 2)
+        assert f"{name} (ComfyUI, " in report and report.count("-> 0 B") == (1 if everything else 2)
     assert card.stats().allocated_bytes == 0
     assert run_node(FreeVram).result[1] == "Nothing to free: no model is in VRAM."

@@ -501,7 +501,7 @@ def test_free_vram_evicts_by_role_and_says_so(sim: ModuleType) -> None:
     assert kept.result[0] is value and freed.result[0] is value
     line = rf"sim:0: {held / 1024:.0f} KB -> 0 B, freed {held / 1024:.0f} KB"
     assert re.search(line, freed.result[1])
-    assert re.search(r"^lumina2 transformer \(transformer\): [\d.]+ KB -> 0 B$", freed.result[1], re.MULTILINE)
+    assert re.search(r"^lumina2, transformer: [\d.]+ KB -> 0 B$", freed.result[1], re.MULTILINE)
     assert "-> 0 B" not in kept.result[1]
     assert shown.texts[-1] == ("7", freed.result[1])
     assert freed.ui.as_dict()["text"] == (freed.result[1],), "for users of the API"
