@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 _COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
-_STEPS = 8  # of budgets between one power of two and the next: those closer than this are one
+_STEPS = 32  # of budgets between one power of two and the next: those closer than this are one
 _MOST = 256
 
 _striped: OrderedDict[str, StripedForecast | None] = OrderedDict()
