@@ -219,15 +219,15 @@ class MemoryManager:
         with self._lock:
             self._residents.schedule.strike(unit)
 
-    def ram_room(self, wanted_bytes: int = 0, ram: int | None = None) -> int:
-        """RAM in bytes that could be had beside weights, within a budget `ram`; `wanted_bytes` of it are then free.
-
-        For these, host copies of weights are dropped that can be read again, as far as it goes.
-        """
+    def ram_room(self) -> int:
+        """RAM in bytes that could be had beside weights, if host copies that can be read again were dropped."""
         with self._lock:
-            if wanted_bytes:
-                self._residents.make_ram_room(wanted_bytes, ram)
-            return self._residents.ram_room_bytes(ram)
+            return self._residents.ram_room_bytes()
+
+    def make_ram_room(self, wanted_bytes: int) -> int:
+        """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
+        with self._lock:
+            return self._residents.make_ram_room(wanted_bytes)
 
     # What the host asks for, from any thread
 

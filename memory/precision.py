@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,21 +16,31 @@ def full_float32() -> Iterator[None]:
     By default torch lets CUDA's convolutions round their inputs to TF32, ten bits of mantissa instead of 23. Nor are
     kernels tried out meanwhile, which costs time and memory for each height of a stripe.
     """
+    cudnn = torch.backends.cudnn
     with ExitStack() as exits:
-        for owner, name, wanted in (*_switches(), (torch.backends.cudnn, "benchmark", False)):
-            before = getattr(owner, name)
-            if before != wanted:
-                exits.callback(setattr, owner, name, before)
-                setattr(owner, name, wanted)
+        _set(exits, cudnn, "benchmark", False)
+        # Torch has older switches and newer ones, and refuses to read the older where the newer contradict them.
+        with suppress(RuntimeError):
+            _set(exits, cudnn, "allow_tf32", False)
+        _set_newer(exits, getattr(cudnn, "conv", None))
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            _set_newer(exits, torch.backends.cuda.matmul)
+        else:
+            if before != "highest":
+                torch.set_float32_matmul_precision("highest")
+                exits.callback(torch.set_float32_matmul_precision, before)
         yield
 
 
-def _switches() -> Iterator[tuple[Any, str, Any]]:
-    """What allows TF32: the switches that everybody uses, unless somebody has set the newer ones, which they defy."""
-    for old, new in ((torch.backends.cudnn, "conv"), (torch.backends.cuda.matmul, "")):
-        try:
-            _ = old.allow_tf32
-        except RuntimeError:
-            yield getattr(old, new) if new else old, "fp32_precision", "ieee"
-        else:
-            yield old, "allow_tf32", False
+def _set_newer(exits: ExitStack, owner: Any) -> None:
+    if getattr(owner, "fp32_precision", "ieee") not in ("ieee", "none"):
+        _set(exits, owner, "fp32_precision", "ieee")
+
+
+def _set(exits: ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    if before != value:
+        setattr(owner, name, value)
+        exits.callback(setattr, owner, name, before)

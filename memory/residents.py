@@ -103,16 +103,15 @@ class Residents:
         droppable, fixed = self._droppable()
         self._drop(droppable, self.budget.ram_bytes - fixed, Use(None if wanted in droppable else wanted, wanted_bytes))
 
-    def ram_room_bytes(self, ram: int | None = None) -> int:
-        """RAM that could be had beside weights, if all that may be dropped were; `ram` is a budget for this time."""
-        droppable, fixed = self._droppable()
-        limit = self.budget.ram_limit if ram is None else ram
-        room = spare_ram_bytes() + sum(droppable.values())
-        return room if limit is None else min(room, max(0, limit - fixed))
+    def ram_room_bytes(self) -> int:
+        """RAM that could be had beside weights, if all host copies that may be dropped were."""
+        return spare_ram_bytes() + sum(self._droppable()[0].values())
 
-    def make_ram_room(self, wanted_bytes: int, ram: int | None = None) -> None:
-        """Drop host copies until so much RAM is to be had beside weights, as far as it goes."""
-        self._drop(self._droppable()[0], self.ram_room_bytes(ram), Use(None, wanted_bytes))
+    def make_ram_room(self, wanted_bytes: int) -> int:
+        """Drop host copies until so much RAM is free, as far as it goes. Returns what is free then."""
+        room = self.ram_room_bytes()
+        self._drop(self._droppable()[0], room, Use(None, min(wanted_bytes, room)))
+        return spare_ram_bytes()
 
     def _droppable(self) -> tuple[dict[ManagedModel, int], int]:
         """Host copies that can be read again, least recently used first, and the bytes of the others."""

@@ -21,6 +21,7 @@ from ..memory.budget import spare_ram_bytes
 from ..memory.errors import is_out_of_memory, release_frames
 from ..memory.precision import full_float32
 from ..memory.sizes import format_bytes
+from ..pipelines.decode import CPU_SHARE
 from ..pipelines.latents import check_finite, check_latents
 from .native_digest import base_tensors
 
@@ -62,7 +63,7 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     started = time.monotonic()
     host.evict([vae.patcher])  # of no use here, and its weights are all in place then
     module = float32_copy(vae.patcher)
-    parts = latents.split(1)
+    parts = [latents] if _mixes_pictures(module) else latents.split(1)
     done: list[torch.Tensor] = []  # which stay when memory runs out in a later one
     for device in dict.fromkeys((torch.device(vae.device), torch.device("cpu"))):
         try:
@@ -82,6 +83,11 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     name = type(vae.first_stage_model).__name__
     summary = f"{name} in float32 on {device}, now gone; {time.monotonic() - started:.1f} s"
     return Decoded(images.flatten(0, -4), summary)
+
+
+def _mixes_pictures(module: nn.Module) -> bool:
+    """Whether the pictures of a batch are frames of one video, as Stable Video Diffusion's VAE takes them."""
+    return any("mix_factor" in name for name, _ in _tensors(module))
 
 
 @contextmanager
@@ -118,7 +124,8 @@ class _Careful:
 
     def _decode(self, latents: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         decode: Callable[..., torch.Tensor] = self._module.decode  # type: ignore[assignment]
-        room = Accelerator(self._device).free_bytes()
+        on_cpu = self._device.type == "cpu"
+        room = spare_ram_bytes() if on_cpu else Accelerator(self._device).free_bytes()
         if self._whole_bytes(latents) <= room or "output_buffer" in options:  # which is filled as it decodes
             try:
                 return decode(latents, **options)
@@ -128,7 +135,8 @@ class _Careful:
                 release_frames(error)
         if any(tensor.device != latents.device for tensor in self._module.parameters()):
             raise torch.OutOfMemoryError("the weights are not all on the device, where stripes need them")
-        budget_bytes = max(0, min(int(_SHARE * room), room - (host.reserve_bytes(self._device) or 0)))
+        share = CPU_SHARE if on_cpu else _SHARE
+        budget_bytes = max(0, min(int(share * room), room - (host.reserve_bytes(self._device) or 0)))
         log.info("Ballast: decoding in stripes, in %s", format_bytes(budget_bytes))
         try:
             return striped.run(
@@ -140,10 +148,12 @@ class _Careful:
                 on_stripe=host.throw_if_interrupted,
             )
         except Exception as error:
-            if is_out_of_memory(error) or host.is_interrupt(error):
+            if host.is_interrupt(error) or (is_out_of_memory(error) and not on_cpu):
                 raise
-            log.warning("Ballast: this VAE cannot run in stripes (%s)", str(error))
+            log.warning("Ballast: decoding in stripes failed (%s)", str(error))
             release_frames(error)
+        if on_cpu:  # there is nothing left to try but this
+            return decode(latents, **options)
         raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")
 
 
@@ -154,12 +164,11 @@ def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
     double = copy.copy(vae)
     double.first_stage_model, double.vae_dtype, double.size = module, torch.float32, None
     double.disable_offload = True  # all weights on the device: stripes read them later than the host casts them
-    if device.type != "cpu":
 
-        def whole_bytes(z: torch.Tensor) -> float:
-            return vae.memory_used_decode(z.shape, torch.float32)
+    def whole_bytes(z: torch.Tensor) -> float:
+        return vae.memory_used_decode(z.shape, torch.float32)
 
-        double.first_stage_model = _Careful(module, device, whole_bytes)
+    double.first_stage_model = _Careful(module, device, whole_bytes)
     double.device, double.output_device = device, torch.device("cpu")
     double.vae_output_dtype = lambda: torch.float32
     double.process_output = _checked(vae.process_output)

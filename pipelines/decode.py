@@ -31,7 +31,7 @@ from .decode_policy import Way, WayName, choose, less
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
-_CPU_SHARE = 8  # of spare RAM, the part of it, one in so many, that stripes on the CPU work in beside their maps
+CPU_SHARE = 1 / 8  # of spare RAM, for stripes on the CPU to work in; their maps lie in the rest
 
 
 # `call(module, tensor, device, way)`: what is run, of a tensor on the CPU or the device, or one in stripes.
@@ -82,7 +82,7 @@ class VaeRun:
             return Way("cpu")
         if self.takes is None:
             return Way("whole")
-        room = self.manager.ram_room(ram=self.stage["ram"]) if ram_bytes is None else ram_bytes
+        room = max(0, self.manager.ram_room() - self.vae.size_bytes) if ram_bytes is None else ram_bytes
         return choose(self._ways(self.takes, tensor, speed), self.room_bytes, room)
 
     def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
@@ -100,6 +100,15 @@ class VaeRun:
 
     def _striped_bytes(self, share: float) -> int:
         return max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+
+    def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
+        """RAM that a way takes beside weights, as far as that is known."""
+        if way.name == "cpu" and self.takes and (whole := self.takes.whole(tensor)):
+            return whole.units[self.vae.name].peak_bytes
+        if way.name == "stripes" and not way.ram_bytes and self.takes:  # stepped down to
+            found = self.takes.stripes(tensor, self._striped_bytes(way.share))
+            return found.host_peak_bytes if found else 0
+        return way.ram_bytes
 
     def _step_down(self, tensor: torch.Tensor, way: Way) -> tuple[torch.Tensor, Way]:
         while True:
@@ -126,9 +135,7 @@ class VaeRun:
             forecast = self.takes.whole(tensor)
         elif way.name == "stripes":
             forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
-        ram = way.ram_bytes
-        if way.name == "cpu" and self.takes is not None and (whole := self.takes.whole(tensor)) is not None:
-            ram = whole.units[self.vae.name].peak_bytes
+        ram = self._ram_bytes(tensor, way)
         strategy = "cpu" if way.name == "cpu" else "auto"
         work = (self.name, tuple(tensor.shape), way.name)
         with (
@@ -137,15 +144,27 @@ class VaeRun:
         ):
             device = manager.execution_device(strategy)
             run = functools.partial(_call, self.call, module, device, way.name)
-            room = manager.ram_room(ram, self.stage["ram"])
+            room = manager.make_ram_room(ram)
             with full_float32():
                 if way.name == "stripes":
                     made = _in_stripes(run, tensor, device, budget, room)
-                elif ram > room:  # on the CPU, whole: in stripes it takes less
-                    made = _in_stripes(run, tensor, device, room // _CPU_SHARE, room)
+                elif way.name == "cpu" and ram > room:
+                    made = _sparingly(run, tensor, room)
                 else:
                     made = run(tensor)
                 return to_host(made.float())
+
+
+def _sparingly(run: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, ram_bytes: int) -> torch.Tensor:
+    """On the CPU in stripes, which take less RAM than the whole does; whole all the same if that fails."""
+    try:
+        return _in_stripes(run, tensor, torch.device("cpu"), int(CPU_SHARE * ram_bytes), ram_bytes)
+    except Exception as error:
+        if host.is_interrupt(error):
+            raise
+        log.warning("Ballast: on the CPU in stripes failed (%s); trying whole", str(error))
+        release_frames(error)
+    return run(tensor)
 
 
 def _in_stripes(
@@ -216,18 +235,19 @@ def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
 def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = False) -> torch.Tensor:
     """The latents of one tile, or its pixels; all of them where the VAE knows no tiles."""
     _set_tiling(module, True)
-    facts = vars(module)
     ratio = getattr(module, "spatial_compression_ratio", 8)
+    sides = []
+    for at, name in ((-2, "tile_sample_min_height"), (-1, "tile_sample_min_width")):
+        side = _tile_pixels(vars(module), name, ratio)
+        sides.append((side if pixels else side // ratio) or tensor.shape[at])
+    return tensor[..., : sides[0], : sides[1]]
 
-    def side(video: str, size: int) -> int:
-        if (sample := facts.get(video, 0)) and (pixels or sample // ratio):
-            return sample if pixels else sample // ratio
-        latent = facts.get("tile_latent_min_size") or 0
-        return (facts.get("tile_sample_min_size") or latent * ratio if pixels else latent) or size
 
-    height = side("tile_sample_min_height", tensor.shape[-2])
-    width = side("tile_sample_min_width", tensor.shape[-1])
-    return tensor[..., :height, :width]
+def _tile_pixels(facts: Mapping[str, Any], name: str, ratio: int) -> int:
+    """The side of a VAE's tiles, in the names that its kind has for it; 0 where it has none."""
+    if facts.get("tile_latent_min_size"):  # pictures, whose tiles are square
+        return facts["tile_latent_min_size"] * ratio
+    return facts.get(name, 0)
 
 
 def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:

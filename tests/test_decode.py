@@ -159,7 +159,9 @@ def test_copies_of_weights_in_ram_make_room_for_maps(
     assert encoder.host_bytes == 0 and encoder.tier == "disk"
 
 
-def test_cpu_takes_no_more_ram_than_there_is(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_takes_no_more_ram_than_there_is(
+    pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Decoding whole takes more of it than stripes do."""
     z = latents(1, 64, 64)
     expected = pipe.decode(z)
@@ -175,9 +177,11 @@ def test_cpu_takes_no_more_ram_than_there_is(pipe: Any, sim: ModuleType, monkeyp
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert budgets == []
     whole = pipe._vae_takes("decode", {}, 0).whole(z).units["vae"].peak_bytes
-    pipe.ram_bytes = sum(unit.host_bytes for unit in (*pipe.encoders, *pipe.denoisers)) + whole - 1
-    torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
-    assert budgets and budgets[0] <= whole / 8
+    for spare in (whole - 1, 0):
+        monkeypatch.setattr(residents, "spare_ram_bytes", lambda spare=spare: spare)
+        torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
+    assert budgets == [int((whole - 1) / 8), 0]
+    assert "trying whole" in caplog.text, "what has no room at all is tried whole"
 
 
 def test_float32_is_not_rounded_meanwhile(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

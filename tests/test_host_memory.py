@@ -157,8 +157,8 @@ def test_outputs_that_do_not_apply_stop_only_what_uses_them(host: HostServer) ->
     entry = host.run(clip | {"right": seen("encode", 1), "wrong": seen("encode", 0)})
     assert list(entry["outputs"]) == ["right"]
     assert blocked(host) == [
-        "wrong: Execution Blocked: conditioning is for Load Pipeline (Ballast), but a CLIP is connected. Use positive "
-        "and negative, or connect a pipeline."
+        "wrong: Execution Blocked: conditioning is for Ballast's loaders, but a CLIP is connected. Use positive "
+        "and negative, or connect a Ballast pipeline."
     ]
     host.events.clear()
     ours = our_run()

@@ -626,6 +626,19 @@ def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplo
 
 
 @on_host
+def test_frames_of_one_video_are_decoded_together(card: ModuleType) -> None:
+    latents = torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        vae = tiny().frames_vae(dtype=torch.float32, device=torch.device("cpu"))
+        expected = vae.decode(latents)
+        alone = torch.cat([vae.decode(one) for one in latents.split(1)])
+    assert (alone - expected).abs().max() > 1e-2
+    images, _, _ = decode(tiny().frames_vae(), latents)
+    torch.testing.assert_close(images, expected, atol=1e-3, rtol=0)
+    assert card.stats().allocated_bytes == 0
+
+
+@on_host
 def test_pictures_that_are_done_are_kept(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second on nothing but the CPU has room."""
     latents = torch.randn(3, 4, 6, 4, generator=torch.Generator().manual_seed(2))
@@ -684,6 +697,29 @@ def test_vae_runs_where_the_host_has_it(card: ModuleType, monkeypatch: pytest.Mo
     card.reset_stats()
     _, _, text = decode(tiny().vae(), latents)
     assert "in float32 on cpu" in text and card.stats().peak_bytes == 0
+
+
+@on_host
+def test_cpu_takes_no_more_ram_than_there_is(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "cpu_vae", True)
+    budgets, run = [], native_vae.striped.run
+
+    def noted(*args: Any, **more: Any) -> Any:
+        budgets.append((more["budget_bytes"], more["ram_bytes"]))
+        return run(*args, **more)
+
+    latents = torch.randn(1, 4, 8, 6, generator=torch.Generator().manual_seed(0))
+    expected = in_float32("vae", latents)
+    monkeypatch.setattr(native_vae.striped, "run", noted)
+    monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 4_000_000)
+    images, _, text = decode(tiny().vae(), latents)
+    assert budgets == [(500_000, 4_000_000)] and "in float32 on cpu" in text
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 0)
+    images, _, _ = decode(tiny().vae(), latents)
+    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
 
 @on_host

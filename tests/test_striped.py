@@ -466,6 +466,22 @@ def test_budget_that_the_device_does_not_have(sim: ModuleType) -> None:
     assert sim.stats().allocated_bytes == held
 
 
+def test_memory_that_is_out_for_good_ends_the_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the stripes are of a map that lies on the device, which takes none to make."""
+    x = torch.randn(1, 4, 64, 8)
+    tally, tried = Tally.add, []
+
+    def short(self: Tally, stripe: torch.Tensor) -> None:
+        tried.append(stripe.shape[2])
+        raise torch.OutOfMemoryError("sim out of memory")
+
+    monkeypatch.setattr(Tally, "add", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        striped.run(lambda x: torch.nn.functional.group_norm(x, 2), x.to("sim"), device="sim", budget_bytes=GB)
+    assert len(tried) < 20 and min(tried) == 1
+    monkeypatch.setattr(Tally, "add", tally)
+
+
 def test_maps_that_do_not_fit_in_ram(sim: ModuleType) -> None:
     vae, latents, whole = on_device("sd", sim)
     run = functools.partial(striped.run, lambda z: striped_vaes.decode(vae, z), latents, device="sim")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..errors import is_out_of_memory
 from .heights import stripe_height, stripes
 from .maps import Map, kept_map
 from .moments import Moments, Tally
@@ -56,23 +57,38 @@ def keep(node: Map, with_moments: bool = False) -> None:
     filled = None
     if _fits(node):
         try:
-            filled = _filled(node, True, with_moments)
+            filled = _whole(node, with_moments) or _filled(node, True, with_moments)
         except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             node.room.ran_out(error)
     buffer, moments = filled or _filled(node, False, with_moments)
     node.keep_as(buffer.tensor, buffer)
     node.moments = moments or node.moments
 
 
-def _filled(node: Map, on_device: bool, with_moments: bool) -> tuple[Buffer, Moments | None]:
-    room, tally = node.room, Tally(node.axis) if with_moments else None
-    if on_device and node.peak_bytes(node.length) <= room.free_bytes:
+def _whole(node: Map, with_moments: bool) -> tuple[Buffer, Moments | None] | None:
+    """The map in memory, made at once on the device; None where that does not fit."""
+    if node.peak_bytes(node.length) > node.room.free_bytes:
+        return None
+    tally = Tally(node.axis) if with_moments else None
+    try:
         whole = node.rows(0, node.length)
         if node.shares or not _owns_its_memory(whole):
             whole = whole.clone(memory_format=torch.contiguous_format)
         if tally:
             tally.add(whole)
-        return Buffer(room, whole, True), tally.total() if tally else None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        node.room.ran_out(error)
+        return None
+    return Buffer(node.room, whole, True), tally.total() if tally else None
+
+
+def _filled(node: Map, on_device: bool, with_moments: bool) -> tuple[Buffer, Moments | None]:
+    """The map in memory, made stripe by stripe."""
+    room, tally = node.room, Tally(node.axis) if with_moments else None
     buffer = room.buffer(node.shape, node.dtype, node.axis, on_device)
 
     def take(start: int, stripe: torch.Tensor) -> None:
@@ -100,17 +116,18 @@ def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: i
         held = sum((high - low) * one.row_bytes for one, low, high in _shared(node, start, start + rows))
         return held + max(node.peak_bytes(rows), node.fresh_bytes(rows) + copies * rows * node.row_bytes)
 
-    done = 0
+    done, most = 0, node.length
     while done < node.length:
-        height = stripe_height(node.length - done, room.free_bytes, peak_bytes, node.grain)
-        for start, stop in room.steps([(done + a, done + b) for a, b in stripes(node.length - done, height)]):
+        left = node.length - done
+        height = min(most, stripe_height(left, room.free_bytes, peak_bytes, node.grain))
+        for start, stop in room.steps([(done + above, done + below) for above, below in stripes(left, height)]):
             try:
                 _take(node, take, start, stop)
             except Exception as error:
-                if height == 1:
+                if height == 1 or not is_out_of_memory(error):
                     raise
                 room.ran_out(error)
-                done = start
+                done, most = start, height // 2
                 break
         else:
             done = node.length

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..errors import is_out_of_memory, release_frames
+from ..errors import release_frames
 from ..simulated import card as state
 from ..sizes import format_bytes
 
@@ -52,9 +52,7 @@ class Room:
         return max(0, self.budget_bytes - self.device_bytes)
 
     def ran_out(self, error: BaseException) -> None:
-        """Take less from now on, since the device has run out of memory; any other error is raised again."""
-        if not is_out_of_memory(error):
-            raise error
+        """Take less from now on, since the device has run out of memory. What the error's frames hold is let go."""
         release_frames(error)
         self.budget_bytes -= -(-self.free_bytes // 4)
         if not self._was_short:

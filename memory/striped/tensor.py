@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..errors import is_out_of_memory
 from . import attention as attention
 from . import layers as layers
 from . import pointwise as pointwise
@@ -115,6 +116,8 @@ def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) 
     try:
         return _answered(function, name, args, kwargs)
     except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         _room(args, kwargs).ran_out(error)
     return _answered(function, name, args, kwargs)
 

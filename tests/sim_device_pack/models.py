@@ -61,6 +61,30 @@ def vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.device | 
     )
 
 
+def frames_vae(dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+    """A VAE that takes the pictures of a batch for frames of one video, as Stable Video Diffusion's does."""
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    made = vae(dtype=dtype, device=device)
+    shape = {
+        "double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32,
+        "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    module = AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": shape},
+        decoder_config={
+            "target": "comfy.ldm.modules.temporal_ae.VideoDecoder",
+            "params": {**shape, "video_kernel_size": [3, 1, 1], "alpha": 0.0},
+        },
+    )
+    module.load_state_dict(_fill(module, 0), strict=False)
+    made.first_stage_model = module.eval().to(made.vae_dtype)
+    devices = {"load_device": made.patcher.load_device, "offload_device": made.patcher.offload_device}
+    made.patcher = type(made.patcher)(made.first_stage_model, **devices)
+    return made
+
+
 def video_vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
     """Wan 2.1's VAE, 4 frames and 8 pixels to a latent one, narrow."""
     import comfy.ldm.wan.vae
