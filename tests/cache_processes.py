@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch
+from import_pack import import_pack
 
-PACK = Path(__file__).resolve().parents[1]
 KEYS = [f"{number:064x}" for number in range(12)]
 
 
@@ -114,13 +114,6 @@ def full(folder: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(
-        "ballast", PACK / "__init__.py", submodule_search_locations=[str(PACK)]
-    )
-    assert spec and spec.loader
-    sys.modules["ballast"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["ballast"])
+    import_pack()
     torch.set_num_threads(1)
     print(json.dumps({"killed": killed, "together": together, "full": full}[sys.argv[1]](Path(sys.argv[2]))))

@@ -1,11 +1,9 @@
-"""Import the pack as `ballast` from this checkout, whatever folder it lies in."""
+"""What all tests share: the pack from this checkout, caches of their own, the simulated card."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,16 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 from host import can_run_host, find_host
+from import_pack import ROOT as ROOT
+from import_pack import import_pack
 from node_runner import use_modules
 
-ROOT = Path(__file__).resolve().parents[1]
-
-# The tests must see the working tree, installed or not; ComfyUI itself loads the folder under another name still.
-_spec = importlib.util.spec_from_file_location("ballast", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-assert _spec and _spec.loader
-sys.modules["ballast"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sys.modules["ballast"])
-
+import_pack()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
@@ -75,3 +68,18 @@ def sim() -> Iterator[ModuleType]:
     manager("sim").free()
     gc.collect()
     assert simulated.stats().allocated_bytes == 0, "the test left something on the device"
+
+
+@pytest.fixture
+def card(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The simulated accelerator as the device of a real ComfyUI in this process."""
+    if HOST is None:
+        pytest.skip("no ComfyUI in this Python: run with its own, such as ~/host-venv/bin/python -m pytest")
+    from comfy import model_management as mm
+    from sim_device_pack.switch import switch
+
+    switch("64MB", monkeypatch.setattr)
+    sim.reset_stats()
+    yield sim
+    with torch.inference_mode():
+        mm.unload_all_models()

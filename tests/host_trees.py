@@ -18,11 +18,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from import_pack import import_pack
 from torch import nn
 
 MB = 2**20
 TOTAL_BYTES, RESERVE_BYTES, INFERENCE_BYTES = 16 * MB, 1 * MB, 1 * MB
-PACK = Path(__file__).resolve().parents[1]
 
 
 def find_trees() -> list[Path]:
@@ -227,12 +227,7 @@ def scenario(mm: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    spec = importlib.util.spec_from_file_location(
-        "ballast", PACK / "__init__.py", submodule_search_locations=[str(PACK)]
-    )
-    assert spec and spec.loader
-    sys.modules["ballast"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["ballast"])
+    import_pack()
     torch.set_num_threads(1)
     with torch.inference_mode():
         print(json.dumps(scenario(model_management(Path(sys.argv[1])))))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import host
-from ballast.nodes import native_key, native_vae
+from ballast.nodes import native_key
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram, Held, compose, free
@@ -25,8 +23,8 @@ from ballast.nodes.native_vae import float32_copy
 from ballast.pipelines import embedding_cache
 from ballast.pipelines.embedding_cache import EmbeddingCache
 from comfy_execution.graph_utils import ExecutionBlocker
-from conftest import HOST
 from host import page, run_node
+from native_models import tiny
 from torch import nn
 
 Kept = namedtuple("Kept", ["weight", "inplace_update"])
@@ -375,27 +373,7 @@ def test_free_vram_asks_the_host_for_models_of_the_roles(monkeypatch: pytest.Mon
 # On a real ComfyUI, in this process, whose device is the simulated card
 
 
-@pytest.fixture
-def card(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    if HOST is None:
-        pytest.skip("no ComfyUI in this Python: run with its own, such as ~/host-venv/bin/python -m pytest")
-    from comfy import model_management as mm
-    from sim_device_pack.switch import switch
-
-    switch("64MB", monkeypatch.setattr)
-    sim.reset_stats()
-    yield sim
-    with torch.inference_mode():
-        mm.unload_all_models()
-
-
 on_host = pytest.mark.host
-
-
-def tiny() -> ModuleType:
-    from sim_device_pack import models
-
-    return models
 
 
 def encode(clip: Any, prompt: str = "a (red:1.3) boat", negative: str = "") -> tuple[Any, Any, str]:
@@ -559,181 +537,6 @@ def test_nothing_stays_after_an_interrupt(card: ModuleType, monkeypatch: pytest.
     with pytest.raises(mm.InterruptProcessingException):
         encode(clip, "interrupted")
     assert card.stats().allocated_bytes == 0 and not mm.current_loaded_models
-
-
-# VAEs
-
-
-def decode(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, Any, str]:
-    with page() as shown:
-        result = run_node(VaeDecode, pipeline=vae, latent={"samples": latents}).result
-    return result[0], result[1], shown.texts[-1][1]
-
-
-def in_float32(kind: str, latents: torch.Tensor) -> torch.Tensor:
-    """What the host makes of them on the CPU with the VAE loaded in float32."""
-    with torch.inference_mode():
-        vae = getattr(tiny(), kind)(dtype=torch.float32, device=torch.device("cpu"))
-        return torch.cat([vae.decode(one).flatten(0, -4) for one in latents.split(1)])
-
-
-LATENTS = {"vae": (2, 4, 8, 6), "video_vae": (1, 16, 3, 4, 6)}
-
-
-@on_host
-@pytest.mark.parametrize("kind", LATENTS)
-def test_decoding_is_in_float32_and_the_vae_stays_as_it_was(kind: str, card: ModuleType) -> None:
-    latents = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(0))
-    expected = in_float32(kind, latents)
-    vae = getattr(tiny(), kind)()
-    state = vae.first_stage_model.state_dict()
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    described = {name: value for name, value in vars(vae).items() if name != "size"}
-    with torch.inference_mode():
-        rounded = vae.decode(latents).flatten(0, -4)  # it is in the host's hands, on the device
-    assert vae.vae_dtype == torch.bfloat16 and not torch.equal(rounded, expected)
-    held = card.stats().allocated_bytes
-    assert held > 0
-
-    images, video, text = decode(vae, latents)
-    assert torch.equal(images, expected) and images.dtype == torch.float32 and images.device.type == "cpu"
-    assert images.shape == ((2, 64, 48, 3) if kind == "vae" else (9, 32, 48, 3))
-    assert isinstance(video, ExecutionBlocker) and "frames a second" in video.message
-    assert "in float32 on sim:0, now gone" in text
-    assert card.stats().allocated_bytes == 0
-
-    assert {name: value for name, value in vars(vae).items() if name != "size"} == described
-    for name, tensor in vae.first_stage_model.state_dict().items():
-        assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype, name
-    with torch.inference_mode():
-        assert torch.equal(vae.decode(latents).flatten(0, -4), rounded), "and it works on"
-
-
-@on_host
-def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ballast")
-    latents = torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1))
-    expected = in_float32("vae", latents)
-    vae = tiny().vae()
-    for total, where in (("29MB", "sim:0"), ("3MB", "cpu")):
-        card.enable(total=total)
-        images, _, text = decode(vae, latents)
-        assert f"in float32 on {where}, now gone" in text
-        assert (images - expected).abs().max() < 1e-4
-        assert card.stats().allocated_bytes == 0
-    assert "in stripes" in caplog.text
-    assert "trying the CPU" in caplog.text
-
-
-@on_host
-def test_frames_of_one_video_are_decoded_together(card: ModuleType) -> None:
-    latents = torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        vae = tiny().frames_vae(dtype=torch.float32, device=torch.device("cpu"))
-        expected = vae.decode(latents)
-        alone = torch.cat([vae.decode(one) for one in latents.split(1)])
-    assert (alone - expected).abs().max() > 1e-2
-    images, _, _ = decode(tiny().frames_vae(), latents)
-    torch.testing.assert_close(images, expected, atol=1e-3, rtol=0)
-    assert card.stats().allocated_bytes == 0
-
-
-@on_host
-def test_pictures_that_are_done_are_kept(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second on nothing but the CPU has room."""
-    latents = torch.randn(3, 4, 6, 4, generator=torch.Generator().manual_seed(2))
-    expected = in_float32("vae", latents)
-    vae, devices = tiny().vae(), []
-    run = type(vae).decode
-
-    def noted(self: Any, samples: torch.Tensor, *args: Any, **more: Any) -> Any:
-        devices.append(self.device.type)
-        if devices == ["sim", "sim"]:
-            raise RuntimeError("cuDNN error: unable to find an engine to execute this computation")
-        return run(self, samples, *args, **more)
-
-    monkeypatch.setattr(type(vae), "decode", noted)
-    images, _, text = decode(vae, latents)
-    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
-    assert devices == ["sim", "sim", "cpu", "cpu"] and "in float32 on cpu" in text
-    assert card.stats().allocated_bytes == 0
-
-
-@on_host
-@pytest.mark.parametrize("why", ["device", "ram"])
-def test_host_goes_on_in_tiles(why: str, card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the words of an out of memory, and where the maps of stripes would not fit in RAM."""
-    vae, tiles = tiny().vae(), []
-    tiled = type(vae).decode_tiled_
-
-    def noted(self: Any, samples: torch.Tensor, **sizes: Any) -> Any:
-        tiles.append(len(samples))
-        return tiled(self, samples, **sizes)
-
-    run = native_vae.striped.run
-
-    def in_stripes(*args: Any, **more: Any) -> Any:  # a tile goes in stripes, too
-        if not tiles and why == "device":
-            raise RuntimeError("cuDNN error: unable to find an engine to execute this computation")
-        return run(*args, **more)
-
-    monkeypatch.setattr(type(vae), "decode_tiled_", noted)
-    monkeypatch.setattr(native_vae.striped, "run", in_stripes)
-    if why == "ram":
-        monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 10**9 if tiles else 100_000)
-    card.enable(total="26MB")
-    images, _, text = decode(vae, torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1)))
-    assert tiles == [1] and "in float32 on sim:0" in text
-    assert images.isfinite().all()
-    assert card.stats().allocated_bytes == 0
-
-
-@on_host
-def test_vae_runs_where_the_host_has_it(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comfy.cli_args import args
-
-    monkeypatch.setattr(args, "cpu_vae", True)
-    latents = torch.randn(1, 4, 4, 4)
-    card.reset_stats()
-    _, _, text = decode(tiny().vae(), latents)
-    assert "in float32 on cpu" in text and card.stats().peak_bytes == 0
-
-
-@on_host
-def test_cpu_takes_no_more_ram_than_there_is(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comfy.cli_args import args
-
-    monkeypatch.setattr(args, "cpu_vae", True)
-    budgets, run = [], native_vae.striped.run
-
-    def noted(*args: Any, **more: Any) -> Any:
-        budgets.append((more["budget_bytes"], more["ram_bytes"]))
-        return run(*args, **more)
-
-    latents = torch.randn(1, 4, 8, 6, generator=torch.Generator().manual_seed(0))
-    expected = in_float32("vae", latents)
-    monkeypatch.setattr(native_vae.striped, "run", noted)
-    monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 4_000_000)
-    images, _, text = decode(tiny().vae(), latents)
-    assert budgets == [(500_000, 4_000_000)] and "in float32 on cpu" in text
-    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
-    monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 0)
-    images, _, _ = decode(tiny().vae(), latents)
-    torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
-
-
-@on_host
-def test_not_finite_is_told(card: ModuleType) -> None:
-    vae = tiny().vae()
-    with pytest.raises(ValueError, match="the latents hold NaN"):
-        decode(vae, torch.full((1, 4, 4, 4), torch.nan))
-    with torch.inference_mode():
-        vae.first_stage_model.decoder.conv_out.weight.data.fill_(3e38)
-    with pytest.raises(RuntimeError, match="the decoder made NaN or infinite.* The latent is not lost") as caught:
-        decode(vae, torch.randn(1, 4, 4, 4))
-    (path,) = re.findall(r"it is in (\S+\.latent)", str(caught.value))
-    Path(path).unlink()
-    assert card.stats().allocated_bytes == 0
 
 
 # Free VRAM by role
