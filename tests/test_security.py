@@ -229,8 +229,9 @@ def test_tokenizer_file_elsewhere(model: Path, tmp_path: Path, key: str) -> None
         assert "secret.json" in refusal(whole_run(model))
 
 
-def test_tokenizer_file_where_it_lay_when_it_was_saved(model: Path) -> None:
-    edit(model / "tokenizer" / "tokenizer_config.json", special_tokens_map_file="/root/none/special_tokens_map.json")
+def test_tokenizer_file_where_it_lay_when_it_was_saved(model: Path, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone" / "special_tokens_map.json")
+    edit(model / "tokenizer" / "tokenizer_config.json", special_tokens_map_file=gone)
     assert whole_run(model)().isfinite().all()
 
 
