@@ -43,31 +43,42 @@ __all__ = [
 ]  # fmt: skip
 
 DEVICE_TYPE = "sim"
-KNOWN_GOOD = ("2.13",)
 _NAME = "Simulated accelerator"
 
 _library: torch.library.Library | None = None
+_reason: str | None = None  # why it does not work, once that has been found out
+_enabled = False
 _enabling = threading.Lock()
 
 
 def supported() -> str | None:
-    """None if this torch can run the simulated accelerator, else one line that says why not."""
-    if _library is not None:
-        return None
-    known = f"the simulated accelerator is known to work on torch {', '.join(KNOWN_GOOD)}"
-    if ".".join(torch.__version__.split(".")[:2]) not in KNOWN_GOOD:
-        return f"{known}; this is torch {torch.__version__}"
+    """None if this torch can run the simulated accelerator, else one line that says what does not work.
+
+    To find out, it is tried (see `selfcheck`), once in a process. Torch then knows the device for good: where it does
+    not work it has no kernels, and `enable` goes on refusing it.
+    """
+    global _reason
+    with _enabling:
+        if _library is None and _reason is None:
+            _reason = _why_not_here() or _register()
+        return _reason
+
+
+def _why_not_here() -> str | None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        return f"{known}, but this build {torch.__version__} cannot register a device in Python"
+        return (
+            f"torch {torch.__version__} cannot register a device in Python, which the simulated accelerator is. "
+            "Use a newer one."
+        )
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone" or hasattr(torch, DEVICE_TYPE):
-        return f"{known}, but here torch's one place for an out-of-tree device is taken by {taken!r}"
+        return f"the simulated accelerator needs torch's one place for an out-of-tree device, which {taken!r} has taken"
     return None
 
 
 def is_enabled() -> bool:
-    """Whether `sim:0` is a device in this process."""
-    return _library is not None
+    """Whether `enable` has been called in this process, with success."""
+    return _enabled
 
 
 def enable(
@@ -85,18 +96,16 @@ def enable(
     no time. Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see
     `supported`), and ValueError for a size or a rate that makes no sense.
     """
+    global _enabled
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
     for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops)):
         if rate is not None and not rate > 0:
             raise ValueError(f"{name} must be above 0, not {rate}")
-    with _enabling:
-        reason = supported()
-        if reason:
-            raise RuntimeError(reason)
-        if _library is None:
-            _register()
+    if reason := supported():
+        raise RuntimeError(reason)
     flops = None if tflops is None else tflops * 1e12
     state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops)
+    _enabled = True
 
 
 def stats() -> Stats:
@@ -223,11 +232,20 @@ def _backend() -> types.ModuleType:
     return module
 
 
-def _register() -> None:
-    """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`."""
+def _register() -> str | None:
+    """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`. Returns what fails."""
     global _library
-    backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
-    state.card.device = torch.device(DEVICE_TYPE, 0)
-    library = torch.library.Library("aten", "IMPL")
-    kernels.register(library)
-    _library = library
+    from .selfcheck import first_failure  # which is needed once, if ever
+
+    device, library = None, torch.library.Library("aten", "IMPL")
+    try:
+        backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_backend())
+        device = torch.device(DEVICE_TYPE, 0)
+        kernels.register(library)
+        failure = first_failure(device)
+    except Exception as error:
+        failure = f"registering: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if failure:  # the library ends here, and the kernels with it
+        return f"the simulated accelerator does not work on torch {torch.__version__} ({failure})"
+    state.card.device, _library = device, library
+    return None

@@ -20,7 +20,7 @@ from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()  # who puts another card in the place of the one in use
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def rehearsal() -> Iterator[state.Card]:
     are operations. One at a time in a process. It holds for the process's simulated device too: do no work on that in
     another thread meanwhile.
     """
-    with _one_at_a_time:
+    with one_at_a_time:
         outer, card = state.card, state.Card(None, DEVICE, dry=True)
         card.configure(None, 0, 25e9, 25e9, 1.0)
         state.card = card
