@@ -16,17 +16,30 @@ _RAM_RESERVE_BYTES = 2 * 2**30
 
 def spare_ram_bytes() -> int:
     """RAM that is free now, less what is left to others."""
-    return max(0, psutil.virtual_memory().available - _RAM_RESERVE_BYTES)
+    return max(0, _beyond_reserve())
+
+
+def _beyond_reserve() -> int:
+    return psutil.virtual_memory().available - _RAM_RESERVE_BYTES
 
 
 class Budget:
-    """Limits in bytes, None where nothing was stated; `units` are those whose weights count."""
+    """Limits in bytes, None where nothing was stated.
 
-    def __init__(self, accelerator: Accelerator, units: Callable[[], Iterable[ManagedModel]]) -> None:
+    `units` are those whose weights count on the device, `everyone` those whose weights count in RAM.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        units: Callable[[], Iterable[ManagedModel]],
+        everyone: Callable[[], Iterable[ManagedModel]],
+    ) -> None:
         self.vram_limit: int | None = None
         self.ram_limit: int | None = None
         self._accelerator = accelerator
         self._units = units
+        self._everyone = everyone
         self._not_ours: int | None = None  # bytes on the device when the present stage began, without weights of ours
 
     @property
@@ -55,11 +68,10 @@ class Budget:
 
     @property
     def ram_bytes(self) -> int:
-        """RAM that weights may hold."""
+        """RAM that weights may hold: what was stated, or what they hold and what is free, less the reserve."""
         if self.ram_limit is not None:
             return self.ram_limit
-        held = sum(unit.host_bytes for unit in self._units())
-        return held + spare_ram_bytes()
+        return max(0, sum(unit.host_bytes for unit in self._everyone()) + _beyond_reserve())
 
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to move its own models away until so many bytes are free."""

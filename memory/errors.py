@@ -23,6 +23,8 @@ _OUT_OF_MEMORY = (
 class DoesNotFitError(RuntimeError):
     """A unit fits the budget in no placement. The message names the bytes, the budget and what could be freed."""
 
+    __module__ = "ballast"  # the host shows it, and would show its own path of the pack in three lines
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device is out of memory, in the words of any backend."""

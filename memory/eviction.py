@@ -30,18 +30,28 @@ class Use:
 
 
 def choose_evictions(
-    resident: Mapping[Key, int], capacity_bytes: int, wanted: Use, future: Sequence[Use] | None = None
+    resident: Mapping[Key, int],
+    capacity_bytes: int,
+    wanted: Use,
+    future: Sequence[Use] | None = None,
+    cached: Set[Key] = frozenset(),
 ) -> list[Key]:
     """Units to evict so that `wanted` fits.
 
     `resident` maps the units that may leave to their bytes on the device, least recently used first;
     `capacity_bytes` is what they and `wanted` may hold together. `future` is what runs after `wanted`, in order, or
-    None when unknown. If even an empty device is too small, all of them leave.
+    None when unknown. The `cached`, which nobody refers to, leave before any other does. If even an empty device is too
+    small, all of them leave.
     """
     room_bytes = capacity_bytes - wanted.size_bytes - wanted.working_bytes
     others = {unit: size for unit, size in resident.items() if unit != wanted.unit}
+    leaving: list[Key] = []
+    for unit in [unit for unit in others if unit in cached]:
+        if sum(others.values()) > room_bytes:
+            leaving.append(unit)
+            del others[unit]
     if sum(others.values()) <= room_bytes:
-        return []
+        return leaving
     keep: Set[Key]
     if future is None:
         keep = _keep_most_recent(list(reversed(others)), others, room_bytes)
@@ -49,7 +59,7 @@ def choose_evictions(
         keep = _keep_cheapest(others, capacity_bytes, room_bytes, wanted, future[:EXACT_USES])
     else:
         keep = _keep_most_recent(_by_next_use(others, future), others, room_bytes)
-    return [unit for unit in others if unit not in keep]
+    return leaving + [unit for unit in others if unit not in keep]
 
 
 def choose_shrinks(

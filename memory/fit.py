@@ -30,6 +30,7 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
             blocks=tuple(BlockSize(b.packed_bytes, b.held_bytes) for b in blocks if unit.role != "vae"),
             stay_bytes=_nbytes(stays),
             leaf_bytes=max((_nbytes(own) for _, own in comes), default=0),
+            tensor_bytes=max((slot.tensor.nbytes for slot in slots(unit.module)), default=0),
         )
     return unit.sizes
 
@@ -63,11 +64,12 @@ def weights_to_hold(unit: ManagedModel, kind: str, room_bytes: int) -> int:
 
 
 def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
-    """The placement of that name; nothing is moved yet. What is not in RAM streams from disk."""
-    if kind == "streamed" or (kind == "resident" and not unit.in_ram):
-        return Streamed(unit.module, device, weights_bytes, unit.source())
+    """The placement of that name; nothing is moved yet. What is not in RAM comes from disk."""
+    source = None if unit.in_ram else unit.source()
+    if kind == "streamed":
+        return Streamed(unit.module, device, weights_bytes, source)
     kinds: dict[str, type[Placement]] = {"resident": Resident, "leafwise": Leafwise, "cpu": Cpu}
-    return kinds[kind](unit.module, device)
+    return kinds[kind](unit.module, device, source)
 
 
 def fitting_placements(unit: ManagedModel, room_bytes: int, free_bytes: int, stated: bool) -> list[str]:
@@ -105,7 +107,16 @@ def why_nothing_fits(
         f"{unit.name} does not fit on {device}: it wants {wants}, and "
         f"{format_bytes(unit.working_bytes)} to work in, of a budget of "
         f"{format_bytes(budget_bytes)}, of which {format_bytes(max(0, room_bytes))} can be had. "
-        f"Could be freed: {could}. Raise the vram budget, choose a smaller size, or use strategy='cpu'."
+        f"Could be freed: {could}. Raise the vram budget, choose a smaller size, or use strategy cpu."
+    )
+
+
+def why_no_ram(unit: ManagedModel, kind: str, room_bytes: int, limit_bytes: int) -> str:
+    """One line: the RAM that was wanted, the budget, and what to do."""
+    why = "on the CPU all of it must be there" if kind == "cpu" else "its files cannot be run from as they are"
+    return (
+        f"{unit.name} does not fit in RAM: {why}, which takes {format_bytes(unit.size_bytes)}, and of a RAM budget of "
+        f"{format_bytes(limit_bytes)} {format_bytes(max(0, room_bytes))} can be had. Raise the RAM budget."
     )
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .host_contract import unknown_members
 from .host_flags import host_flags
 from .host_patcher import HostPatcher
 
@@ -160,6 +159,8 @@ def lists_units(on: torch.device) -> bool:
 def _why_unfit(mm: ModuleType) -> str:
     if not mm.__file__:
         return "this ComfyUI has no source to read"
+    from .host_contract import unknown_members  # once, and not while ComfyUI starts
+
     unknown = unknown_members(Path(mm.__file__).parents[1])
     return f"this ComfyUI asks models for {', '.join(sorted(unknown))}, unknown here" if unknown else ""
 
@@ -186,6 +187,13 @@ def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
         log.warning("Ballast: ComfyUI could not list %r (%s)", patcher, error)
     finally:
         patcher.is_being_listed = False
+
+
+def is_busy() -> bool:
+    """Whether the host is working on a prompt, or has yet to obey a request to unload."""
+    server = getattr(sys.modules.get("server"), "PromptServer", None)
+    queue = getattr(getattr(server, "instance", None), "prompt_queue", None)
+    return bool(getattr(queue, "currently_running", False) or getattr(queue, "flags", False))
 
 
 # Pinned memory

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .reader import piece_of, read
@@ -31,7 +33,10 @@ def find_stored(module: nn.Module, stored: Mapping[str, Stored]) -> dict[int, St
     return found if all(id(parameter) in found for _, parameter in parameters) else None
 
 
-def load_stored(module: nn.Module, stored: Mapping[str, Stored]) -> bool:
+Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
+
+
+def load_stored(module: nn.Module, stored: Mapping[str, Stored], look: Look = lambda read: None) -> bool:
     """Read the weights of a module on `meta` into flat buffers, as `hostbuffer.pack` would lay them out.
 
     False, and nothing is done, if they are not all found. If reading fails the module stays as it was.
@@ -53,8 +58,32 @@ def load_stored(module: nn.Module, stored: Mapping[str, Stored]) -> bool:
                 jobs.append((piece_of(found[id(tensor)], tensor.dtype, offset), buffer))
             else:
                 view.copy_(tensor)  # a buffer, which the module has already
-    read(jobs)
+    read(jobs, look)
     for slot in places:
         if id(slot.tensor) in new:
             slot.holder[slot.key] = new[id(slot.tensor)]
     return True
+
+
+class Interruptible(TorchDispatchMode):
+    """Calls `look` at every operator of this thread: the libraries' own loaders have no other place for it."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+        self._raised: BaseException | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._raised is None:  # else a library is clearing up
+            try:
+                self._look(0)
+            except BaseException as error:
+                self._raised = error
+                raise
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        raised, self._raised = self._raised, None
+        if raised is not None and raised is not error:  # a library made something else of it
+            raise raised from None

@@ -1,24 +1,27 @@
 """MemoryManager: who holds the memory of one device.
 
-There is one manager for each device of the process, and it is the only global state of the pack. It refers to units
-weakly: whoever opened a pipeline owns its units, and when the pipeline goes, they go. What the manager keeps on the
-device is bounded by the budget, what it keeps in RAM by the RAM budget.
+There is one manager for each device of the process, and they are the only global state of the pack. A unit is known by
+what it is: all who claim the same model get the same unit. One that nobody refers to any more stays as a cached copy
+while there is room, and is the first to go. What a manager keeps on its device is bounded by the budget, what all of
+them keep in RAM by the RAM budget.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from . import host
 from .accelerator import Accelerator, resolve_device
+from .books import Books
 from .errors import release_frames
 from .forecast import Forecast
 from .host_patcher import HostPatcher
@@ -27,6 +30,7 @@ from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage
 from .unit import ROLES, ManagedModel, Role
+from .watch import Watch
 
 if TYPE_CHECKING:
     from .runplan import StagePlan
@@ -35,6 +39,11 @@ STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 
 _managers: dict[torch.device, MemoryManager] = {}
 _managers_lock = threading.Lock()
+_lock = threading.RLock()  # of all managers: they share the RAM
+
+_LOOK_SECONDS = 2.0  # between two looks at the RAM that others want
+_PATIENCE_SECONDS = 1.0  # after which the watch does it
+_SOON_SECONDS = 0.02  # where the host is about to unload, or a manager is at work
 
 
 def manager(device: str | torch.device = "auto") -> MemoryManager:
@@ -51,18 +60,44 @@ def managers() -> list[MemoryManager]:
     return list(_managers.values())
 
 
+def _all_units() -> list[ManagedModel]:
+    """The units of all managers, whose copies share the RAM."""
+    return [unit for each in managers() for unit in each._books.units()]
+
+
+def _tidy() -> float | None:
+    """Let go of what nobody asks for any more. Returns in how many seconds to look again; None if nothing is left."""
+    if not _lock.acquire(blocking=False):
+        return _SOON_SECONDS  # somebody is at it
+    try:
+        for each in managers():
+            each._tidy()
+        if any(each._unloading == "asked" for each in managers()):
+            return _SOON_SECONDS
+        return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in _all_units()) else None
+    finally:
+        _lock.release()
+
+
+_watch = Watch(_tidy)
+
+
 class MemoryManager:
     """Loads units onto one device within a budget, and takes them away again. Use `manager()` to get it."""
 
     def __init__(self, device: torch.device) -> None:
         self.accelerator = Accelerator(device)
         self.device = device
-        self._units: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
-        self._residents = Residents(self.accelerator, self.units)
+        self._books = Books()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._residents = Residents(self.accelerator, self._books, _all_units)
         self.budget, self.timeline = self._residents.budget, self._residents.timeline
         self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher] = weakref.WeakKeyDictionary()
+        self._told: list[HostPatcher] = []  # all that the host may still have in its list
+        self._unloading: Literal["", "asked", "done"] = ""  # of copies in RAM, on the host's request
+        self._unloaded_at = 0.0
         self._clock = itertools.count(1)
-        self._lock = threading.RLock()
+        self._lock = _lock
         self._stage_lock = threading.RLock()
 
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
@@ -90,10 +125,56 @@ class MemoryManager:
         """Bytes of weights that have come to the device so far."""
         return self._residents.device_bytes_in
 
-    def adopt(self, unit: ManagedModel) -> ManagedModel:
-        """Take a unit under management. The caller keeps it alive."""
+    def claim(self, key: Hashable, make: Callable[[], ManagedModel], owner: object) -> ManagedModel:
+        """The unit of a model that is known by `key`; made where there is none, with that key.
+
+        It is the owner's, among others, for as long as the owner lives, and a cached copy afterwards. A cached copy of
+        the same model is taken over from the manager of another device.
+        """
         with self._lock:
-            self._units.add(unit)
+            unit = self._books.find(key)
+            if unit is None:
+                unit = next((found for other in managers() if (found := other._give(key))), None) or make()
+                unit.key = key
+                self._books.add(unit)
+            unit.owners.add(owner)
+            if owner not in self._owners:
+                self._owners.add(owner)
+                weakref.finalize(owner, self._owner_is_gone).atexit = False
+        return unit
+
+    def _owner_is_gone(self) -> None:
+        # Called by whoever deleted it, wherever that was, perhaps with a lock that the holder of this one waits for.
+        if self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            try:
+                self._tidy()
+            finally:
+                self._lock.release()
+        _watch.wake()
+
+    def _tidy(self) -> None:
+        self._residents.tidy()
+        # The host obeys between two prompts, and then lets go of what it remembers; in a prompt that has other reasons.
+        if self._unloading and not host.is_busy():
+            self._residents.drop_cached(ROLES)
+            if self._unloading == "asked":
+                self._unloading, self._unloaded_at = "done", time.monotonic()
+        if self._unloading == "done" and (host.is_busy() or time.monotonic() > self._unloaded_at + _LOOK_SECONDS):
+            self._unloading = ""
+
+    def _give(self, key: Hashable) -> ManagedModel | None:
+        """Hand a cached copy over to another manager."""
+        unit = self._books.find(key)
+        if unit is None or not unit.is_cached or unit.leases or unit.pinned:
+            return None
+        self._residents.evict(unit)
+        self._books.remove(unit)
+        return unit
+
+    def adopt(self, unit: ManagedModel) -> ManagedModel:
+        """Take a unit under management. One without a key lives as long as its maker keeps it."""
+        with self._lock:
+            self._books.add(unit)
         return unit
 
     def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
@@ -118,7 +199,7 @@ class MemoryManager:
         """
         with self._lock:
             self.strike(unit)
-            others = [other for other in self._units if other is not unit] if alone else []
+            others = [other for other in self._books.units() if other is not unit] if alone else []
         self.acquire(unit, strategy, instead_of=others)
         try:
             with torch.inference_mode():
@@ -208,11 +289,17 @@ class MemoryManager:
     def units(self) -> list[ManagedModel]:
         """All units under management."""
         with self._lock:
-            return list(self._units)
+            self._books.forget()
+            return self._books.units()
 
     def execution_device(self, strategy: str) -> torch.device:
         """Where a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
+
+    def fit(self, units: Sequence[ManagedModel], strategy: str) -> None:
+        """Let what is on the device keep the budget that is in force now, for a stage of these units."""
+        with self._lock:
+            self._residents.fit(units, strategy)
 
     def strike(self, unit: ManagedModel) -> None:
         """Take the next use of a unit off the schedule."""
@@ -250,6 +337,14 @@ class MemoryManager:
             else:
                 self.evict(unit)
 
+    def unload(self) -> None:
+        """Let copies in RAM that nobody refers to go as soon as no prompt runs, and those that come to be so then.
+
+        Returns at once, and may be called from any thread.
+        """
+        self._unloading = "asked"
+        _watch.wake()
+
     def evict(self, unit: ManagedModel) -> None:
         """Take a unit off the device, unless it is leased or pinned."""
         with self._lock:
@@ -265,22 +360,32 @@ class MemoryManager:
                     self._residents.keep_ram_budget(unit)
                 elif unit.placement is not None:
                     unit.placement.settle()
+        _watch.wake()
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
 
-        `roles` restricts them; with `bytes` it stops when so much is free. Returns the bytes really freed.
+        `roles` restricts them; with `bytes` it stops when so much is free, and without, cached copies leave RAM too.
+        Returns the bytes of the device that were really freed.
         """
         wanted = set(ROLES if roles is None else roles)
         if unknown := wanted - set(ROLES):
             raise ValueError(f"unknown roles {', '.join(sorted(unknown))}. Roles are {', '.join(ROLES)}.")
         with self._lock:
-            return self._residents.free(wanted, bytes)
+            freed = self._residents.free(wanted, bytes)
+            if bytes is None:
+                self._residents.drop_cached(wanted)
+            return freed
+
+    def make_room(self) -> None:
+        """Evict all that may leave the device. Nothing leaves RAM."""
+        with self._lock:
+            self._residents.free(ROLES)
 
     def report(self) -> Report:
         """Units, tiers, bytes and budgets, as they are now."""
         with self._lock:
-            units = sorted(self._units, key=lambda unit: (unit.label, unit.name))
+            units = sorted(self.units(), key=lambda unit: (unit.label, unit.name))
             return Report(
                 device=str(self.device),
                 budget_bytes=self.budget_bytes,
@@ -295,8 +400,14 @@ class MemoryManager:
 
     def _tell_host(self, unit: ManagedModel) -> None:
         """Let the host count a unit that is on its device."""
-        if unit.resident_bytes and host.lists_units(self.device):
-            if unit not in self._patchers:
-                self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)
-            self._patchers[unit].target_bytes = unit.resident_bytes
-            host.list_unit(self._patchers[unit], unit.working_bytes)
+        if not (unit.resident_bytes and host.lists_units(self.device)):
+            return
+        # Patchers of units that were shared end here and nowhere else: their end changes the host's list, which must
+        # not happen while the host goes through it, in whatever thread.
+        self._told = [patcher for patcher in self._told if patcher.unit is not None]
+        if unit not in self._patchers:
+            self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)
+            if unit.key is not None:
+                self._told.append(self._patchers[unit])
+        self._patchers[unit].target_bytes = unit.resident_bytes
+        host.list_unit(self._patchers[unit], unit.working_bytes)

@@ -21,6 +21,7 @@ INK, MUTED, _GRID, _PAPER = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff"
 GROUND = "#f8fafc"
 _BANDS = (GROUND, "#eef2f7")
 WORK = "#cbd5e1"
+_OTHERS = "#94a3b8"
 _BUDGET = "#dc2626"
 # One hue for each role, another shade for each further unit of it.
 _HUES = {
@@ -38,7 +39,7 @@ class Chart:
 
     scale = _SUPERSAMPLE
 
-    def __init__(self, width: int, height: int, peak_bytes: int, budget_bytes: int, title: str = "") -> None:
+    def __init__(self, width: int, height: int, peak_bytes: int, budgets: Sequence[int], title: str = "") -> None:
         scale = self.scale
         self.size = width, height
         self.canvas = Image.new("RGB", (width * scale, height * scale), _PAPER)
@@ -46,10 +47,10 @@ class Chart:
         self.font, self.bold = ImageFont.load_default(13 * scale), ImageFont.load_default(15 * scale)
         self.left, self.top = _LEFT * scale, (_TOP + (26 if title else 0)) * scale
         self.right, self.bottom = (width - _RIGHT) * scale, (height - _BOTTOM) * scale
-        self.budget_bytes = budget_bytes
+        self.budgets = budgets  # one for each stage
         # A budget far above the peak would flatten the picture; then it is only named.
-        self.budget_shown = budget_bytes <= 2.5 * peak_bytes
-        self.ceiling = max(peak_bytes, budget_bytes if self.budget_shown else 0) * 1.06
+        self.highest_shown = 2.5 * peak_bytes
+        self.ceiling = max(peak_bytes, *(size for size in (*budgets, 0) if size <= self.highest_shown)) * 1.06
         self.draw.text((self.left, 10 * scale), title, INK, self.bold)
 
     def y_at(self, size: float) -> float:
@@ -68,26 +69,31 @@ class Chart:
     def stages(self, edges: Sequence[float], names: Sequence[str], facts: Sequence[str]) -> None:
         """The name of each stage above it, with the facts where there is room."""
         scale, label_end = self.scale, 0.0
+        ahead = sum(self.draw.textlength(name, self.bold) + 12 * scale for name in names)
         for start, end, name, fact in zip(edges, edges[1:], names, facts, strict=False):
+            # Labels of stages too short for their own width move right, never over each other, and left at the end.
+            bare = self.draw.textlength(name, self.bold)
+            ahead -= bare + 12 * scale
+            most = (self.size[0] - 4) * scale - ahead
+            x = min(max(start, label_end), most - bare)
             text = f"{name}  {fact}"
-            # Labels of stages too short for their own width move right, never over each other.
-            label = text if start + self.draw.textlength(text, self.bold) <= end else name
+            label = text if x + self.draw.textlength(text, self.bold) <= min(end, most) else name
             length = self.draw.textlength(label, self.bold)
-            x = min(max(start, label_end), (self.size[0] - 4) * scale - length)
-            self.draw.text((x, self.top - 24 * scale), label, INK, self.bold)
+            self.draw.text((x, self.top - 24 * scale), label, _BUDGET if "," in name else INK, self.bold)
             label_end = x + length + 12 * scale
             self.draw.line((start, self.top, start, self.bottom), MUTED, 1)
 
-    def frame(self, colours: Mapping[str, str]) -> None:
-        """The lower edge, the budget, and the legend."""
+    def frame(self, colours: Mapping[str, str], edges: Sequence[float]) -> None:
+        """The lower edge, the budget of each stage, and the legend."""
         scale = self.scale
         self.draw.line((self.left, self.bottom, self.right, self.bottom), INK, scale)
-        if self.budget_shown:
-            y = self.y_at(self.budget_bytes)
-            for dash in range(self.left, self.right, 12 * scale):
-                self.draw.line((dash, y, min(dash + 6 * scale, self.right), y), _BUDGET, scale)
+        for start, end, size in zip(edges, edges[1:], self.budgets, strict=False):
+            if size <= self.highest_shown:
+                for dash in range(int(start), int(end), 12 * scale):
+                    self.draw.line((dash, self.y_at(size), min(dash + 6 * scale, end), self.y_at(size)), _BUDGET, scale)
         x, y = float(self.left), self.bottom + 34 * scale
-        budget = f"budget {format_bytes(self.budget_bytes)}" + ("" if self.budget_shown else ", off the scale")
+        named = " to ".join(dict.fromkeys(map(format_bytes, (min(self.budgets), max(self.budgets)))))
+        budget = f"budget {named}" + ("" if max(self.budgets) <= self.highest_shown else ", off the scale")
         for name, colour in [*colours.items(), ("working memory", WORK), (budget, _BUDGET)]:
             length = 18 * scale + self.draw.textlength(name, self.font)
             if x + length > (self.size[0] - 4) * scale:
@@ -109,17 +115,23 @@ class _Column:
     peak_bytes: int = 0
 
 
-def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Image.Image:
-    """An RGB picture of `width` by `height` pixels. Time between stages is left out."""
+def draw_timeline(stages: Sequence[StageRecord], runs: Sequence[str], width: int, height: int) -> Image.Image:
+    """An RGB picture of `width` by `height` pixels, of our own bytes. Time between stages is left out.
+
+    `runs` names the run of each stage; where there are several, a line parts them.
+    """
     seconds = sum(stage.seconds for stage in stages)
-    peak = max((stage.peak_bytes for stage in stages), default=0)
-    chart = Chart(width, height, peak, max((stage.budget_bytes for stage in stages), default=0))
+    columns = _columns(stages, (width - _LEFT - _RIGHT) * Chart.scale) if seconds else []
+    peak = max((column.peak_bytes for column in columns), default=0)
+    several = len(set(runs)) > 1
+    chart = Chart(width, height, peak, [stage.budget_bytes for stage in stages], title=" " if several else "")
     draw, left, right, bottom = chart.draw, chart.left, chart.right, chart.bottom
     if not seconds or not peak:
         nothing = "All stages ran on the CPU: there is no VRAM to show." if seconds else "Nothing has run yet."
         draw.text((left, chart.top), nothing, INK, chart.bold)
         return chart.picture()
 
+    others = max(stage.other_bytes * stage.has_others for stage in stages)
     colours = unit_colours({r.name: r.role for stage in stages for event in stage.events for r in event.residents})
 
     def x_at(elapsed: float) -> float:
@@ -127,19 +139,25 @@ def draw_timeline(stages: Sequence[StageRecord], width: int, height: int) -> Ima
 
     edges = [x_at(sum(stage.seconds for stage in stages[:number])) for number in range(len(stages) + 1)]
     chart.ground(edges)
-    for at, column in enumerate(_columns(stages, right - left), left):
+    for at, column in enumerate(columns, left):
         base = 0
         draw.line((at, chart.y_at(column.peak_bytes), at, bottom), WORK)
         for unit in column.residents:
             draw.line((at, chart.y_at(base + unit.bytes), at, chart.y_at(base)), colours[unit.name])
             base += unit.bytes
-    facts = [f"{stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}" for stage in stages]
-    chart.stages(edges, [stage.name for stage in stages], facts)
+    facts = [f"{stage.seconds:.2f} s, peak {format_bytes(stage.own_peak_bytes)}" for stage in stages]
+    chart.stages(edges, [stage.title for stage in stages], facts)
+    for x, run, before in zip(edges, runs, ["", *runs], strict=False):
+        if several and run != before:
+            draw.line((x, 12 * chart.scale, x, bottom), INK, 2 * chart.scale)
+            draw.text((x + 6 * chart.scale, 10 * chart.scale), f"run: {run}", MUTED, chart.bold)
     for tick in range(6):
         anchor = ("lt", "mt", "rt")[(tick > 0) + (tick == 5)]
         x, words = x_at(seconds * tick / 5), f"{seconds * tick / 5:.1f} s"
         draw.text((x, bottom + 6 * chart.scale), words, MUTED, chart.font, anchor)
-    chart.frame(colours)
+    if others:
+        colours[f"not drawn: {format_bytes(others)} of other models"] = _OTHERS
+    chart.frame(colours, edges)
     return chart.picture()
 
 
@@ -155,7 +173,8 @@ def _columns(stages: Sequence[StageRecord], count: int) -> list[_Column]:
                 for e in (before, event)
             )
             # While weights arrive, they are the peak, not work beside them.
-            peak = before.allocated_bytes if event.kind == "place" else event.peak_bytes
+            held = before.allocated_bytes - before.other_bytes
+            peak = held if event.kind == "place" else event.own_peak_bytes(before)
             for column in columns[first : last + 1]:
                 column.residents = before.residents
                 column.peak_bytes = max(column.peak_bytes, peak)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, ModuleType
@@ -18,8 +19,11 @@ import torch
 from torch import nn
 
 from .calls import Forward, interpose
-from .ring import Block, split_blocks
+from .loading import find_stored
+from .ring import Block, Queues, split_blocks
+from .supply import Supply
 from .unit import Slot, own_slots, slots
+from .weights import Stored
 
 PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
 
@@ -37,17 +41,31 @@ def outside_inference() -> Iterator[None]:
 
 
 class Placement:
-    """Base of all placements: remembers the host tensors, so that taking away is putting them back."""
+    """Base of all placements: remembers the host tensors, so that taking away is putting them back.
+
+    With `source`, which tells where the weights lie in files, by name, a module on `meta` runs straight from the disk
+    and RAM holds no more than `host_bytes`; ValueError if it does not name them all.
+    """
 
     name: ClassVar[PlacementName]
     on_device: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, source: Mapping[str, Stored] | None = None) -> None:
         self.module = module
         self.device = device
         self.host_slots: list[Slot] = list(slots(module))
         self.resident_bytes = 0
         self._bytes_in = 0
+        self._last_resort: weakref.finalize | None = None
+        self._blocks: list[Block] = []
+        self._divide()
+        on_disk = source is not None and any(slot.tensor.is_meta for slot in self.host_slots)
+        found = find_stored(module, source or {}) if on_disk else {}
+        if found is None:
+            raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
+        largest = max((slot.tensor.nbytes for slot in self.host_slots), default=0)
+        self._queues = Queues(device)
+        self._supply = Supply(self._blocks, self._queues, found, largest)
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -61,7 +79,7 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         """RAM taken beside the module's own tensors."""
-        return 0
+        return self._supply.host_bytes
 
     def describe(self) -> str:
         """How the unit sits, in words."""
@@ -86,8 +104,15 @@ class Placement:
         taken, self._bytes_in = self._bytes_in, 0
         return taken
 
+    def goes_with(self, unit: object) -> None:
+        """Let the module be taken away at once when the unit that it is of is deleted."""
+        self._last_resort = weakref.finalize(unit, self.remove)
+        self._last_resort.atexit = False
+
     def remove(self) -> None:
         """Take the unit off the device, with every stray tensor that its runs left behind."""
+        if self._last_resort is not None:
+            self._last_resort.detach()
         with torch.inference_mode():
             self._restore()
             self._remove()
@@ -98,18 +123,33 @@ class Placement:
         for slot in self.host_slots:
             slot.restore()
 
+    def _divide(self) -> None:
+        """Find the blocks, for placements that know them from the start."""
+
     def _place(self) -> None: ...
 
     def _remove(self) -> None: ...
 
     def _move(self, moving: list[Slot]) -> None:
-        copies: dict[int, torch.Tensor] = {}
+        """Bring weights to the device: from RAM, or from the disk through the windows, which must be open."""
+        copies = self._supply.bring([slot.tensor for slot in moving], self.device)
+        came = sum(tensor.nbytes for tensor in copies.values())
         for slot in moving:
             if id(slot.tensor) not in copies:
                 copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)
-                self.resident_bytes += slot.tensor.nbytes
-                self._bytes_in += slot.tensor.nbytes
+                came += slot.tensor.nbytes
             slot.set(copies[id(slot.tensor)])
+        self.resident_bytes += came
+        self._bytes_in += came
+
+    @contextlib.contextmanager
+    def _windows(self) -> Iterator[None]:
+        """Windows to read through, for the time of one move."""
+        self._supply.open()
+        try:
+            yield
+        finally:
+            self._supply.close()
 
     def _bring(self, block: Block) -> None:
         """Let a block stay; on any failure it is where it was."""
@@ -128,16 +168,13 @@ class Resident(Placement):
 
     name = "resident"
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__(module, device)
-        self._blocks: list[Block] = []  # known once one has left
-
     def _place(self) -> None:
-        self._move(self.host_slots)
+        with self._windows():
+            self._move(self.host_slots)
 
     def shrink(self, bytes: int) -> int:
         before = self.resident_bytes
-        if not self._blocks:
+        if not self._blocks:  # known once one has left
             self._blocks = split_blocks(self.module, self.host_slots)[0]
             for block in self._blocks:
                 block.resident = True
@@ -150,7 +187,9 @@ class Resident(Placement):
 
     def grow(self, bytes: int) -> int:
         before = self.resident_bytes
-        with outside_inference():
+        if all(block.resident for block in self._blocks):
+            return 0
+        with outside_inference(), self._windows():
             for block in self._blocks:
                 if not block.resident and self.resident_bytes - before + block.held_bytes <= bytes:
                     self._bring(block)
@@ -166,17 +205,19 @@ class Resident(Placement):
 class Leafwise(Placement):
     name = "leafwise"
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__(module, device)
+    def __init__(self, module: nn.Module, device: torch.device, source: Mapping[str, Stored] | None = None) -> None:
+        super().__init__(module, device, source)
         self._undo: list[Callable[[], None]] = []
 
     def _place(self) -> None:
+        self._supply.open()
         stays, comes = leafwise_slots(self.module)
         self._move(stays)
         for owner, own in comes:
             self._undo.append(interpose(owner, _Coming(self, own).run))
 
     def _remove(self) -> None:
+        self._supply.close()
         while self._undo:
             self._undo.pop()()
 

@@ -44,7 +44,7 @@ class _Part:
 def draw_plan(plan: RunPlan, width: int, height: int) -> Image.Image:
     """An RGB picture of `width` by `height` pixels."""
     parts = _parts(plan)
-    chart = Chart(width, height, plan.peak_vram_bytes, plan.budget_bytes, plan.brief())
+    chart = Chart(width, height, plan.peak_vram_bytes, [plan.budget_bytes] * len(plan.stages), plan.brief())
     draw, y_at = chart.draw, chart.y_at
     shares, to_scale = _shares([part.seconds for part in parts])
     lengths = [(chart.right - chart.left) * share for share in shares]
@@ -69,7 +69,7 @@ def draw_plan(plan: RunPlan, width: int, height: int) -> Image.Image:
         draw.text(at, part.label, MUTED, chart.font, anchor="mt")
     facts = [f"{seconds(stage.seconds)}, peak {format_bytes(stage.peak_vram_bytes)}" for stage in plan.stages]
     chart.stages(edges, [stage.name for stage in plan.stages], facts)
-    chart.frame(colours)
+    chart.frame(colours, edges)
     if not to_scale or any(part.loading_share > _MOST_LOADING for part in parts):
         draw.text((chart.right, 12 * chart.scale), "time is not to scale", MUTED, chart.font, anchor="ra")
     return chart.picture()

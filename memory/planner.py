@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .forecast import UnitForecast
 from .placement import PlacementName
 from .rates import Rates
+from .reader import BATCH_BYTES
 from .residency import RING_SLOTS, WINDOWS, BlockSize, blocks_to_stream, least_streamed_bytes, ring_bytes
 from .sizes import format_bytes
 
@@ -25,7 +26,7 @@ class UnitSizes:
     """The weights of a unit, in bytes.
 
     `fixed_bytes` lie outside its blocks. Under `leafwise`, `stay_bytes` stay on the device and `leaf_bytes` come at a
-    time at most. Units that are not to be streamed have no blocks.
+    time at most. Units that are not to be streamed have no blocks. The largest tensor has `tensor_bytes`.
     """
 
     total_bytes: int
@@ -33,6 +34,7 @@ class UnitSizes:
     blocks: tuple[BlockSize, ...]
     stay_bytes: int
     leaf_bytes: int
+    tensor_bytes: int = 0
 
     @property
     def least_streamed_bytes(self) -> int:
@@ -97,6 +99,13 @@ def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
     return least | {"leafwise": leafwise}
 
 
+def window_bytes(sizes: UnitSizes, placement: str) -> int:
+    """The RAM that a placement takes where the weights come straight from disk."""
+    if placement == "streamed" and sizes.blocks:
+        return ring_bytes(sizes.blocks, WINDOWS)
+    return WINDOWS * min(BATCH_BYTES, sizes.tensor_bytes)
+
+
 def make_plan(
     unit: str,
     sizes: UnitSizes,
@@ -107,11 +116,12 @@ def make_plan(
     *,
     steps: int = 1,
     strategy: str = "auto",
+    by_user: bool = True,
     idle_bytes: int = 0,
     in_ram: bool = False,
     from_disk: bool = False,
 ) -> Plan:
-    """The fastest placement that fits the budget, or the one that `strategy` names.
+    """The fastest placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. `in_ram` says that the weights
@@ -131,17 +141,18 @@ def make_plan(
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
     allowed = [c for c in made if c.placement in bound_to] or made
-    # Where nothing streams from disk, weights that exceed the RAM budget are held all the same.
-    ram_bytes_allowed = max(ram_bytes, ring_bytes(sizes.blocks, WINDOWS)) if streams_from_disk else sizes.total_bytes
+    # Where nothing can run from disk, weights that exceed the RAM budget are a matter of the run.
+    ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
     on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
-    fitting = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed] or on_device
-    chosen = _best(fitting) if fitting else min(allowed, key=lambda c: c.peak_vram_bytes)
+    fitting = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
+    chosen = _best(fitting) if fitting else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
     rejected = tuple(
         replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to))
         for c in made
         if c is not chosen
     )
-    reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates)
+    asked = by_user and len(bound_to) == 1
+    reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates, asked)
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
     )
@@ -212,7 +223,6 @@ def _candidate(
     compute = [operations / max(1, work.calls) / rates.operations_per_second for operations in work.block_operations]
     compute = compute if len(compute) == len(sizes.blocks) else [0.0] * len(sizes.blocks)
     outside = max(0.0, work.operations / max(1, work.calls) / rates.operations_per_second - sum(compute))
-    from_disk = from_disk and placement != "leafwise" and bool(sizes.blocks)
     bandwidth = rates.pinned_bytes_per_second
     if from_disk:
         bandwidth = min(bandwidth, rates.disk_bytes_per_second)
@@ -220,7 +230,8 @@ def _candidate(
     copied = sum(transfer[i] for i in streamed) if len(streamed) > RING_SLOTS else 0.0
     working = work.working_bytes
     if placement == "leafwise":
-        copied = sizes.total_bytes / rates.paged_bytes_per_second
+        paged = rates.paged_bytes_per_second
+        copied = sizes.total_bytes / (min(paged, rates.disk_bytes_per_second) if from_disk else paged)
         seconds = outside + sum(compute) + copied
         weights_bytes, working = sizes.stay_bytes, work.leafwise_bytes
     else:
@@ -231,7 +242,7 @@ def _candidate(
         placement=placement,
         weights_bytes=weights_bytes,
         peak_vram_bytes=max(idle_bytes, work.live_bytes + working + weights_bytes),
-        ram_bytes=ring_bytes(sizes.blocks, slots=WINDOWS) if from_disk else sizes.total_bytes,
+        ram_bytes=window_bytes(sizes, placement) if from_disk else sizes.total_bytes,
         streamed=streamed,
         blocks=len(sizes.blocks),
         step_seconds=seconds * calls_per_step,
@@ -255,24 +266,45 @@ def _why_not(candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_byt
     return "no faster, though it takes less"
 
 
-def _reason(chosen: Candidate, sizes: UnitSizes, budget_bytes: int, fits: bool, ram_bytes: int, rates: Rates) -> str:
+def _reason(
+    chosen: Candidate,
+    sizes: UnitSizes,
+    budget_bytes: int,
+    fits: bool,
+    ram_bytes: int,
+    rates: Rates,
+    asked: bool,
+) -> str:
+    how = f"{chosen.placement.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
+    if not fits and chosen.peak_vram_bytes <= budget_bytes:
+        ram = format_bytes(ram_bytes)
+        if asked:
+            return f"{how}, does not fit {ram} of RAM: from disk it wants {format_bytes(chosen.ram_bytes)}."
+        return f"Nothing fits {ram} of RAM: {chosen.placement} from disk wants {format_bytes(chosen.ram_bytes)}."
+    if not fits and asked:
+        return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.peak_vram_bytes)}."
     if not fits:
         return f"Nothing fits {budget}: {chosen.placement} wants least, {format_bytes(chosen.peak_vram_bytes)}."
     if chosen.placement != "leafwise" and not chosen.streamed:
-        reason = f"All {whole} of weights fit {budget} with what they work in"
+        reason = f"{how}: all" if asked else "All"
+        reason += f" {whole} of weights fit {budget} with what they work in"
     elif chosen.placement == "streamed":
         copies_first = chosen.transfer_seconds >= 0.99 * chosen.bound_seconds
         cost = "the copies set the pace" if copies_first else "the copies hide behind the computing"
+        why = how if asked else f"{whole} of weights do not fit {budget}"
         reason = (
-            f"{whole} of weights do not fit {budget}: {chosen.blocks - len(chosen.streamed)} of {chosen.blocks} blocks "
+            f"{why}: {chosen.blocks - len(chosen.streamed)} of {chosen.blocks} blocks "
             f"stay, {len(chosen.streamed)} pass through two slots, and {cost}"
         )
+    elif asked:
+        reason = f"{how}: each layer comes for its own call, which is slow"
     else:
         why = f"two blocks and what they work in do not fit {budget}" if sizes.blocks else "it has no blocks to stream"
         reason = f"{whole} of weights do not fit {budget}, and {why}: each layer comes for its own call, which is slow"
     if chosen.from_disk:
         once = sizes.total_bytes / rates.disk_bytes_per_second
-        cost = f"{chosen.transfer_seconds:.1f} s of each step" if chosen.streamed else f"{once:.0f} s, once"
+        again = chosen.streamed or chosen.placement == "leafwise"
+        cost = f"{chosen.transfer_seconds:.1f} s of each step" if again else f"{once:.0f} s, once"
         reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so they are read from disk, {cost}"
     return reason + "."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,20 +98,23 @@ def read_batch(batch: list[Job]) -> None:
         raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
 
 
-def read(jobs: Iterable[Job]) -> None:
+def read(jobs: Iterable[Job], look: Callable[[int], None] = lambda read: None) -> None:
     """Read all jobs, by several threads, which are gone when this returns or raises.
 
-    Raises OSError or ValueError, in one line that names the file; what the buffers hold then is undefined.
+    `look` is called between batches with the bytes read so far; what it raises ends the reading. Raises OSError or
+    ValueError, in one line that names the file; what the buffers hold after an error is undefined.
     """
     work = batches(jobs)
-    start = time.perf_counter()
+    start, so_far = time.perf_counter(), 0
     pool = ThreadPoolExecutor(READERS, "ballast-reader")
     try:
-        for done in [pool.submit(read_batch, batch) for batch in work]:
+        for batch, done in [(batch, pool.submit(read_batch, batch)) for batch in work]:
             done.result()
+            so_far += sum(piece.stored_bytes for piece, _ in batch)
+            look(so_far)
     finally:
         pool.shutdown(cancel_futures=True)
-    observe_disk(sum(piece.stored_bytes for batch in work for piece, _ in batch), time.perf_counter() - start)
+    observe_disk(so_far, time.perf_counter() - start)
 
 
 def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:

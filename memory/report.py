@@ -22,6 +22,7 @@ class UnitReport:
     host_bytes: int
     leased: bool
     pinned: bool
+    cached: bool = False  # nobody refers to it
 
     @classmethod
     def of(cls, unit: ManagedModel) -> UnitReport:
@@ -37,6 +38,7 @@ class UnitReport:
             host_bytes=unit.host_bytes,
             leased=unit.leases > 0,
             pinned=unit.pinned,
+            cached=unit.is_cached,
         )
 
 
@@ -72,7 +74,8 @@ class Report:
         )
         rows: list[tuple[str, ...]] = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
         for unit in self.units:
-            state = ", ".join(word for word in ("leased" * unit.leased, "pinned" * unit.pinned) if word)
+            words = ("leased" * unit.leased, "pinned" * unit.pinned, "cached" * unit.cached)
+            state = ", ".join(word for word in words if word)
             sizes = map(format_bytes, (unit.size_bytes, unit.resident_bytes, unit.host_bytes))
             name = f"{unit.label}/{unit.name}" if unit.label else unit.name
             rows.append((name, unit.role, unit.tier, unit.placement or "-", *sizes, state))

@@ -12,12 +12,23 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Literal
 
+from . import host
 from .accelerator import Accelerator
+from .books import Books
 from .budget import Budget, spare_ram_bytes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .eviction import Use, choose_evictions, choose_shrinks
-from .fit import fitting_placements, make_placement, need_bytes, sizes_of, weights_to_hold, why_nothing_fits
+from .fit import (
+    fitting_placements,
+    make_placement,
+    need_bytes,
+    sizes_of,
+    weights_to_hold,
+    why_no_ram,
+    why_nothing_fits,
+)
 from .placement import Resident
+from .planner import window_bytes
 from .schedule import Schedule
 from .stream import Streamed
 from .timeline import OnDevice, Timeline
@@ -27,9 +38,11 @@ from .unit import ROLES, ManagedModel, Role
 class Residents:
     """The units of one manager that are on its device, or are to be."""
 
-    def __init__(self, accelerator: Accelerator, units: Callable[[], list[ManagedModel]]) -> None:
-        self.accelerator, self.device, self.units = accelerator, accelerator.device, units
-        self.budget = Budget(accelerator, units)
+    def __init__(self, accelerator: Accelerator, books: Books, everyone: Callable[[], list[ManagedModel]]) -> None:
+        """`everyone` are the units of all managers, which share the RAM."""
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.books, self.units, self.everyone = books, books.units, everyone
+        self.budget = Budget(accelerator, books.units, everyone)
         self.schedule = Schedule()
         self.timeline = Timeline(accelerator, self._on_device)
         self.disk_bytes_read = 0
@@ -38,7 +51,8 @@ class Residents:
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
-        if unit.leases == 1 and self._is_outdated(unit, strategy):
+        alone, refit = unit.leases == 1, anew or unit.is_misfit
+        if alone and (self._is_outdated(unit, strategy) or (anew and self._lies_wrong(unit))):
             self.evict(unit)
         for other in self.evictable(unit):
             if other in instead_of:
@@ -46,10 +60,22 @@ class Residents:
         if unit.placement is None:
             self._place(unit, strategy)
         else:
-            if unit.leases == 1 and (anew or unit.is_misfit):
+            if alone and refit:
+                self._make_room(unit, unit.placement.name)
                 self._resize(unit)
             self._complete(unit)
         unit.is_misfit = False
+
+    def fit(self, units: Collection[ManagedModel], strategy: str) -> None:
+        """Let a stage of these units begin within its budget, whatever runs before it have left on the device."""
+        for unit in units:
+            if unit.placement is None or unit.leases:
+                continue
+            if self._is_outdated(unit, strategy) or self._lies_wrong(unit):
+                self.evict(unit)
+            else:
+                self._resize(unit, grow=False)
+        self._shrink_for(Use(None, 0))
 
     def runs(self, unit: ManagedModel) -> None:
         """Note that a unit is about to run."""
@@ -82,7 +108,7 @@ class Residents:
         self.timeline.record("evict", unit, left)
 
     def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
-        """Evict what may leave, least recently used first, until so many bytes are free. Returns those really freed."""
+        """Evict what may leave, in order, until so many bytes are free. Returns those really freed."""
         before = self.accelerator.allocated_bytes()
         for unit in self.evictable():
             if bytes is not None and before - self.accelerator.allocated_bytes() >= bytes:
@@ -98,10 +124,26 @@ class Residents:
         free = [u for u in self.units() if u.placement and u is not wanted and not u.leases and not u.pinned]
         return sorted(free, key=lambda unit: unit.last_use)
 
-    def keep_ram_budget(self, wanted: ManagedModel, wanted_bytes: int = 0) -> None:
+    def tidy(self) -> None:
+        """Let cached units leave the device, and host copies leave RAM that others want by now."""
+        for unit in self.books.cached():
+            if unit.placement and not (unit.leases or unit.pinned):
+                self.evict(unit)
+        self.books.forget()
+        self.keep_ram_budget()
+
+    # Host copies, of all managers
+
+    def keep_ram_budget(self, wanted: ManagedModel | None = None, wanted_bytes: int = 0) -> None:
         """Drop host copies until those left, and `wanted_bytes` more, keep the RAM budget."""
         droppable, fixed = self._droppable()
         self._drop(droppable, self.budget.ram_bytes - fixed, Use(None if wanted in droppable else wanted, wanted_bytes))
+
+    def drop_cached(self, roles: Collection[Role]) -> None:
+        """Drop the host copies that nobody refers to."""
+        for unit in [u for u in self._droppable()[0] if u.is_cached and u.role in roles]:
+            self.timeline.record("drop", unit, unit.drop())
+        self.books.forget()
 
     def ram_room_bytes(self) -> int:
         """RAM that could be had beside weights, if all host copies that may be dropped were."""
@@ -115,13 +157,50 @@ class Residents:
 
     def _droppable(self) -> tuple[dict[ManagedModel, int], int]:
         """Host copies that can be read again, least recently used first, and the bytes of the others."""
-        holding = sorted((u for u in self.units() if u.host_bytes), key=lambda unit: unit.last_use)
+        holding = sorted((u for u in self.everyone() if u.host_bytes), key=lambda unit: unit.last_use)
         droppable = {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
         return droppable, sum(u.host_bytes for u in holding if u not in droppable)
 
     def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
-        for unit in choose_evictions(droppable, capacity_bytes, wanted, self.schedule.uses()):
+        cached = {unit for unit in droppable if unit.is_cached}
+        for unit in choose_evictions(droppable, capacity_bytes, wanted, self.schedule.uses(), cached):
             self.timeline.record("drop", unit, unit.drop())
+
+    def _ram_left(self, unit: ManagedModel) -> int:
+        """RAM that a unit's weights may take once every other copy that may go is gone; a negative number if none."""
+        staying = [u for u in self.everyone() if u is not unit and (u.leases or u.pinned or not u.reloadable)]
+        return self.budget.ram_bytes - sum(u.host_bytes for u in staying)
+
+    def _make_ram(self, unit: ManagedModel, kind: str) -> bool:
+        """Make RAM for a unit's weights. False, and nothing is done, if the budget has none or they are best left.
+
+        An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
+        """
+        if unit.size_bytes > self._ram_left(unit):
+            return False
+        missing = self._droppable()[1] + unit.size_bytes - self.budget.ram_bytes
+        in_place = [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]
+        best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
+        if missing > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
+            return False
+        for other in in_place:
+            if missing > 0:
+                missing -= other.host_bytes
+                self.evict(other)
+        self.keep_ram_budget(unit, unit.size_bytes)
+        return True
+
+    def _lies_wrong(self, unit: ManagedModel) -> bool:
+        """Whether a unit that is in place runs from disk and could be in RAM, or the other way round, or cannot run on.
+
+        Where no RAM budget was stated, what is in RAM already stays there.
+        """
+        if unit.placement is None or not unit.reloadable:
+            return False
+        if not unit.in_ram and unit.is_stale():
+            return True
+        fits = unit.size_bytes <= self._ram_left(unit)
+        return self.budget.ram_limit is not None and not fits if unit.in_ram else fits
 
     # How a unit comes
 
@@ -143,27 +222,53 @@ class Residents:
                 placement = make_placement(unit, kind, self.device, self._weights(unit, kind))
                 placement.place()
             except Exception as error:
-                if not is_out_of_memory(error) or attempt + 1 == len(kinds):
+                short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
+                if not short or attempt + 1 == len(kinds):
                     raise
                 release_frames(error)
                 self.free(ROLES)
             else:
                 unit.placement = placement
+                placement.goes_with(unit)
                 self._came(unit, "place")
                 return
 
     def _load(self, unit: ManagedModel, kind: str) -> None:
-        """Bring a unit to RAM, unless it does not fit there and can run from disk."""
-        streams = kind == "streamed" or (kind == "resident" and sizes_of(unit).blocks)
-        if not unit.in_ram and streams and unit.size_bytes > self.budget.ram_bytes and unit.source() is not None:
+        """Bring a unit to RAM, unless it does not fit there and can run from disk.
+
+        Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
+        """
+        limit = self.budget.ram_limit
+        if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self._ram_left(unit)):
+            self.keep_ram_budget(unit)
             return
-        self.keep_ram_budget(unit, wanted_bytes=0 if unit.in_ram else unit.size_bytes)
-        if not unit.in_ram:
-            self.timeline.record("read", unit, unit.size_bytes)
-        read = unit.load()
+        if unit.in_ram:
+            self.timeline.record("drop", unit, unit.drop())
+        if not self._make_ram(unit, kind):
+            if kind != "cpu" and unit.source() is not None:
+                self.keep_ram_budget(unit, window_bytes(sizes_of(unit), kind))
+                return
+            if limit is not None:
+                raise DoesNotFitError(why_no_ram(unit, kind, self._ram_left(unit), limit))
+            self.keep_ram_budget(unit, unit.size_bytes)
+        self.timeline.record("read", unit, unit.size_bytes)
+        read = unit.load(self._looking(unit))
         self.disk_bytes_read += read
         if read:
             self.timeline.record("load", unit, read)
+
+    def _looking(self, unit: ManagedModel) -> Callable[[int], None]:
+        """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
+        told, step = 0, max(1, unit.size_bytes // 100)
+
+        def look(read: int) -> None:
+            nonlocal told
+            host.throw_if_interrupted()
+            if read - told >= step:
+                told = read
+                self.timeline.tell("reading", unit, read)
+
+        return look
 
     def _room_bytes(self, unit: ManagedModel) -> int:
         """What a unit could have once everything that may leave has left."""
@@ -183,23 +288,28 @@ class Residents:
         if kind == "cpu":
             return
         need = self._weights(unit, kind)
-        evictable = {u: u.resident_bytes for u in self.evictable(unit)}
-        others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not unit)
-        use = Use(unit, need, unit.working_bytes)
+        self._shrink_for(Use(unit, need, unit.working_bytes))
+        self.budget.ask_host(need - unit.resident_bytes + unit.working_bytes)
+
+    def _shrink_for(self, use: Use) -> None:
+        """Let units give up, by the policy, what a use needs of the budget."""
+        evictable = {u: u.resident_bytes for u in self.evictable() if u is not use.unit}
+        others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not use.unit)
         leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self.schedule.uses())
         for other, missing in leaving.items():
             if missing == evictable[other] or self.shrink(other, missing) < missing:
                 self.evict(other)
-        self.budget.ask_host(need - unit.resident_bytes + unit.working_bytes)
 
-    def _resize(self, unit: ManagedModel) -> None:
+    def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
         """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""
         if isinstance(unit.placement, Streamed):
             more = self._weights(unit, "streamed") - unit.resident_bytes
-            if more > 0:
+            if more > 0 and grow:
                 # Else blocks settle in the gaps that the last call left, and the next one finds none.
                 self.accelerator.empty_cache()
-            unit.placement.grow(more) if more > 0 else unit.placement.shrink(-more)
+                unit.placement.grow(more)
+            elif more < 0:
+                unit.placement.shrink(-more)
 
     def _complete(self, unit: ManagedModel) -> None:
         """Bring back the blocks that others were given the room of, where a unit must be whole to run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -178,6 +179,8 @@ class RunPlan:
         unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
         disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
         compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
+        if math.isinf(rates.operations_per_second):
+            compute = "computing in no time"
         caveat = f"{self.caveat} " if self.caveat else ""
         return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 

@@ -53,6 +53,7 @@ def run_stage(
             unit.terms = Terms(strategy, share=0.0 if flags.least else 1.0)
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
+        manager.fit(units, strategy)
         record = manager.timeline.begin(name, units, manager.budget_bytes)
         record.planned = planned
         try:
@@ -60,6 +61,7 @@ def run_stage(
                 yield
         except BaseException as error:
             keep = False
+            record.ended_by(error)
             release_frames(error)
             raise
         finally:
@@ -129,5 +131,5 @@ class _Calls:
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
         unit.terms, self.placement = lower, None
         gc.collect()
-        manager.free()
+        manager.make_room()
         manager.budget.ask_host(manager.accelerator.total_bytes())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import hostbuffer
+from . import host, hostbuffer
 from .probe import observe_disk
 from .reader import BATCH_BYTES, READERS, Piece, batches, piece_of, read_batch
 from .residency import WINDOWS
@@ -205,6 +205,7 @@ class Stager:
     def _deliver(self, fill: _Fill, chunk: _Chunk) -> None:
         with self._changed:
             try:
+                host.throw_if_interrupted()
                 self._wait_for(fill)
                 if fill.error:
                     raise fill.error

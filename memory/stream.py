@@ -17,14 +17,11 @@ from torch import nn
 
 from . import host
 from .errors import is_out_of_memory
-from .loading import find_stored
 from .order import Order
 from .placement import Placement, outside_inference
 from .residency import RING_SLOTS, blocks_to_stream, least_streamed_bytes, ring_bytes, streamed_blocks
-from .ring import Block, Queues, RingSlot, split_blocks
+from .ring import Block, RingSlot, split_blocks
 from .sizes import format_bytes
-from .supply import Supply
-from .unit import Slot
 from .weights import Stored
 
 
@@ -36,9 +33,8 @@ class Streamed(Placement):
     not plain tensors are resident, and so are weights that several blocks share. One call of the module at a time,
     from whichever thread; `grow` and `shrink` may be called from others meanwhile.
 
-    With `source`, which tells where the weights lie in files, by name, a module on `meta` runs straight from the disk
-    and RAM holds no more than `host_bytes`; ValueError if it does not name them all. The same windows serve blocks
-    whose RAM could not be pinned, where the device wants it pinned.
+    The windows that a module on disk is read through serve blocks in RAM that could not be pinned too, where the device
+    wants it pinned.
     """
 
     name = "streamed"
@@ -50,15 +46,8 @@ class Streamed(Placement):
         resident_bytes: int = 0,
         source: Mapping[str, Stored] | None = None,
     ) -> None:
-        super().__init__(module, device)
-        self._blocks, self._rest = split_blocks(module, self.host_slots)
+        super().__init__(module, device, source)
         self._lock = threading.RLock()
-        self._queues = Queues(device)
-        on_disk = source is not None and any(slot.tensor.is_meta for slot in self.host_slots)
-        found = find_stored(module, source or {}) if on_disk else {}
-        if found is None:
-            raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
-        self._supply = Supply(self._blocks, self._queues, found)
         self._ring: list[RingSlot] = []
         self._fixed_bytes = sum({id(slot.tensor): slot.tensor.nbytes for slot in self._rest}.values())
         least = self._least_bytes()
@@ -72,6 +61,9 @@ class Streamed(Placement):
         self._placed = self._unsettled = False
         self._order = Order(self._blocks, lambda block: not block.resident)
 
+    def _divide(self) -> None:
+        self._blocks, self._rest = split_blocks(self.module, self.host_slots)
+
     @staticmethod
     def least_bytes(module: nn.Module) -> int:
         """The least `resident_bytes` that the module can be streamed in; all of it if it has no blocks to stream."""
@@ -82,11 +74,6 @@ class Streamed(Placement):
         """Bytes that a call of the whole module copies to the device."""
         streamed = [block.packed_bytes for block in self._streaming]
         return sum(streamed) if len(streamed) > RING_SLOTS else 0
-
-    @property
-    def host_bytes(self) -> int:
-        """RAM taken beside the module's own tensors."""
-        return self._supply.host_bytes
 
     def grow(self, bytes: int) -> int:
         """Take up to so many bytes more for resident blocks. Returns the bytes really taken.
@@ -224,17 +211,6 @@ class Streamed(Placement):
     def _load(self, block: Block, slot: RingSlot) -> None:
         self._supply.load(block, slot)
         self._bytes_in += block.packed_bytes
-
-    def _move(self, moving: list[Slot]) -> None:
-        """As any placement does; what is not in RAM comes through the windows."""
-        fresh = self._supply.bring([slot.tensor for slot in moving], self.device)
-        came = sum(tensor.nbytes for tensor in fresh.values())
-        self.resident_bytes += came
-        self._bytes_in += came
-        for slot in moving:
-            if id(slot.tensor) in fresh:
-                slot.set(fresh[id(slot.tensor)])
-        super()._move([slot for slot in moving if id(slot.tensor) not in fresh])
 
     # What streams and what stays
 

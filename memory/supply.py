@@ -19,11 +19,15 @@ class Supply:
     """Brings blocks to slots, and other weights to the device. `close` must follow.
 
     `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM.
+    Windows are as large as the largest block or, where there are none, as the largest tensor of `tensor_bytes`.
     """
 
-    def __init__(self, blocks: Sequence[Block], queues: Queues, on_disk: Mapping[int, Stored]) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], queues: Queues, on_disk: Mapping[int, Stored], tensor_bytes: int
+    ) -> None:
         self._blocks = blocks
         self._queues = queues
+        self._window_bytes = max((block.packed_bytes for block in blocks), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
         self._stager: Stager | None = None
         self.reach = 0  # how many blocks beyond those in the ring can be on their way
@@ -97,7 +101,7 @@ class Supply:
             self._stager.ahead([block for block in upcoming if block.parts and block not in inside])
 
     def _new_stager(self) -> Stager:
-        return Stager(self._queues, max((block.packed_bytes for block in self._blocks), default=BATCH_BYTES))
+        return Stager(self._queues, self._window_bytes)
 
     def _make_windows(self) -> bool:
         """Pin windows for the blocks that are not pinned, if need be in the place of some that are."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .runplan import StagePlan
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
+Progress = Literal["reading", "compile", "compiled"]
 
 _MAX_EVENTS = 20_000
 _MAX_STAGES = 64
@@ -37,15 +38,20 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Event:
-    """One moment. `peak_bytes` is the highest allocation since the event before it."""
+    """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours."""
 
     seconds: float
-    kind: EventKind
+    kind: EventKind | Progress
     unit: str
     bytes: int
     allocated_bytes: int
     peak_bytes: int
     residents: tuple[OnDevice, ...]
+    other_bytes: int = 0
+
+    def own_peak_bytes(self, before: Event) -> int:
+        """The most of ours since the event before. Others only leave meanwhile: they never come while a stage runs."""
+        return max(self.peak_bytes - before.other_bytes, self.allocated_bytes - self.other_bytes, 0)
 
 
 Watcher = Callable[[Event, ManagedModel], None]
@@ -64,16 +70,34 @@ class UnitRecord:
 
 @dataclass
 class StageRecord:
-    """One stage: its units, its peak in bytes, how long it took, and what was planned, if it was."""
+    """One stage: its units, its peak in bytes, how long it took, and what was planned, if it was.
+
+    `own_peak_bytes` is the peak of its own units and their work, which is what a plan is made for; `other_bytes` is
+    what other models held then. `run` tells the stages of one run, such as a prompt of ComfyUI, from those of another.
+    """
 
     name: str
     started: float
     units: dict[str, UnitRecord]
     seconds: float = 0.0
     peak_bytes: int = 0
+    own_peak_bytes: int = 0
+    other_bytes: int = 0
     budget_bytes: int = 0
+    run: str = ""
+    outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
     events: list[Event] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Its name, and how it ended if not well."""
+        return f"{self.name}, {self.outcome}" if self.outcome else self.name
+
+    def ended_by(self, error: BaseException) -> None:
+        """Note why it did not end well. The host's own interrupt is not an Exception, and was one in older hosts."""
+        is_stop = not isinstance(error, Exception) or type(error).__name__ == "InterruptProcessingException"
+        self.outcome = "interrupted" if is_stop else "failed"
 
     @property
     def step_seconds(self) -> float | None:
@@ -92,13 +116,21 @@ class StageRecord:
         last = self.events[min(ends[-1] + 1, len(self.events) - 1)]
         return (last.seconds - self.events[first].seconds) / (steps - 1)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether other models held more than what an allocator rounds."""
+        return self.other_bytes * 100 > self.own_peak_bytes
+
     def summary(self) -> str:
-        """One line: what came in, the peak, the time, and beside them what was planned."""
-        said = [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
+        """One line: how it ended if not well, what came in, the peak, the time, and beside them what was planned."""
+        said = [self.outcome] if self.outcome else []
+        said += [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
             plan = f" (planned {format_bytes(planned.peak_vram_bytes)})" if planned else ""
-            said.append(f"peak {format_bytes(self.peak_bytes)}{plan}")
+            said.append(f"peak {format_bytes(self.own_peak_bytes)}{plan}")
+            if self.has_others:
+                said.append(f"{format_bytes(self.other_bytes)} of other models beside it")
         else:
             said.append("on the CPU")
         if planned and per_step is not None:
@@ -118,6 +150,9 @@ class Timeline:
         self._accelerator = accelerator
         self._residents = residents
         self._stage: StageRecord | None = None
+        self._units: Sequence[ManagedModel] = ()
+        self._last: Event | None = None
+        self.run = ""  # of the stages that begin from now on
         self._watcher: Watcher | None = None
 
     @contextmanager
@@ -131,19 +166,29 @@ class Timeline:
 
     def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
         """Note that something happened, with the memory as it is now."""
+        residents, allocated = self._residents(), self._accelerator.allocated_bytes()
+        others = max(0, allocated - sum(resident.bytes for resident in residents))
+        if self._stage is not None and self._last is not None:
+            others = min(others, self._last.other_bytes)  # what came since is our work
         event = Event(
             seconds=time.perf_counter(),
             kind=kind,
             unit=unit.name if unit else "",
             bytes=bytes,
-            allocated_bytes=self._accelerator.allocated_bytes(),
+            allocated_bytes=allocated,
             peak_bytes=self._accelerator.take_peak_bytes(),
-            residents=self._residents(),
+            residents=residents,
+            other_bytes=others,
         )
+        before, self._last = self._last or event, event
         self.events.append(event)
         if self._stage is not None:
             self._stage.events.append(event)
             self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
+            kept = sum(resident.bytes for resident in residents) - sum(unit.resident_bytes for unit in self._units)
+            peak = event.own_peak_bytes(before) - kept  # other pipelines' models are no part of this plan either
+            if peak > self._stage.own_peak_bytes:
+                self._stage.own_peak_bytes, self._stage.other_bytes = peak, others + kept
             if kind in ("place", "ran") and unit is not None and unit.placement and unit.name in self._stage.units:
                 mine = self._stage.units[unit.name]
                 mine.bytes_in += bytes
@@ -152,11 +197,18 @@ class Timeline:
             self._watcher(event, unit)
         return event
 
+    def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0) -> None:
+        """Let the watcher know how far something is. That is no event to keep: the peak goes to the next one."""
+        if self._watcher is not None:
+            allocated = self._accelerator.allocated_bytes()
+            self._watcher(Event(time.perf_counter(), kind, unit.name, bytes, allocated, 0, ()), unit)
+
     def begin(self, name: str, units: Sequence[ManagedModel], budget_bytes: int) -> StageRecord:
         """Open the record of a stage; events belong to it until `finish`."""
         self.record("done")
         records = {unit.name: UnitRecord(unit.name, unit.tier) for unit in units}
-        self._stage = StageRecord(name, time.perf_counter(), records, budget_bytes=budget_bytes)
+        self._stage = StageRecord(name, time.perf_counter(), records, budget_bytes=budget_bytes, run=self.run)
+        self._units = units
         self.stages.append(self._stage)
         self.record("stage")
         return self._stage
@@ -167,39 +219,53 @@ class Timeline:
         stage.seconds = time.perf_counter() - stage.started
         for unit in units:
             stage.units[unit.name].tier_after = unit.tier
-        self._stage = None
+        self._stage, self._units = None, ()
 
     def clear(self) -> None:
         """Forget all events and stages."""
         self.events.clear()
         self.stages.clear()
 
-    def table(self, stages: int = _MAX_STAGES) -> str:
-        """A row for each unit of each of the newest stages: tiers, bytes brought in, peak, the planned one, seconds."""
-        rows: list[tuple[str, ...]] = [
-            ("stage", "unit", "tier before", "tier after", "placement", "bytes in", "peak", "planned", "seconds")
-        ]
-        for stage in list(self.stages)[-stages:]:
-            peak, seconds = format_bytes(stage.peak_bytes), f"{stage.seconds:.2f}"
-            planned = format_bytes(stage.planned.peak_vram_bytes) if stage.planned else "-"
+    def newest(self, stages: int = _MAX_STAGES, runs: int | None = None) -> list[StageRecord]:
+        """The newest stages; with `runs`, only those of so many of the newest runs."""
+        found = list(self.stages)
+        if runs:
+            kept = list(dict.fromkeys(stage.run for stage in reversed(found)))[:runs]
+            found = [stage for stage in found if stage.run in kept]
+        return found[-stages:]
+
+    def table(self, stages: int = _MAX_STAGES, runs: int | None = None) -> str:
+        """A row for each unit of each of the newest stages: tiers, bytes brought in, budget, peak, plan, seconds."""
+        found = self.newest(stages, runs)
+        others = any(stage.has_others for stage in found)
+        several = len({stage.run for stage in found}) > 1
+        heading = ["stage", "unit", "tier before", "tier after", "placement", "bytes in", "budget"]
+        rows = [("run",) * several + (*heading, *("others",) * others, "peak", "planned", "seconds")]
+        for stage, run in zip(found, names_of_runs(found), strict=True):
+            facts = [
+                *[format_bytes(stage.other_bytes)] * others,
+                format_bytes(stage.own_peak_bytes),
+                format_bytes(stage.planned.peak_vram_bytes) if stage.planned else "-",
+                f"{stage.seconds:.2f}",
+            ]
+            budget = format_bytes(stage.budget_bytes) if stage.peak_bytes else "-"
             for i, unit in enumerate(stage.units.values()):
-                rows.append(
-                    (
-                        "" if i else stage.name,
-                        unit.name,
-                        unit.tier_before,
-                        unit.tier_after,
-                        unit.placement,
-                        format_bytes(unit.bytes_in),
-                        "" if i else peak,
-                        "" if i else planned,
-                        "" if i else seconds,
-                    )
-                )
+                row = (unit.name, unit.tier_before, unit.tier_after, unit.placement, format_bytes(unit.bytes_in))
+                first = (run,) * several + (stage.title,)
+                rows.append((*([""] * len(first) if i else first), *row, *("" if i else f for f in (budget, *facts))))
         return format_table(rows)
 
-    def picture(self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES) -> Image:
+    def picture(
+        self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES, runs: int | None = None
+    ) -> Image:
         """VRAM over time in the newest stages, by unit, as an RGB picture."""
         from .picture import draw_timeline
 
-        return draw_timeline(list(self.stages)[-stages:], width, height)
+        found = self.newest(stages, runs)
+        return draw_timeline(found, names_of_runs(found), width, height)
+
+
+def names_of_runs(stages: Sequence[StageRecord]) -> list[str]:
+    """The name of each stage's run: the last one is "this", those before it count backwards."""
+    runs = list(dict.fromkeys(stage.run for stage in reversed(stages)))
+    return [f"{back} before" if (back := runs.index(stage.run)) else "this" for stage in stages]

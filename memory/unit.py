@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from torch import nn
 from .errors import release_frames
 from .forecast import UnitForecast
 from .ladder import Terms
+from .weights import is_unchanged
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -70,7 +72,8 @@ class ManagedModel:
     `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
     with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
     disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
-    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
+    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called. `key`
+    says which model this is, so that whoever runs the same one gets this unit (see `MemoryManager.claim`).
     """
 
     def __init__(
@@ -81,12 +84,15 @@ class ManagedModel:
         read: Callable[[], nn.Module] | None = None,
         label: str = "",
         stored: Callable[[], Mapping[str, Stored]] | None = None,
+        key: Hashable = None,
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"unknown role {role!r} of {name!r}. Roles are {', '.join(ROLES)}.")
         self.name = name
         self.role: Role = role
         self.label = label
+        self.key = key
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
         self.placement: Placement | None = None
         self.pinned = False
         self.leases = 0
@@ -186,19 +192,28 @@ class ManagedModel:
         return self._on_host
 
     @property
+    def is_cached(self) -> bool:
+        """Whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
+        return self.key is not None and next(iter(self.owners), None) is None
+
+    @property
     def reloadable(self) -> bool:
         """Whether the host copy may be dropped."""
         return self._read is not None
 
-    def load(self) -> int:
-        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read."""
+    def load(self, look: Callable[[int], None] = lambda read: None) -> int:
+        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read.
+
+        `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
+        reading, and nothing of what was read stays.
+        """
         if self._on_host or self._read is None:
             return 0
-        from .loading import load_stored  # which needs this module
+        from .loading import Interruptible, load_stored  # which need this module
 
         try:
-            if self._stored is None or not load_stored(self.module, self._stored()):
-                with building, torch.inference_mode():
+            if self._stored is None or not load_stored(self.module, self._stored(), look):
+                with building, torch.inference_mode(), Interruptible(look):
                     _adopt_tensors(self.module, self._read(), self.name)
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
@@ -215,6 +230,11 @@ class ManagedModel:
 
         stored = self._stored() if self._stored else {}
         return stored if stored and find_stored(self.module, stored) is not None else None
+
+    def is_stale(self) -> bool:
+        """Whether files that it is read from are others by now, or gone."""
+        places = self._stored().values() if self._stored else ()
+        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in places})
 
     def drop(self) -> int:
         """Give the host copy up; it is read again when next needed. Returns the bytes freed."""

@@ -204,6 +204,21 @@ def check_unchanged(path: Path, stamp: Stamp | None, stat: os.stat_result | None
         raise ValueError(f"{path} was changed since the pipeline was opened. Open the pipeline again.")
 
 
+def stamps_of(files: Iterable[Path]) -> tuple[tuple[Path, Stamp], ...]:
+    """The files, wherever links to them lie, each with its stamp: what tells their content from any other."""
+    found = [(path.resolve(), path.stat()) for path in files]
+    return tuple(sorted((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in found))
+
+
+def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
+    """Whether a file is there, and still the one whose stamp that is."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    return stamp in (None, (stat.st_size, stat.st_mtime_ns))
+
+
 def stored_dtype(files: Iterable[Path]) -> torch.dtype:
     """The floating type that most bytes of the files are stored in; float32 if they hold none."""
     counts: Counter[torch.dtype] = Counter()

@@ -41,6 +41,18 @@ def _cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(autouse=True)
+def _no_cached_copies() -> Iterator[None]:
+    """Each test begins without what the pipelines of earlier ones have left in RAM."""
+    from ballast.memory.manager import managers
+    from ballast.memory.unit import ROLES
+
+    for manager in managers():
+        with manager._lock:
+            manager._residents.drop_cached(ROLES)
+    yield
+
+
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a family's tiny pipeline, written when first asked for. Not to be changed by tests."""

@@ -147,3 +147,26 @@ def test_parts_reload_as_few_bytes_as_the_best_choice(graph: tuple[int, list[Use
 def test_two_that_take_turns_in_room_for_one_and_a_half() -> None:
     uses = [Use(name, 10) for name in "abababab"]
     assert load_parts(15, uses, known=True) == 10 + 10 + 6 * 5
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=7),
+    nobodys=st.sets(st.integers(0, 6)),
+    capacity=st.integers(0, 40),
+    known=st.booleans(),
+)
+def test_cached_ones_leave_before_any_other_and_no_more_than_must(
+    sizes: list[int], nobodys: set[int], capacity: int, known: bool
+) -> None:
+    held = dict(enumerate(sizes))
+    cached = nobodys & held.keys()
+    leaving = choose_evictions(held, capacity, Use(None, 3), [Use(i, held[i]) for i in held] if known else None, cached)
+    stays = [unit for unit in held if unit not in leaving]
+    assert not leaving or sum(sizes) + 3 > capacity
+    assert not stays or sum(held[unit] for unit in stays) + 3 <= capacity
+    if set(leaving) - cached:
+        assert cached <= set(leaving), "others left while a cached one stayed"
+    elif leaving:
+        last = held[leaving[-1]]
+        assert sum(held[unit] for unit in stays) + last + 3 > capacity, "more cached ones left than had to"
+        assert leaving == [unit for unit in held if unit in cached][: len(leaving)], "least recently used first"

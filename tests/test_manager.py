@@ -244,12 +244,21 @@ def test_ram_budget_drops_host_copies_to_disk(mgr: MemoryManager) -> None:
     assert mgr.disk_bytes_read == read + a.size_bytes
 
 
-def test_unit_larger_than_the_ram_budget_goes_back_to_disk(mgr: MemoryManager) -> None:
+def test_unit_that_cannot_run_from_disk_is_refused_where_ram_is_too_small(mgr: MemoryManager) -> None:
     a = unit("a")
-    mgr.limit(ram=a.size_bytes // 2)
+    mgr.limit(ram=a.size_bytes - 1)
+    for strategy in ("auto", "resident", "streamed", "leafwise", "cpu"):
+        refused = pytest.raises(DoesNotFitError, match="a does not fit in RAM: .* Raise the RAM budget")
+        with refused, mgr.stage("encode", [a], strategy):
+            a.module(tokens())
+        assert (a.tier, a.host_bytes, a.leases) == ("disk", 0, 0)
+    mgr.limit(ram=a.size_bytes)
     with mgr.stage("encode", [a]):
         a.module(tokens())
-        assert a.host_bytes
+        assert a.host_bytes == a.size_bytes
+    mgr.limit(ram=a.size_bytes - 1)
+    with pytest.raises(DoesNotFitError), mgr.stage("encode", [a]):
+        a.module(tokens())
     assert a.tier == "disk"
 
 

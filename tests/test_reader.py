@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,66 @@ def test_error_in_the_middle_leaves_nothing(
     monkeypatch.undo()
     unit.load()
     assert_same(unit.module, Odd())
+
+
+def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    write(Odd(), path)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 512)
+    whole, batches_read, seen = reader.read_batch, [], []
+    monkeypatch.setattr(reader, "read_batch", lambda batch: (batches_read.append(1), time.sleep(0.01), whole(batch)))
+
+    def stop(read: int) -> None:
+        seen.append(read)
+        raise KeyboardInterrupt
+
+    gc.collect()
+    before = set(hostbuffer._pages)
+    unit = odd_unit(path, never)
+    with pytest.raises(KeyboardInterrupt):
+        unit.load(stop)
+    assert len(seen) == 1 and 0 < seen[0] <= 512
+    assert len(batches_read) <= 2 * reader.READERS, "those that were under way"
+    assert_untouched(unit)
+    gc.collect()
+    assert set(hostbuffer._pages) == before
+    seen.clear()
+    unit.load(seen.append)
+    assert seen == sorted(seen) and len(seen) > 8
+    assert seen[-1] == sum(parameter.nbytes for parameter in unit.module.parameters())
+    assert_same(unit.module, Odd())
+
+
+@pytest.mark.parametrize(("name", "component"), [("qwenimage", "text_encoder"), ("flux", "text_encoder_2")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), Exception("stop")])
+def test_a_stop_while_a_library_reads_leaves_nothing(
+    name: str, component: str, error: BaseException, tiny_folders: Folders
+) -> None:
+    part = next(part for part in parts(tiny_folders(name)) if part.name == component)
+    unit = part.unit("")
+    unit._stored = None
+    looks: list[int] = []
+    unit.load(looks.append)
+    expected = unit.module
+    assert len(looks) > len(list(expected.parameters())), "it is asked more than once a weight"
+
+    unit = part.unit("")
+    unit._stored = None
+    assert unit.module is not None  # built before, as in a stage
+    left = [len(looks) // 2]
+
+    def stop(read: int) -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        unit.load(stop)
+    assert caught.value is error, "not what a library made of it"
+    assert left == [0], "no more looks while the library clears up"
+    assert_untouched(unit)
+    unit.load()
+    assert_same(unit.module, expected)
 
 
 def test_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
