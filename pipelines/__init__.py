@@ -5,6 +5,8 @@ The families are imported when they are first asked for: ComfyUI starts no slowe
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ __all__ = ["FAMILIES", "GenericPipeline", "StagedPipeline", "open_pipeline"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import families
-
-    return getattr(families, name)
+    # In a thread: importing torch._dynamo leaves a cycle of frames, which would hold its callers' variables until the
+    # next garbage collection, the first pipeline among them.
+    with ThreadPoolExecutor(1) as apart:
+        apart.submit(import_module, "torch._dynamo").result()
+        families = apart.submit(import_module, ".families", __name__).result()
+    globals().update({each: getattr(families, each) for each in __all__})
+    return globals()[name]

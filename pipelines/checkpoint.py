@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ..memory.unit import ManagedModel, Role, building
-from ..memory.weights import Stored, file_identity, read_header, stored_dtype, stored_tensors
+from ..memory.weights import Stored, file_identity, read_header, stamps_of, stored_dtype, stored_tensors
 from .building import on_meta
 from .components import check_runs
 
@@ -21,7 +22,7 @@ Places = Mapping[str, Stored]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A module that `make` builds, and the files of its weights, whose names `rename` turns into the module's.
+    """A module that `make` builds as `config` says, and its files, whose names `rename` turns into the module's.
 
     Loading is strict: every weight of the module is in the files, and nothing else is. `dtype` None means the type that
     the files are stored in.
@@ -33,6 +34,7 @@ class Checkpoint:
     make: Callable[[], nn.Module]
     rename: Callable[[Places], Places]
     dtype: torch.dtype | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path in self.files:
@@ -47,6 +49,12 @@ class Checkpoint:
     def identity(self) -> list[str]:
         """Digests of the files, for cache keys."""
         return [file_identity(path) for path in self.files]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Says which model it is: what its files are, and how they are run."""
+        config = json.dumps(dict(self.config), sort_keys=True, default=str)
+        return self.name, type(self), self.run_dtype, config, stamps_of(self.files)
 
     def unit(self, label: str) -> ManagedModel:
         """The module as a managed model; nothing is loaded yet."""

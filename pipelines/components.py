@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,15 @@ from ..memory.weights import (
     find_weights,
     read_header,
     read_tensors,
+    stamps_of,
     stored_dtype,
     stored_tensors,
 )
 from .building import on_meta
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
+
+_LONGEST_TEXT = 2**24  # tokens
+_ENDLESS = int(1e30)  # transformers' own word for a tokenizer without a limit
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -97,7 +101,16 @@ class Component:
         # Of classes that choose others by what a folder says, which may then ask to run code of its own.
         strict = {"trust_remote_code": False} if self.cls.__name__.startswith("Auto") else {}
         with one_line(self.folder, f"read as {self.cls.__name__}"):
-            return self.cls.from_pretrained(self.folder, local_files_only=True, **strict)  # type: ignore[attr-defined]
+            made = self.cls.from_pretrained(self.folder, local_files_only=True, **strict)  # type: ignore[attr-defined]
+        if getattr(made, "model_max_length", 0) > _LONGEST_TEXT:
+            made.model_max_length = _ENDLESS  # some pipelines fill up to there
+        return made
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Says which model it is: what its files are, and how they are run."""
+        config = file_identity(self.folder / "config.json")
+        return self.name, self.cls, self.run_dtype, config, stamps_of(self.files[0])
 
     def unit(self, label: str) -> ManagedModel:
         """The component as a managed model; nothing is loaded yet."""

@@ -35,6 +35,11 @@ class Conditioning:
         return cls(on_host, dict(info or {}))
 
     @property
+    def notes(self) -> list[str]:
+        """What a user should know of how the prompts were read, such as where one was cut; a sentence each."""
+        return [note for note in self.info.get("notes", "").split("\n") if note]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._flat().values())

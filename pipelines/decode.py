@@ -121,7 +121,7 @@ class VaeRun:
                 if lower is None or host.is_interrupt(error) or not (short or way.name == "stripes"):
                     raise
                 release_frames(error)
-                self.manager.free()
+                self.manager.make_room()
                 if short:
                     log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
                 else:

@@ -10,8 +10,10 @@ import ast
 import copy
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +24,10 @@ from .components import Component, parse_dtype, pipeline_class, read_components,
 from .conditioning import Conditioning
 from .decode_policy import WayName
 from .latents import check_step
-from .staged import OnStep, Prompt, StagedPipeline
+from .listening import encoder_title
+from .options import check_known
+from .picture_sizes import PictureSizes, most_tokens, multiple_of
+from .staged import OnStep, Prompt, StagedPipeline, no_effect
 
 # Arguments that the stages set themselves.
 _OURS = {
@@ -58,8 +63,14 @@ class GenericPipeline(StagedPipeline):
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)
+        self.title = _own_words(index, "_title") or self.title
+        self.knows = _own_words(index, "_knows")
+        returned = returned_names(self.pipeline_class.encode_prompt)
+        self.takes_negative = "negative_prompt" in self._encode_prompt or any(
+            f"negative_{name}" in self._call for name in returned
+        )
         self._check_complete(index)
-        units = [self.manager.adopt(c.unit(folder.name)) for c in self.components.values() if c.is_module]
+        units = [self._claim(c, folder.name) for c in self.components.values() if c.is_module]
         self._units = {unit.name: unit for unit in units}
         self.encoders = [unit for unit in units if unit.role == "text_encoder"]
         self.denoisers = [unit for unit in units if unit.role in ("transformer", "other")]
@@ -117,8 +128,16 @@ class GenericPipeline(StagedPipeline):
         if name.startswith("scheduler"):
             return self.components[name].create()
         if name not in self._tools:
-            self._tools[name] = self.components[name].create()
+            tool = self.components[name].create()
+            if name.startswith("tokenizer"):
+                tool = self._listener.attach(tool, self._encoder_title(name.replace("tokenizer", "text_encoder")))
+            self._tools[name] = tool
         return self._tools[name]
+
+    def _encoder_title(self, name: str) -> str:
+        """What people call the encoder of that name."""
+        component = self.components.get(name)
+        return self.titles.get(name) or (encoder_title(component.cls) if component else self.title)
 
     def _without_weights(self, *prefixes: str) -> list[str]:
         return [n for n, c in self.components.items() if not c.is_module and n.startswith(prefixes)]
@@ -126,7 +145,7 @@ class GenericPipeline(StagedPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        _check_known(options, self._encode_prompt, f"{self.name}.encode_prompt")
+        check_known(self.title, options, self._encode_prompt.keys() - _OURS)
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         import diffusers
@@ -206,40 +225,69 @@ class GenericPipeline(StagedPipeline):
         frames: int | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        name = self.name
         # How many pictures is settled by how many prompts were encoded.
-        known = {k: v for k, v in self._call.items() if "embeds" not in k and not k.endswith("_per_prompt")}
-        extra = {"guidance_scale"} if "true_cfg_scale" in self._call else set()
-        _check_known(options, known, f"{name}.__call__", extra)
+        known = {k for k in self._call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
+        check_known(self.title, options, known | ({"guidance_scale"} if "true_cfg_scale" in self._call else set()))
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options}
         for key in ("prompt", "negative_prompt"):
             if key in self._call:
                 arguments[key] = None
         guidance = self.default_guidance if guidance is None else guidance
         if guidance is not None:
-            scales = [
-                s for s in ("true_cfg_scale", "guidance_scale", "guider") if s in self._call or s in self.components
-            ]
-            if not scales:
-                raise ValueError(f"{name} takes no guidance.")
-            arguments[scales[0]] = guidance
-        pipe = self._pipeline(torch.device("cpu"), {})
-        multiple = _attribute(pipe, _SPATIAL, 8) * self._patch_size()
-        for key, size in (("width", width), ("height", height)):
-            if size is not None and (size < multiple or size % multiple):
-                near = max(multiple, round(size / multiple) * multiple)
-                raise ValueError(f"{key} is {size}; {name} takes multiples of {multiple}, such as {near}.")
-            if size is not None:
-                arguments[key] = size
+            if (scale := self._guidance_name()) is None:
+                raise ValueError(f"{self.title} takes no guidance.")
+            arguments[scale] = guidance
+        self.sizes.check(self.title, width, height)
+        arguments |= {key: size for key, size in (("width", width), ("height", height)) if size is not None}
         if frames is not None:
             if not self.is_video:
-                raise ValueError(f"{name} makes pictures, not videos: leave frames out.")
-            step = _attribute(pipe, _TEMPORAL, 1)
+                raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
+            step = _attribute(self._pipeline(torch.device("cpu"), {}), _TEMPORAL, 1)
             if frames < 1 or (frames - 1) % step:
                 near = max(0, round((frames - 1) / step)) * step + 1
-                raise ValueError(f"frames is {frames}; {name} takes multiples of {step} and one more, such as {near}.")
+                raise ValueError(
+                    f"frames is {frames}; {self.title} takes multiples of {step} and one more, such as {near}."
+                )
             arguments["num_frames"] = frames
         return arguments
+
+    def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        name = self._guidance_name()
+        scale = self.default_guidance if guidance is None else guidance
+        if scale is None:
+            own = self._call.get(name or "")
+            scale = own.default if own and isinstance(own.default, int | float) else None
+        if name is None or scale is None or self._guides(name, scale):
+            return ""
+        if scale > 1:
+            return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
+        return no_effect(scale, guidance is None)
+
+    def _guidance_name(self) -> str | None:
+        """Which argument is the scale of classifier-free guidance, or the component that has it."""
+        names = ("true_cfg_scale", "guidance_scale", "guider")
+        return next((name for name in names if name in self._call or name in self.components), None)
+
+    def _guides(self, name: str, scale: float) -> bool:
+        """Whether the pipeline's own code would guide with this scale."""
+        if name == "guider":
+            return not math.isclose(scale, 1)
+        pipe = self._pipeline(torch.device("cpu"), {})
+        if name == "guidance_scale" and hasattr(type(pipe), "do_classifier_free_guidance"):
+            pipe._guidance_scale = scale
+            with suppress(AttributeError):
+                return bool(pipe.do_classifier_free_guidance)
+        return scale > 1
+
+    @functools.cached_property
+    def sizes(self) -> PictureSizes:
+        """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""
+        pipe, patch = self._pipeline(torch.device("cpu"), {}), self._patch_size()
+        latent = _attribute(pipe, _SPATIAL, 8)
+        transformer = self.components.get("transformer")
+        tokens = transformer and most_tokens(transformer.cls, transformer.config)
+        most = tokens and (tokens[0] * patch * latent, tokens[1] * patch * latent)
+        return PictureSizes(multiple_of(pipe, latent * patch), most or None)
 
     def _patch_size(self) -> int:
         """Latent pixels on a side of one token."""
@@ -295,6 +343,12 @@ class GenericPipeline(StagedPipeline):
         return given
 
 
+def _own_words(index: Mapping[str, Any], key: str) -> str:
+    """What a folder's index says of its model, as that of the demo does; nothing if it does not."""
+    words = index.get(key)
+    return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
+
+
 class StandInVae(nn.Module):
     """Stands in for a VAE while the transformer runs: answers for it, and catches what it is asked to decode."""
 
@@ -329,12 +383,6 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     if not all(isinstance(value, ast.Name) for value in values):
         raise ValueError(f"{function.__qualname__} returns values without names, and cannot be staged.")
     return tuple(value.id for value in values)  # type: ignore[attr-defined]
-
-
-def _check_known(options: dict[str, Any], parameters: Any, what: str, extra: set[str] | None = None) -> None:
-    known = {name for name in parameters if name not in _OURS} | (extra or set())
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(f"{what} has no argument {', '.join(unknown)}. It knows: {', '.join(sorted(known))}.")
 
 
 def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:

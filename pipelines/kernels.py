@@ -37,13 +37,15 @@ def kernels(
     *,
     backend: Backend = "inductor",
     dynamic: bool | None = None,
+    on_compile: Callable[[bool], None] = lambda compiles: None,
 ) -> Iterator[None]:
     """Let modules compute so until it ends; then they are as they were.
 
     `compile` compiles the members of their block lists, each class of them once, for this and later runs. `backend` and
     `dynamic` are torch.compile's: by default what changes between two calls, such as the length of a prompt, is
     compiled for any value at the second. Where compiling fails or does not apply (leaf by leaf, a device that torch
-    cannot compile for) blocks run as they are, and one line of the log says so.
+    cannot compile for) blocks run as they are, and one line of the log says so. `on_compile` is told when compiling
+    begins, and when it ends.
 
     `attention` is one of diffusers' attention backends. Raises what `check_attention` does, before anything changes.
     """
@@ -56,6 +58,7 @@ def kernels(
             # Its name in all versions of torch.
             exits.enter_context(torch._dynamo.config.patch(cache_size_limit=_VARIANTS))
             exits.enter_context(_compiled(modules, backend, dynamic))
+            exits.enter_context(_heard(on_compile))
         yield
 
 
@@ -146,6 +149,25 @@ def _compiled(modules: list[nn.Module], backend: Backend, dynamic: bool | None) 
         for block, cls in zip(blocks, classes, strict=True):
             block.__class__ = cls  # type: ignore[assignment]
             _uses.pop(block, None)
+
+
+@contextmanager
+def _heard(on_compile: Callable[[bool], None]) -> Iterator[None]:
+    from torch._dynamo.callback import callback_handler as torchs
+
+    def begins(*_: Any) -> None:  # older versions of torch call it with nothing
+        on_compile(True)
+
+    def ends(*_: Any) -> None:
+        on_compile(False)
+
+    torchs.register_start_callback(begins)
+    torchs.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        torchs.remove_start_callback(begins)
+        torchs.remove_end_callback(ends)
 
 
 @functools.cache  # torch guards on the class

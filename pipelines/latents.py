@@ -12,8 +12,22 @@ _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 1
 
 _NOT_FINITE = (
     "{what} NaN or infinite values, which would be a black picture. Run the models in bfloat16 or float32 instead of "
-    "float16 (dtype='bf16'), and check that their files are whole."
+    "float16 (dtype bfloat16), and check that their files are whole."
 )
+
+
+class WrongLatentsError(ValueError):
+    """Latents of another model than the VAE's. They are whole: nothing is lost by not decoding them."""
+
+
+def check_fit(latents: torch.Tensor, vae: str, channels: int | None, dimensions: int, advice: str) -> None:
+    """Raise WrongLatentsError for latents that have other channels or dimensions than a VAE takes."""
+    has = latents.shape[1] if latents.ndim > 1 else 0
+    if latents.ndim != dimensions or channels not in (None, has):
+        raise WrongLatentsError(
+            f"the latents have {has} channels in {latents.ndim} dimensions; {vae} takes {channels} in {dimensions}. "
+            f"{advice}"
+        )
 
 
 def check_finite(tensor: torch.Tensor, what: str) -> None:
@@ -33,11 +47,9 @@ def check_step(latents: torch.Tensor, step: int, steps: int) -> None:
 def samples_of(latent: Any) -> Any:
     """What a LATENT holds. TypeError or ValueError, in one line, for another thing."""
     if not isinstance(latent, Mapping):
-        raise TypeError(f"latent is {type(latent).__name__}, not a LATENT. Connect a sampler or VAE Encode (Ballast).")
+        raise TypeError(f"latent is {type(latent).__name__}, not a LATENT. Connect a sampler or FP32 VAE Encode.")
     if latent.get("samples") is None:
-        raise ValueError(
-            "latent has no samples: it is damaged, or no LATENT. Connect a sampler or VAE Encode (Ballast)."
-        )
+        raise ValueError("latent has no samples: it is damaged, or no LATENT. Connect a sampler or FP32 VAE Encode.")
     return latent["samples"]
 
 

@@ -33,6 +33,13 @@ TYPICAL_PROMPT = (
 )
 
 
+class NoBudgetError(ValueError):
+    """There is no GPU whose free memory could be the budget, and none was stated."""
+
+    def __init__(self, such_as: str) -> None:
+        super().__init__(f"there is no GPU here to plan for. State a budget, such as {such_as}.")
+
+
 @dataclass(frozen=True)
 class Asked:
     """A run to plan: checked `arguments` of sampling, and the conditioning, or a prompt pair to make one of."""
@@ -57,7 +64,7 @@ def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: i
         stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
     stages.append(_plan_decoding(pipe, torch.zeros(sampling.result), budget_bytes, ram_bytes, used))
     device = str(pipe.manager.device)
-    name, caveat = pipe.folder.name, pipe.forecast_caveat
+    name, caveat = pipe.title, pipe.forecast_caveat
     return RunPlan(name, device, asked.size, steps, budget_bytes, used, tuple(stages), caveat)
 
 
@@ -70,9 +77,10 @@ def plan_stage(
     ram_bytes: int,
     rates: Rates = ASSUMED,
     strategy: str = "auto",
+    by_user: bool = True,
     steps: int = 1,
 ) -> StagePlan:
-    """The plan of one stage, for what it is forecast to work in."""
+    """The plan of one stage, for what it is forecast to work in. `strategy` is the user's, or settled `by_user` not."""
     named = {unit.name: unit for unit in units}
     plans = tuple(
         make_plan(
@@ -84,6 +92,7 @@ def plan_stage(
             ram_bytes,
             steps=forecast.steps,
             strategy=strategy,
+            by_user=by_user,
             idle_bytes=forecast.idle_bytes,
             in_ram=named[unit].tier != "disk",
             from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
@@ -118,6 +127,7 @@ def _plan_decoding(
         ram_bytes=ram_bytes,
         rates=rates,
         strategy="auto" if way.name == "whole" else "resident",
+        by_user=False,
     )
     return plan if way.name == "whole" else replace(plan, note=note)
 
@@ -140,7 +150,7 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{pipe.name} cannot be planned at {asked.size}: the rehearsal ends with an error ({why})."
+                f"{pipe.title} cannot be planned at {asked.size}: the rehearsal ends with an error ({why})."
             ) from error
         if key:
             forecast_cache.put(pipe.forecasts, key, forecasts)

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 
 from .conditioning import to_host
-from .latents import check_finite, check_latents
+from .latents import WrongLatentsError, check_finite, check_latents
 
 log = logging.getLogger("ballast")
 
 
 class DecodeError(RuntimeError):
     """Decoding failed, and the latent is saved. The message says why, names the file, and what to do with it."""
+
+    __module__ = "ballast"  # see `DoesNotFitError`
 
 
 def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -57,12 +59,13 @@ def rescued(
 ) -> Iterator[None]:
     """If the block, which decodes `latents`, fails, save them as `name`_00001_.latent, or a higher number, in `folder`.
 
-    Raises DecodeError then. What is no latent is not saved, and interrupts are none of a failure's business.
+    Raises DecodeError then. What is no latent is not saved, nor that of another model, which a wrong wire brought here;
+    and interrupts are none of a failure's business.
     """
     try:
         yield
     except Exception as error:
-        if is_interrupt(error) or not _worth_keeping(latents):
+        if is_interrupt(error) or isinstance(error, WrongLatentsError) or not _worth_keeping(latents):
             raise
         path = next(p for n in itertools.count(1) if not (p := folder / f"{name}_{n:05}_.latent").exists())
         try:

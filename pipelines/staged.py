@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +29,8 @@ from .embedding_cache import EmbeddingCache, cache_key, shared_cache
 from .forecasts import alike, forecast_sampling, sampling_key
 from .kernels import AUTO, check_attention, held_uncompiled, kernels
 from .latents import check_finite, check_latents
-from .planning import TYPICAL_PROMPT, Asked, plan_run, plan_stage
+from .listening import Listener
+from .planning import TYPICAL_PROMPT, Asked, NoBudgetError, plan_run, plan_stage
 from .vae_stages import VaeStages
 
 log = logging.getLogger("ballast")
@@ -36,6 +39,22 @@ Result = TypeVar("Result")
 OnStep = Callable[[int, int, torch.Tensor], None]
 Prompt = str | Sequence[str]
 Modules = Mapping[str, nn.Module]  # by name of their unit
+_WORDS = re.compile(r"\w")
+
+
+class Part(Protocol):
+    """What a pipeline is made of, that has weights."""
+
+    @property
+    def key(self) -> Hashable:
+        """Says which model it is, so that all who run it share it."""
+
+    def unit(self, label: str) -> ManagedModel:
+        """It as a managed model; nothing is loaded yet."""
+
+
+class _Owner:
+    """Stands for a pipeline and its copies: what they have claimed is theirs while one of them lives."""
 
 
 class StagedPipeline(VaeStages):
@@ -45,12 +64,14 @@ class StagedPipeline(VaeStages):
     stays on the device between runs for as long as nothing else needs the room.
     """
 
-    name: str
+    name: str  # of the pipeline's class; `title` is what people call the model
     frame_rate = 24  # of a video, frames a second
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
     titles: ClassVar[Mapping[str, str]] = {}  # what people call the models, by the name of their unit
+    knows = ""  # a sentence on the words that it knows, where those are few
+    takes_negative = True
     forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where those make the forecast a bound
     batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
 
@@ -64,6 +85,7 @@ class StagedPipeline(VaeStages):
         cache: EmbeddingCache | None,
     ) -> None:
         self.folder = folder
+        self.title = title_of(folder)
         self.manager: MemoryManager = manager(device)
         self.vram_bytes = None if vram is None else parse_bytes(vram)
         self.ram_bytes = None if ram is None else parse_bytes(ram)
@@ -72,7 +94,21 @@ class StagedPipeline(VaeStages):
         self.forecasts = self.cache.directory / "forecasts"
         self.encoders: list[ManagedModel] = []
         self.denoisers: list[ManagedModel] = []
+        self._listener = Listener()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
+        self._owner = _Owner()
+
+    def within(self, vram: int | str | None = None, ram: int | str | None = None, keep: bool = False) -> StagedPipeline:
+        """The same pipeline with other budgets for its runs, as in `open_pipeline`. Both share all that they load."""
+        other = copy.copy(self)
+        other.vram_bytes = None if vram is None else parse_bytes(vram)
+        other.ram_bytes = None if ram is None else parse_bytes(ram)
+        other.keep = keep
+        return other
+
+    def _claim(self, part: Part, label: str) -> ManagedModel:
+        """The managed model of a part, which every pipeline of this device that has the same part shares."""
+        return self.manager.claim(part.key, lambda: part.unit(label), self._owner)
 
     def encode(self, prompt: Prompt, negative_prompt: Prompt = "", **options: Any) -> Conditioning:
         """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
@@ -85,11 +121,14 @@ class StagedPipeline(VaeStages):
         if key and (found := self.cache.get(key)):
             return found
 
-        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name}
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
         info = {name: str(value) for name, value in words.items()}
+        self._listener.start()
 
         def run(device: torch.device, modules: Modules) -> Conditioning:
-            return Conditioning.of(self._encode(prompt, negative_prompt, options, device, modules), info)
+            tensors = self._encode(prompt, negative_prompt, options, device, modules)
+            notes = self._encoding_notes(_listed(prompt), _listed(negative_prompt))
+            return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
 
         prompts = 1 if isinstance(prompt, str) else len(prompt)
         conditioning = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
@@ -107,7 +146,25 @@ class StagedPipeline(VaeStages):
         if self._text_files not in (None, facts["files"]):
             raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
         self._text_files = facts["files"]
-        return cache_key(facts)
+        return cache_key(facts | {"notes": 1})  # which are kept with the embedding
+
+    def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
+        """What a user should know of how the prompts were read; kept in the conditioning."""
+        notes = self._listener.notes(self.title, prompts, negatives, self.knows)
+        if not self.takes_negative and any(text.strip() for text in negatives):
+            notes.append(f"The negative prompt has no effect: {self.title} takes none.")
+        return notes
+
+    def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
+        """What a user should know of a run with these arguments of `sample`, a sentence each."""
+        if not self.takes_negative or not _WORDS.search(cond.info.get("negative_prompt", "")):
+            return []
+        return [why] if (why := self._unguided(guidance, options)) else []
+
+    def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        """Why the negative prompt has no effect, in a sentence; nothing where it has one."""
+        scale = self.default_guidance if guidance is None else guidance
+        return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
 
     def sample(
         self,
@@ -146,7 +203,7 @@ class StagedPipeline(VaeStages):
         def run(device: torch.device, modules: Modules) -> torch.Tensor:
             generator = torch.Generator("cpu").manual_seed(seed)
             given = arguments | {"generator": generator, "latents": noise}
-            with kernels(modules.values(), compile, attention):
+            with kernels(modules.values(), compile, attention, on_compile=self._on_compile):
                 latents = self._denoise(cond, given, on_step, device, modules)
             return to_host(latents.float())
 
@@ -162,6 +219,10 @@ class StagedPipeline(VaeStages):
         latents = self._run_stage("sample", self.denoisers, run, strategy, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
+
+    def _on_compile(self, compiles: bool) -> None:
+        for unit in (unit for unit in self.denoisers if unit.leases):
+            self.manager.timeline.tell("compile" if compiles else "compiled", unit)
 
     def plan(
         self,
@@ -184,17 +245,18 @@ class StagedPipeline(VaeStages):
 
         Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`; `cond` is what will be sampled
         from, or the prompts that will be encoded, by default one of usual length. `vram` and `ram` are budgets in bytes
-        or as "6GB", by default those of the pipeline. `rates` are those of the machine by default. At full size it
-        takes seconds, once for each size. Raises ValueError for a budget that nobody stated, without a GPU, and for a
-        size that the pipeline's own code cannot run.
+        or as "6GB", by default those of the pipeline; `vram` 0 is all that is free. `rates` are those of the machine by
+        default. At full size it takes seconds, once for each size. Raises ValueError for a budget that nobody stated,
+        without a GPU, and for a size that the pipeline's own code cannot run.
         """
         if strategy == "cpu":
             raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
         steps = self.default_steps if steps is None else steps
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
-        if vram is None and self.vram_bytes is None and self.manager.accelerator.is_cpu:
-            raise ValueError("there is no GPU here to plan for. State a budget, such as vram='8GB'.")
-        budget_bytes = self._vram_budget() if vram is None else parse_bytes(vram)
+        stated = self.vram_bytes if vram is None else parse_bytes(vram)
+        if not stated and self.manager.accelerator.is_cpu:
+            raise NoBudgetError("vram='8GB'")
+        budget_bytes = self._vram_budget() if vram is None else stated or self._free_vram()
         ram_bytes = self._ram_budget(ram)
         size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
         size += f" x {frames} frames" if frames else ""
@@ -218,11 +280,12 @@ class StagedPipeline(VaeStages):
 
     def _vram_budget(self) -> int:
         """What a run here may take: the stated budget, for which others make room, or what is free now."""
-        manager = self.manager
-        available = manager.budget_bytes + host.movable_bytes(manager.device)
         if self.vram_bytes is None:
-            return available
-        return self.vram_bytes if manager.accelerator.is_cpu else min(self.vram_bytes, available)
+            return self._free_vram()
+        return self.vram_bytes if self.manager.accelerator.is_cpu else min(self.vram_bytes, self._free_vram())
+
+    def _free_vram(self) -> int:
+        return self.manager.budget_bytes + host.movable_bytes(self.manager.device)
 
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)
@@ -241,7 +304,8 @@ class StagedPipeline(VaeStages):
     ) -> dict[str, Any]:
         if cond is not None and (made_by := cond.info.get("pipeline", self.name)) != self.name:
             raise ValueError(
-                f"the conditioning was made by {made_by}, not {self.name}. Encode the prompt with this pipeline."
+                f"the conditioning was made by {cond.info.get('model', made_by)}, not {self.title}. Encode the prompt "
+                "with this pipeline."
             )
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
@@ -286,7 +350,7 @@ class StagedPipeline(VaeStages):
                 if not is_out_of_memory(error):
                     raise
                 release_frames(error)
-                self.manager.free()
+                self.manager.make_room()
                 if attempt == "leafwise" or strategy == attempt == "cpu":
                     raise self._out_of_memory(name, units, error) from None
                 log.warning("Ballast: out of memory in %s; trying again in less", name)
@@ -342,6 +406,27 @@ class StagedPipeline(VaeStages):
         modules: Modules,
     ) -> torch.Tensor:
         """Latents as the decoder takes them, on any device, made by these transformers."""
+
+
+def no_effect(scale: float, by_default: bool) -> str:
+    """That guidance of this scale leaves the negative prompt out."""
+    return (
+        f"The negative prompt has no effect: guidance is {scale:g}{' by default' * by_default}. Above 1 it counts, "
+        "and each step runs twice."
+    )
+
+
+def _listed(prompt: Prompt) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def title_of(path: Path) -> str:
+    """What people call a model: the folder or file that it lies in, and not the digest that a download cache has."""
+    cached = re.search(r"models--(?:[^/\\]+--)?([^/\\]+)[/\\]snapshots[/\\][0-9a-f]+$", str(path))
+    if cached:
+        return cached[1]
+    path = path if path.name not in ("", "..") else path.resolve()
+    return path.stem if path.is_file() else path.name
 
 
 def _for_each(prompt: Prompt, negative_prompt: Prompt) -> Prompt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,11 @@ from typing import Any
 from ..memory.files import MAX_JSON_BYTES, check_links, one_line, read_json
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx")
+_MAX_OF_SCHEDULER = 100_000  # usual are 1000 timesteps
+_MAX_SIZE = 2**24  # of a model; vocabularies, which are the largest, have a few 100 000 words
+_MAX_SIDE = 2**17  # of a picture
+_SIDES = re.compile("axes|resolution|sample_size")
+_SIZES = re.compile("size|dim|len|layers|heads|channels|resolution|axes|factor|patch")
 _MAX_WORDS_BYTES = 8 * MAX_JSON_BYTES  # the largest tokenizer.json has 33 MB
 
 
@@ -21,6 +28,8 @@ def read_config(folder: Path, model: Path) -> dict[str, Any]:
     # A name with a slash is a repository whose kernels transformers would download and run.
     if any("_implementation" in key and "/" in str(value) for key, value in _leaves(config)):
         raise ValueError(f"{path} asks for code of its own (attn_implementation), which is never run. Remove that.")
+    _check_numbers(path, config, _MAX_SIZE, _SIZES)
+    _check_numbers(path, config, _MAX_SIDE, _SIDES)
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds an adapter (adapter_config.json) of another model. Get the merged weights.")
     return config
@@ -47,8 +56,22 @@ def check_settings(folder: Path, model: Path) -> None:
                 # Old versions wrote where a file lay at the time. Only what is there now can be read.
                 if key.endswith("_file") and isinstance(value, str) and (folder / value).exists():
                     check_links([folder / value], model)
+            if path.name == "scheduler_config.json":
+                _check_numbers(path, read_json(path), _MAX_OF_SCHEDULER, re.compile(""))
         elif path.stat().st_size > _MAX_WORDS_BYTES:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, which no tokenizer has. Download it again.")
+
+
+def _check_numbers(path: Path, config: dict[str, Any], most: int, keys: re.Pattern[str]) -> None:
+    """Raise ValueError for a number that no such config has: there are tables and pictures of that size."""
+    for key, value in _leaves(config):
+        # Some numbers are infinite, and mean that there is no limit.
+        if isinstance(value, (int, float)) and most < abs(value) < math.inf and keys.search(key):
+            name = key.strip(".")[:80]
+            name = name if name.isprintable() else repr(name)
+            raise ValueError(
+                f"{path} has {name} = {str(value)[:40]}, where none has more than {most}. Download it again."
+            )
 
 
 def files_beside_weights(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from ..memory.rehearse import StandIns
 from ..memory.unit import ManagedModel
 from .decode import Call, VaeRun, run_decoder, run_encoder, to_images
 from .decode_policy import WayName
-from .latents import check_finite, check_latents
+from .latents import check_finite, check_fit, check_latents
 from .vae_forecasts import VaeTakes
 
 Method = Literal["decode", "encode"]  # of the VAE
@@ -25,6 +25,7 @@ class VaeStages(ABC):
     """What a pipeline does with its decoder, always in float32."""
 
     name: str
+    title: str
     is_video = False
     latent_dimensions = 4
     decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
@@ -52,12 +53,8 @@ class VaeStages(ABC):
         """Raise TypeError or ValueError, in one line, for what this pipeline cannot decode."""
         check_latents(latents)
         takes = self.decoder_config.get("latent_channels") or self.decoder_config.get("z_dim")
-        if latents.ndim != self.latent_dimensions or takes not in (None, latents.shape[1]):
-            has = latents.shape[1] if latents.ndim > 1 else 0
-            raise ValueError(
-                f"the latents have {has} channels in {latents.ndim} dimensions; the VAE of {self.name} takes {takes} "
-                f"in {self.latent_dimensions}. Sample and decode with the same pipeline."
-            )
+        advice = "Sample and decode with the same pipeline."
+        check_fit(latents, f"the VAE of {self.title}", takes, self.latent_dimensions, advice)
         check_finite(latents, "the latents hold")
 
     def encode_image(self, image: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import struct
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ballast
 import pytest
 import torch
 from ballast.memory.weights import read_header, stored_tensors
@@ -18,6 +20,7 @@ from ballast.nodes.decode import VaeDecode
 from ballast.nodes.folders import DEMO, find_pipelines
 from ballast.nodes.reference import PipelineReference
 from ballast.nodes.sample import Sampler
+from ballast.pipelines.components import read_components, read_model_index
 from ballast.pipelines.conditioning import Conditioning
 from ballast.pipelines.embedding_cache import EmbeddingCache
 from host import run_node
@@ -130,6 +133,36 @@ def test_config_of_absurd_sizes(model: Path, part: str, key: str, value: Any) ->
     before = most_memory()
     assert str(model) in refusal(whole_run(model))
     assert most_memory() - before < 500e6
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("scheduler", "num_train_timesteps", 10**12), ("scheduler", "num_train_timesteps", 1e12),
+        ("scheduler", "num_train_timesteps", -(10**12)), ("scheduler", "num_train_timesteps", 10**4000),
+        ("scheduler", "max_image_seq_len", 10**6), ("scheduler", "trained_betas", [0.1, 1e9]),
+        ("transformer", "axes_dim_rope", [10**6, 8, 8]), ("transformer", "sample_size", 10**6),
+        ("transformer", "max_resolution", [10**12, 8]), ("text_encoder", "rope", {"max_len": 10**9}),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_config_has_are_refused_when_it_is_opened(model: Path, part: str, key: str, value: Any) -> None:
+    path = model / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    edit(path, **{key: value})
+    message = refusal(lambda: ballast.open_pipeline(model, device="cpu"))
+    assert str(path) in message and key in message and len(message) < 400
+
+
+def test_numbers_without_end_mean_no_limit(model: Path) -> None:
+    edit(model / "scheduler" / "scheduler_config.json", lambda_min_clipped=-math.inf)
+    edit(model / "text_encoder" / "config.json", rope_theta=10**9)
+    ballast.open_pipeline(model, device="cpu")
+
+
+@pytest.mark.parametrize(("given", "kept"), [(77, 77), (10**12, int(1e30)), (int(1e30), int(1e30))])
+def test_tokenizer_that_fills_up_to_the_end_of_memory(model: Path, given: int, kept: int) -> None:
+    edit(model / "tokenizer" / "tokenizer_config.json", model_max_length=given)
+    components = read_components(model, read_model_index(model), None)
+    assert components["tokenizer"].create().model_max_length == kept
 
 
 # Latents
@@ -245,3 +278,11 @@ def test_cache_entry_of_ours_is_taken(tmp_path: Path) -> None:
     assert found is not None
     assert found.info == kept.info
     assert torch.equal(found.tensors["prompt_embeds"][1], EMBEDS * 2)
+
+
+def test_odd_name_of_a_number_leaves_one_line() -> None:
+    from ballast.pipelines import trust
+
+    with pytest.raises(ValueError, match=r"has 'a\\nb' = 1000000000, where none has more than 1000") as why:
+        trust._check_numbers(Path("config.json"), {"a\nb": 10**9}, 1000, re.compile(""))
+    assert "\n" not in str(why.value)

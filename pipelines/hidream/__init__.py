@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from ...memory.files import read_json
 from ..components import Component
 from ..conditioning import Conditioning
 from ..generic import GenericPipeline
+from ..picture_sizes import PictureSizes
 from ..staged import Prompt
 from .llama import FOLDER, TOKENIZER_FOLDER, find_llama
 from .routing import any_routing
@@ -137,15 +139,14 @@ class HiDreamPipeline(GenericPipeline):
     ) -> dict[str, Any]:
         arguments = super()._sample_arguments(width, height, steps, guidance, frames, options)
         width, height = arguments.get("width", _SIDE), arguments.get("height", _SIDE)
-        across, down = self.components["transformer"].config["max_resolution"]
-        most = across * down * _VAE_SCALE**2
-        if width != height and width * height > most:
-            raise ValueError(
-                f"{width} x {height} are {width * height} pixels; where the sides differ HiDream-I1 takes up to "
-                f"{most}. Choose a smaller size, or a square."
-            )
+        self.sizes.check(self.title, width, height)
         # Both: a side that is left out the stock pipeline takes from the area, which is changed below.
         return arguments | {"width": width, "height": height}
+
+    @cached_property
+    def sizes(self) -> PictureSizes:
+        across, down = self.components["transformer"].config["max_resolution"]
+        return replace(super().sizes, area=across * down * _VAE_SCALE**2)
 
     def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
         # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.

@@ -18,6 +18,8 @@ from ..checkpoint import Checkpoint
 from ..components import parse_dtype
 from ..conditioning import Conditioning, Text, pair, text_of
 from ..latents import check_step
+from ..options import check_known
+from ..picture_sizes import PictureSizes
 from ..staged import OnStep, Prompt, StagedPipeline
 from .adapter import AdaptedTower
 from .gemma import gemma_features, gemma_names, make_gemma, with_system_prompt
@@ -73,7 +75,7 @@ class NewbiePipeline(StagedPipeline):
         super().__init__(folder, **shared)
         self.parts = _parts(self.layout, parse_dtype(dtype))
         units = {
-            name: self.manager.adopt(part.unit(folder.name if folder.is_dir() else folder.stem))
+            name: self._claim(part, folder.name if folder.is_dir() else folder.stem)
             for name, part in self.parts.items()
         }
         self.encoders = [units["text_encoder"], units["text_encoder_2"]]
@@ -84,8 +86,7 @@ class NewbiePipeline(StagedPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        if unknown := sorted(options.keys() - {"max_sequence_length"}):
-            raise TypeError(f"{self.name} encodes with no {', '.join(unknown)}. It knows: max_sequence_length.")
+        check_known(self.title, options, {"max_sequence_length"})
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         import transformers
@@ -125,7 +126,8 @@ class NewbiePipeline(StagedPipeline):
     def _tokenizer(self, name: str) -> Any:
         if name not in self._tokenizers:
             words = self.layout.gemma_words if name == "gemma" else self.layout.jina_words
-            self._tokenizers[name] = words.make()
+            unit = "text_encoder" if name == "gemma" else "text_encoder_2"
+            self._tokenizers[name] = self._listener.attach(words.make(), self.titles[unit])
         return self._tokenizers[name]
 
     def facts(self) -> dict[str, Any]:
@@ -153,12 +155,9 @@ class NewbiePipeline(StagedPipeline):
         frames: int | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        if unknown := sorted(options.keys() - _SAMPLING.keys()):
-            raise TypeError(
-                f"{self.name} samples with no {', '.join(unknown)}. It knows: {', '.join(sorted(_SAMPLING))}."
-            )
+        check_known(self.title, options, _SAMPLING)
         if frames is not None:
-            raise ValueError(f"{self.name} makes pictures, not videos: leave frames out.")
+            raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
         chosen = _SAMPLING | options
         if chosen["sampler"] not in SAMPLERS:
             raise ValueError(f"unknown sampler {chosen['sampler']!r}. Use {', '.join(SAMPLERS)}.")
@@ -168,24 +167,24 @@ class NewbiePipeline(StagedPipeline):
             raise ValueError(f"shift is {chosen['shift']}; it takes a number above 0.")
         if (latents := chosen["init_latents"]) is not None:
             width, height = self._size_of(latents, width, height)
-        most = [_PATCH * length for length in config_of(self.layout.transformer.config)["axes_lens"][1:]]
-        for key, size, longest in (("height", height, most[0]), ("width", width, most[1])):
-            if size is not None and (size < _PATCH or size % _PATCH):
-                near = max(_PATCH, round(size / _PATCH) * _PATCH)
-                raise ValueError(f"{key} is {size}; {self.name} takes multiples of {_PATCH}, such as {near}.")
-            if size is not None and size > longest:
-                raise ValueError(f"{key} is {size}; {self.name} takes up to {longest}.")
+        _, rows, columns = config_of(self.layout.transformer.config)["axes_lens"]
+        PictureSizes(_PATCH, (rows * _PATCH, columns * _PATCH)).check(self.title, width, height)
         scale = self.default_guidance if guidance is None else guidance
         return {
             "width": width or _SIDE, "height": height or _SIDE, "num_inference_steps": steps, "guidance_scale": scale,
             **chosen,
         }  # fmt: skip
 
+    def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        if options.get("cfg_trunc", 1.0) <= 0:
+            return "The negative prompt has no effect: cfg_trunc is 0, so that no step is guided."
+        return super()._unguided(guidance, options)
+
     def _size_of(self, latents: torch.Tensor, width: int | None, height: int | None) -> tuple[int, int]:
         channels = self.decoder_config["latent_channels"]
         if latents.ndim != 4 or latents.shape[1] != channels:
             raise ValueError(
-                f"the latents to start from are {list(latents.shape)}; {self.name} takes {channels} channels."
+                f"the latents to start from are {list(latents.shape)}; {self.title} takes {channels} channels."
             )
         size = latents.shape[3] * _SPATIAL, latents.shape[2] * _SPATIAL
         if (width or size[0], height or size[1]) != size:
@@ -240,7 +239,7 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
     config, vae = config_of(layout.transformer.config), layout.vae.config
     jina = layout.jina
     is_adapted = has_adapter(stored_tensors(jina.files))
-    tower = partial(AdaptedTower, config=jina.config) if is_adapted else Checkpoint
+    tower = AdaptedTower if is_adapted else Checkpoint
     return {
         "text_encoder": Checkpoint(
             "text_encoder",
@@ -249,9 +248,16 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
             partial(make_gemma, layout.gemma.config),
             gemma_names,
             dtype,
+            layout.gemma.config,
         ),
         "text_encoder_2": tower(
-            "text_encoder_2", "text_encoder", jina.files, partial(make_jina, jina.config), jina_names, dtype
+            "text_encoder_2",
+            "text_encoder",
+            jina.files,
+            partial(make_jina, jina.config),
+            jina_names,
+            dtype,
+            jina.config,
         ),
         "transformer": Checkpoint(
             "transformer",
@@ -260,6 +266,7 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
             lambda: NewbieTransformer2DModel(**config),
             lambda stored: transformer_names(stored, config),
             dtype,
+            config,
         ),
         # The decoder always runs in float32: half precision turns pictures black.
         "vae": Checkpoint(
@@ -269,6 +276,7 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
             lambda: AutoencoderKL.from_config(dict(vae)),
             lambda stored: vae_names(stored, vae),
             torch.float32,
+            vae,
         ),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ Pieces = dict[str, str]  # what a weight is made of: "original" and the tensors 
 @dataclass(frozen=True)
 class AdaptedTower(Checkpoint):
     """The text tower in files that hold its adapters, which `config` tells of."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
 
     def unit(self, label: str) -> ManagedModel:
         """The tower as a managed model that is read whole: a merged weight has no place in a file."""

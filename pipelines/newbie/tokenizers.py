@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,15 @@ class PieceTokenizer:
         ids = torch.tensor([row + [self.pad] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         return {"input_ids": ids, "attention_mask": mask}
+
+    def uncut(self, texts: Sequence[str]) -> list[list[int]]:
+        """All tokens of each text."""
+        return [self._encode(text, sys.maxsize) for text in texts]
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> str:
+        """The text of some tokens."""
+        marks = {self.pad, *self.before, *self.after, *self.special.values()} if skip_special_tokens else set()
+        return self.pieces.decode([token for token in ids.tolist() if token not in marks])
 
     def _encode(self, text: str, max_length: int) -> list[int]:
         marks = "|".join(map(re.escape, self.special))

@@ -18,7 +18,9 @@ from ..checkpoint import Checkpoint
 from ..components import parse_dtype, read_components
 from ..conditioning import Conditioning, pair, text_of
 from ..decode_policy import WayName
-from ..staged import OnStep, Prompt, StagedPipeline
+from ..listening import encoder_title
+from ..options import check_known
+from ..staged import OnStep, Prompt, StagedPipeline, no_effect
 from .layouts import Layout, find_layout
 from .loop import GuidedVelocity, SeededNoise, Settings, Step, check_size, generate
 from .text import SUFFIX, encode_texts
@@ -28,6 +30,7 @@ _SIZES = {"768p": (1280, 768), "384p": (640, 384), "image": (1024, 1024)}
 _FRAMES = {"768p": 121, "384p": 121, "image": 1}  # 5 seconds
 _TILE = 512  # pixels, where it was thought to decode without tiles
 _CHANNELS = 16
+_TOKEN = 16  # pixels on a side
 _SAMPLING: dict[str, Any] = {
     "first_frame_steps": None, "video_steps": None, "video_guidance": 5.0, "linear_guidance": False,
     "guidance_alpha": 0.5, "min_guidance": 2.0, "init_latents": None,
@@ -75,7 +78,7 @@ class PyramidFlowPipeline(StagedPipeline):
         self.parts = _parts(self.layout, wanted)
         modules: list[Any] = [*(part for part in self.texts.values() if part.is_module), *self.parts.values()]
         label = folder.name if folder.is_dir() else folder.stem
-        units = {part.name: self.manager.adopt(part.unit(label)) for part in modules}
+        units = {part.name: self._claim(part, label) for part in modules}
         self.encoders = [unit for unit in units.values() if unit.role == "text_encoder"]
         self.denoisers, self.decoder = [units["transformer"]], units["vae"]
         self.decoder_config = _config(self.decoder) | {"latent_channels": _CHANNELS}
@@ -84,8 +87,7 @@ class PyramidFlowPipeline(StagedPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        if options:
-            raise TypeError(f"{self.name} encodes with no {', '.join(sorted(options))}. It takes the prompts alone.")
+        check_known(self.title, options, ())
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         import transformers
@@ -116,7 +118,8 @@ class PyramidFlowPipeline(StagedPipeline):
 
     def _tokenizer(self, name: str) -> Any:
         if name not in self._tokenizers:
-            self._tokenizers[name] = self.texts[name].create()
+            encoder = self.texts[name.replace("tokenizer", "text_encoder")]
+            self._tokenizers[name] = self._listener.attach(self.texts[name].create(), encoder_title(encoder.cls))
         return self._tokenizers[name]
 
     def facts(self) -> dict[str, Any]:
@@ -148,16 +151,17 @@ class PyramidFlowPipeline(StagedPipeline):
         frames: int | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        if unknown := sorted(options.keys() - _SAMPLING.keys()):
-            raise TypeError(
-                f"{self.name} samples with no {', '.join(unknown)}. It knows: {', '.join(sorted(_SAMPLING))}."
-            )
+        check_known(self.title, options, _SAMPLING)
         chosen = _SAMPLING | options
         first = chosen["init_latents"]
         if first is not None:
             width, height = _size_of(first, width, height)
         usual = _SIZES[self.layout.variant]
-        count, rows, columns = check_size(width or usual[0], height or usual[1], frames or _FRAMES[self.layout.variant])
+        # miniFlux computes its positions; the SD3 model has a table of them.
+        tokens = _config(self.denoisers[0]).get("pos_embed_max_size")
+        most = tokens and (tokens * _TOKEN, tokens * _TOKEN)
+        size = width or usual[0], height or usual[1]
+        count, rows, columns = check_size(*size, frames or _FRAMES[self.layout.variant], most, self.title)
         settings = Settings(
             _three("first_frame_steps", chosen["first_frame_steps"], 2 * steps),
             _three("video_steps", chosen["video_steps"], steps),
@@ -174,6 +178,15 @@ class PyramidFlowPipeline(StagedPipeline):
             "shape": (_CHANNELS, count, rows, columns), "settings": asdict(settings), "init_latents": first,
             "num_inference_steps": settings.calls(count, given),
         }  # fmt: skip
+
+    def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        # Frames are guided at every scale above 0; at 1 the two predictions cancel out.
+        chosen = {**_SAMPLING, **options}
+        first = self.default_guidance if guidance is None else guidance
+        later = () if self.layout.variant == "image" else (chosen["video_guidance"],)
+        if chosen["linear_guidance"] or any(scale > 0 and scale != 1 for scale in (first, *later)):
+            return ""
+        return no_effect(first, guidance is None)
 
     def _stands_for(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The first frame and the last one, which sees most, two steps a stage. The time of others is in between."""
@@ -217,8 +230,7 @@ class PyramidFlowPipeline(StagedPipeline):
     def _decode_arguments(
         self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
     ) -> Mapping[str, Any]:
-        if unknown := sorted(given.keys() - {"window", "tile_pixels"}):
-            raise TypeError(f"{self.name} decodes with no {', '.join(unknown)}. It knows: tile_pixels, window.")
+        check_known(self.title, given, {"window", "tile_pixels"})
         if given or way in ("stripes", "cpu"):
             return {"window": 1, "tile_pixels": None, **given}
         height, width = (8 * size for size in latents.shape[-2:])
@@ -241,10 +253,16 @@ def _parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
     vae, files = layout.vae
     return {
         "transformer": Checkpoint(
-            "transformer", "transformer", layout.transformer[1], lambda: known.make(**config), known.names, dtype
+            "transformer",
+            "transformer",
+            layout.transformer[1],
+            lambda: known.make(**config),
+            known.names,
+            dtype,
+            config,
         ),
         # The decoder always runs in float32: half precision turns pictures black.
-        "vae": Checkpoint("vae", "vae", files, lambda: CausalVideoVAE.from_config(dict(vae)), dict, torch.float32),
+        "vae": Checkpoint("vae", "vae", files, lambda: CausalVideoVAE.from_config(dict(vae)), dict, torch.float32, vae),
     }
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..conditioning import Text
 from ..latents import check_step
+from ..picture_sizes import PictureSizes, Sides
 
 STAGES = 3
 _SPATIAL, _TEMPORAL, _SIDE = 8, 8, 64  # pixels and frames of a latent one; pixels that a size is a multiple of
@@ -24,17 +25,14 @@ Velocity = Callable[[list[torch.Tensor], float, float], torch.Tensor]  # of clip
 Draw = Callable[[tuple[int, ...]], torch.Tensor]  # block noise of this shape
 
 
-def check_size(width: int, height: int, frames: int) -> tuple[int, int, int]:
+def check_size(
+    width: int, height: int, frames: int, most: Sides | None = None, title: str = "Pyramid-Flow"
+) -> tuple[int, int, int]:
     """Frames, height and width of the latents of a video. ValueError for one that cannot be made."""
-    for key, size in (("width", width), ("height", height)):
-        if size < _SIDE or size % _SIDE:
-            near = max(_SIDE, round(size / _SIDE) * _SIDE)
-            raise ValueError(f"{key} is {size}; Pyramid-Flow takes multiples of {_SIDE}, such as {near}.")
+    PictureSizes(_SIDE, most).check(title, width, height)
     if frames < 1 or (frames - 1) % _TEMPORAL:
         near = max(0, round((frames - 1) / _TEMPORAL)) * _TEMPORAL + 1
-        raise ValueError(
-            f"frames is {frames}; Pyramid-Flow takes 1 more than a multiple of {_TEMPORAL}, such as {near}."
-        )
+        raise ValueError(f"frames is {frames}; {title} takes 1 more than a multiple of {_TEMPORAL}, such as {near}.")
     return 1 + (frames - 1) // _TEMPORAL, height // _SPATIAL, width // _SPATIAL
 
 

@@ -1,0 +1,31 @@
+"""Options that only some pipelines know, and what to say of one that another pipeline is given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+# Those of the families that have a loop of their own.
+OWNERS = {
+    **dict.fromkeys(("sampler", "shift", "cfg_trunc", "renorm_cfg", "denoise"), "NewBie"),
+    **dict.fromkeys(
+        ("first_frame_steps", "video_steps", "video_guidance", "linear_guidance", "guidance_alpha", "min_guidance"),
+        "Pyramid-Flow",
+    ),
+}
+
+
+class UnknownOptionError(TypeError):
+    """Options that the model `title` does not know: `names`."""
+
+    def __init__(self, title: str, names: Iterable[str], known: Collection[str]) -> None:
+        self.title, self.names = title, tuple(names)
+        foreign = [f"{name} is for {OWNERS[name]}, not for {title}: leave it out." for name in names if name in OWNERS]
+        strange = ", ".join(name for name in self.names if name not in OWNERS)
+        takes = f"It takes: {', '.join(sorted(known)) or 'none'}."
+        super().__init__(" ".join([*foreign, *([f"{title} has no argument {strange}. {takes}"] if strange else [])]))
+
+
+def check_known(title: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnknownOptionError for options that are not among the known ones."""
+    if unknown := sorted(set(options) - set(known)):
+        raise UnknownOptionError(title, unknown, known)
