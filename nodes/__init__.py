@@ -10,13 +10,17 @@ from .encode_image import VaeEncode
 from .free import FreeVram
 from .load import LoadPipeline
 from .load_newbie import LoadNewbie
-from .options import SamplerOptions
+from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOptions
 from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
+from .unload import listen
 
 
 class BallastExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        listen()
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             LoadPipeline,
@@ -29,4 +33,7 @@ class BallastExtension(ComfyExtension):
             VramPlan,
             SamplerOptions,
             VaeEncode,
+            ModelOptions,
+            NewbieOptions,
+            PyramidFlowOptions,
         ]

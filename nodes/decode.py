@@ -10,7 +10,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from .progress import show_text
 from .reference import PipelineReference, PipelineType
-from .running import running
+from .running import running, told
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class VaeDecode(io.ComfyNode):
         return io.Schema(
             node_id="BallastVAEDecode",
             display_name="FP32 VAE Decode",
-            category="ballast",
+            category="Ballast",
             description="Decodes latents with weights and latents in float32: whole if that fits, else in stripes "
             "that give the same picture in little memory; tiles and the CPU are the last resorts. What cannot be "
             "decoded is saved as a latent file; NaN or infinite values stop the run instead of giving a black picture.",
@@ -49,6 +49,7 @@ class VaeDecode(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
         from ..pipelines.latents import samples_of
         from .rescue import kept

@@ -9,7 +9,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from .progress import show_text
 from .reference import ConditioningType, PipelineReference, PipelineType
-from .running import running
+from .running import running, told
 
 _FOR_PIPELINES = (
     "conditioning is for Ballast's loaders, but a CLIP is connected. Use positive and negative, or connect a Ballast "
@@ -27,7 +27,7 @@ class TextEncode(io.ComfyNode):
         return io.Schema(
             node_id="BallastTextEncode",
             display_name="Staged Text Encode",
-            category="ballast",
+            category="Ballast",
             description="Turns a prompt into conditioning, one text encoder at a time. None of them stays in VRAM. The "
             "same prompt and negative prompt, encoded before, come from the cache and load none.",
             search_aliases=["clip text encode", "prompt"],
@@ -63,16 +63,14 @@ class TextEncode(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(cls, pipeline: PipelineReference | Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
         if not isinstance(pipeline, PipelineReference):
             return cls._encode_natively(pipeline, prompt, negative_prompt)
         pipe = pipeline.open()
-        stages = pipe.manager.timeline.stages
-        before = stages[-1] if stages else None
-        with running(cls, pipe, "encoding"):
+        with running(cls, pipe, "encoding", idle="from the cache, no encoder loaded") as notes:
             conditioning = pipe.encode(prompt, negative_prompt)
-        if not stages or stages[-1] is before:
-            show_text(cls, "from the cache, no encoder loaded")
+            notes += conditioning.notes
         blocked = ExecutionBlocker(_FOR_CLIPS)
         return io.NodeOutput(conditioning, blocked, blocked)
 

@@ -1,4 +1,4 @@
-"""VAE Encode (Ballast): a picture to a latent to start from, in float32."""
+"""FP32 VAE Encode: a picture to a latent to start from, in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io
 
 from .reference import PipelineReference, PipelineType
-from .running import running
+from .running import running, told
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +18,14 @@ class VaeEncode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="BallastVAEEncode",
-            display_name="VAE Encode (Ballast)",
-            category="ballast",
+            display_name="FP32 VAE Encode",
+            category="Ballast",
             description="Turns a picture into a latent for the sampler's latent input, with the pipeline's own VAE in "
             "float32. The VAE leaves VRAM when it is done.",
             search_aliases=["image to image", "image to video"],
             inputs=[
                 PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
                 io.Image.Input(
                     "image",
@@ -37,8 +37,21 @@ class VaeEncode(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(cls, pipeline: PipelineReference, image: torch.Tensor) -> io.NodeOutput:
         pipe = pipeline.open()
-        with running(cls, pipe, "encoding"):
+        with running(cls, pipe, "encoding") as notes:
             latents = pipe.encode_image(image[..., :3])
+            notes += cropping(image, latents)
         return io.NodeOutput({"samples": latents})
+
+
+def cropping(image: torch.Tensor, latents: torch.Tensor) -> list[str]:
+    """What a latent pixel is too large to hold of a picture, in a sentence; nothing if all of it is there."""
+    whole, found = image.shape[1:3], latents.shape[-2:]
+    # A latent pixel has a power of two on each side; what is left over at the end has none.
+    times = [pixels // max(1, count) for pixels, count in zip(whole, found, strict=True)]
+    height, width = (count << (most.bit_length() - 1) for count, most in zip(found, times, strict=True))
+    if (height, width) == tuple(whole):
+        return []
+    return [f"The picture is cropped to {width} x {height}, from {whole[1]} x {whole[0]}."]

@@ -14,6 +14,7 @@ from ..memory.manager import managers
 from ..memory.sizes import format_bytes
 from ..memory.unit import Role
 from .progress import show_text
+from .running import told
 
 _WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
 
@@ -39,7 +40,7 @@ class FreeVram(io.ComfyNode):
         return io.Schema(
             node_id="BallastFreeVRAM",
             display_name="Free VRAM",
-            category="ballast",
+            category="Ballast",
             description="Evicts models from VRAM when its input is ready, and hands the input on. Whatever "
             "left is loaded again when it is needed.",
             search_aliases=["unload models", "clear vram", "empty cache"],
@@ -67,7 +68,11 @@ class FreeVram(io.ComfyNode):
                 io.MatchType.Output(
                     template=anything, id="value_out", display_name="value", tooltip="The input, as it came."
                 ),
-                io.String.Output("report", tooltip="Each model in VRAM with its bytes before and after, and the sums."),
+                io.String.Output(
+                    "report",
+                    tooltip="Each model in VRAM with its bytes before and after, and the sums; RAM too if copies of "
+                    "models went that nothing uses any more.",
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
@@ -75,6 +80,7 @@ class FreeVram(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(
         cls, text_encoders: bool, transformers: bool, vaes: bool, host_models: bool, value: Any = None
     ) -> io.NodeOutput:
@@ -86,12 +92,16 @@ class FreeVram(io.ComfyNode):
 
 
 def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[Held]]:
-    """Evict models of these roles. Returns what each model in VRAM holds, and what all on each device do."""
-    gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
-    ours = [(unit, unit.resident_bytes) for manager in gpus for unit in manager.units() if unit.resident_bytes]
+    """Evict models of these roles. Returns what each model in VRAM holds, and what all on each device do.
+
+    The last of the models is RAM, if copies there went that no open pipeline refers to.
+    """
+    units = [unit for manager in managers() for unit in manager.units()]
+    ours = [(unit, unit.resident_bytes) for unit in units if unit.resident_bytes]
+    copies = sum(unit.host_bytes for unit in units)
     theirs = host.loaded_models()
     before = _in_use(theirs)
-    for manager in gpus:
+    for manager in managers():
         manager.free(roles)
     if host_models:
         host.evict([model.patcher for model in theirs if model.role in roles])
@@ -102,15 +112,23 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
     for model in theirs:
         name = f"{model.name} (ComfyUI, {_WORDS[model.role]})"
         models.append(Held(name, model.bytes, int(model.patcher.loaded_size())))
+    if gone := copies - (left := sum(unit.host_bytes for unit in units)):
+        models.append(Held("RAM", copies, left, f"freed {format_bytes(gone)} of copies that no open model uses"))
     after = _in_use(theirs)
     freed = {device: f"freed {format_bytes(max(0, held - after[device]))}" for device, held in before.items()}
     return models, [Held(device, held, after[device], freed[device]) for device, held in before.items()]
 
 
 def compose(models: list[Held], totals: list[Held]) -> str:
-    """The report: a line for each device, then one for each model."""
-    lines = map(str, [*(total for total in totals if total.before or total.after), *models])
-    return "\n".join(lines) or "Nothing to free: no model is in VRAM."
+    """The report: a line for each device, then one for each model, and one for RAM if copies there went."""
+    held = [total for total in totals if total.before or total.after]
+    lines = [str(one) for one in (*held, *models)]
+    if not totals:
+        lines.insert(0, "On the CPU: nothing in VRAM.")
+    elif not held:
+        left = "what no open workflow uses had left it" if models else "no model is there"
+        lines.insert(0, f"Nothing to free in VRAM: {left}.")
+    return "\n".join(lines)
 
 
 def _in_use(theirs: Collection[host.HostModel]) -> dict[str, int]:

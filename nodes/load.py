@@ -1,4 +1,4 @@
-"""Load Pipeline (Ballast): chooses a diffusers pipeline. Loads nothing."""
+"""Load Pipeline: chooses a diffusers pipeline. Loads nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from .folders import DEMO, file_stamp, find_llamas, find_pipelines
 from .reference import PipelineType, make_reference, ram_input, shared_inputs
+from .running import told
 
 AUTO = "auto"
 
@@ -15,8 +16,8 @@ class LoadPipeline(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="BallastLoadPipeline",
-            display_name="Load Pipeline (Ballast)",
-            category="ballast",
+            display_name="Load Pipeline",
+            category="Ballast",
             description="Chooses a diffusers pipeline folder. Weights are loaded by the nodes that need "
             "them, and given back.",
             search_aliases=["diffusers loader", "low vram"],
@@ -26,7 +27,8 @@ class LoadPipeline(io.ComfyNode):
                     options=list(find_pipelines()),
                     default=DEMO,
                     tooltip="A model's whole folder in models/diffusers: a diffusers pipeline, NewBie-image or "
-                    "Pyramid-Flow as downloaded. Or the bundled demo model, which draws simple shapes on any machine.",
+                    "Pyramid-Flow as downloaded. Or the bundled demo model, which draws simple "
+                    "shapes on any machine and knows few words, in English only.",
                 ),
                 *shared_inputs(),
                 io.Combo.Input(
@@ -56,13 +58,14 @@ class LoadPipeline(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(
         cls,
         pipeline: str,
         vram_gb: float,
-        dtype: str,
-        keep_loaded: bool,
-        device: str,
+        dtype: str = AUTO,
+        keep_loaded: bool = True,
+        device: str = AUTO,
         llama: str = AUTO,
         variant: str = AUTO,
         ram_gb: float = 0.0,

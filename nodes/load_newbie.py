@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import folder_paths
@@ -9,6 +10,7 @@ from comfy_api.latest import io
 
 from .folders import file_stamp
 from .reference import PipelineType, make_reference, ram_input, shared_inputs
+from .running import told
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
 _TOOLTIPS = {
@@ -17,21 +19,29 @@ _TOOLTIPS = {
     "jina": "Its second text encoder in models/text_encoders: jina_clip_v2_bf16.",
     "vae": "The VAE of FLUX.1 in models/vae: ae.",
 }
+# How the names of each file are known; the longer match is the better one.
+_NAMES = {
+    "diffusion_model": re.compile(r"newbie", re.IGNORECASE),
+    "gemma": re.compile(r"gemma.?3.?4b|gemma", re.IGNORECASE),
+    "jina": re.compile(r"jina", re.IGNORECASE),
+    "vae": re.compile(r"(?<![a-z])ae(?![a-z])|flux(?!.?2)", re.IGNORECASE),
+}
+_NONE = "choose a file"
 
 
 class LoadNewbie(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        files = [
-            io.Combo.Input(name, options=folder_paths.get_filename_list(folder), tooltip=_TOOLTIPS[name])
-            for name, folder in _FOLDERS.items()
-        ]
+        files = []
+        for name, folder in _FOLDERS.items():
+            options = offered(name, folder_paths.get_filename_list(folder))
+            files.append(io.Combo.Input(name, options=options, default=options[0], tooltip=_TOOLTIPS[name]))
         return io.Schema(
             node_id="BallastLoadNewBie",
             display_name="Load NewBie (split files)",
-            category="ballast",
+            category="Ballast",
             description="Chooses NewBie-image by the four files that ComfyUI's own graph for it uses. Weights are "
-            "loaded by the nodes that need them, and given back. Its folders go into Load Pipeline (Ballast).",
+            "loaded by the nodes that need them, and given back. Its folders go into Load Pipeline.",
             search_aliases=["newbie loader", "anime"],
             inputs=[*files, *shared_inputs(), ram_input()],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
@@ -39,6 +49,7 @@ class LoadNewbie(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(
         cls,
         diffusion_model: str,
@@ -46,12 +57,15 @@ class LoadNewbie(io.ComfyNode):
         jina: str,
         vae: str,
         vram_gb: float,
-        dtype: str,
-        keep_loaded: bool,
-        device: str,
+        dtype: str = "auto",
+        keep_loaded: bool = True,
+        device: str = "auto",
         ram_gb: float = 0.0,
     ) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
+        for name, chosen in names.items():
+            if chosen == _NONE:
+                raise ValueError(f"{name} is not chosen. {_TOOLTIPS[name]} Put it there, press R, and choose it.")
         files = {
             name: Path(folder_paths.get_full_path_or_raise(_FOLDERS[name], chosen)) for name, chosen in names.items()
         }
@@ -65,3 +79,13 @@ class LoadNewbie(io.ComfyNode):
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         found = (folder_paths.get_full_path(_FOLDERS[name], chosen) for name, chosen in names.items())
         return file_stamp(*(Path(path) for path in found if path))
+
+
+def offered(name: str, files: list[str]) -> list[str]:
+    """The files to choose from, first the one that the page takes by itself: by its name, else none.
+
+    The order of a folder says nothing: any text encoder may come before Gemma.
+    """
+    matches = {file: match[0] for file in files if (match := _NAMES[name].search(Path(file).name))}
+    found = max(matches, key=lambda file: len(matches[file]), default=_NONE)
+    return [found, *(file for file in files if file != found)]

@@ -22,7 +22,7 @@ from ..memory.errors import is_out_of_memory, release_frames
 from ..memory.precision import full_float32
 from ..memory.sizes import format_bytes
 from ..pipelines.decode import CPU_SHARE
-from ..pipelines.latents import check_finite, check_latents
+from ..pipelines.latents import check_finite, check_fit, check_latents
 from .native_digest import base_tensors
 
 log = logging.getLogger("ballast")
@@ -54,8 +54,31 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     """Pictures or the frames of videos: whole, in exact stripes where that does not fit, in the VAE's own tiles if
     memory runs out all the same, then on the CPU.
 
-    Neither the copy nor the VAE itself is on the device afterwards, whatever happened.
+    Neither the copy nor the VAE itself is on the device afterwards, whatever happened. Raises WrongLatentsError for
+    latents of another model.
     """
+    try:
+        return _decode_native(vae, latents)
+    except Exception as error:
+        if not host.is_interrupt(error) and not is_out_of_memory(error) and isinstance(latents, torch.Tensor):
+            _check_fit(vae, latents, error)
+        raise
+
+
+def _check_fit(vae: Any, latents: torch.Tensor, error: Exception) -> None:
+    """Raise WrongLatentsError where what failed was never of this VAE.
+
+    Asked afterwards: some of the host's VAEs take more than they say, and what works is not to be refused.
+    """
+    takes, dimensions = getattr(vae, "latent_channels", None), getattr(vae, "latent_dim", None)
+    if isinstance(takes, int) and isinstance(dimensions, int):
+        whose = f"this VAE ({type(vae.first_stage_model).__name__})"
+        advice = "Connect the VAE of the model that made them."
+        release_frames(error)
+        check_fit(latents, whose, takes, dimensions + 2, advice)
+
+
+def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     if vae.first_stage_model is None:
         raise ValueError("this VAE has no weights: the checkpoint holds none. Load one with Load VAE.")
     check_latents(latents)

@@ -2,125 +2,189 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
+from ..pipelines.options import OWNERS, UnknownOptionError
 from .reference import OptionsType
 
 _AUTO = "auto"
 # Of diffusers' attention backends; what a machine lacks is told when it is asked for.
 _ATTENTION = ["native", "flash", "_flash_3", "sage", "xformers", "flex", "_native_cudnn", "_native_efficient"]
+# What widgets have where they ask for nothing.
+_NOTHING: dict[str, Any] = {
+    "compile": False, "attention": _AUTO, "sampler": _AUTO, "shift": 0, "cfg_trunc": 1, "renorm_cfg": 0,
+    "first_frame_steps": "", "video_steps": "", "video_guidance": 5, "linear_guidance": False, "denoise": 1,
+}  # fmt: skip
 
 
-class SamplerOptions(io.ComfyNode):
+def compute_inputs() -> list[io.Input]:
+    """What every model takes."""
+    return [
+        io.Boolean.Input(
+            "compile",
+            default=False,
+            tooltip="Compile the transformer's blocks (torch.compile), also streamed ones. The first step then "
+            "takes a minute or so, later ones less than without. Off by default.",
+        ),
+        io.Combo.Input(
+            "attention",
+            options=[_AUTO, *_ATTENTION],
+            default=_AUTO,
+            tooltip="auto is PyTorch's own. Others need a package of their own or a certain GPU, and not every "
+            "model takes them; the message says which.",
+        ),
+    ]
+
+
+def newbie_inputs() -> list[io.Input]:
+    """What NewBie's loop takes."""
+    return [
+        io.Combo.Input(
+            "sampler",
+            options=[_AUTO, "euler", "midpoint"],
+            default=_AUTO,
+            tooltip="NewBie only. auto is euler; midpoint, the official one, calls the model twice a step.",
+        ),
+        io.Float.Input(
+            "shift",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            tooltip="NewBie only: above 1, more of the steps are spent while the picture is still mostly "
+            "noise. 0 for its own value, 6.",
+        ),
+        io.Float.Input(
+            "cfg_trunc",
+            default=1.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="NewBie only: the time from which on there is no guidance, 0 for noise, 1 for the picture. "
+            "Steps without it take half as long. The official script has 0.25; 1 is guidance in all steps.",
+        ),
+        io.Float.Input(
+            "renorm_cfg",
+            default=0.0,
+            min=0.0,
+            max=10.0,
+            step=0.1,
+            tooltip="NewBie only: tames guidance, against burnt colours. With 1 the guided prediction may be "
+            "no stronger than the unguided one, with 2 twice as strong. 0 sets no limit. Try 1.",
+        ),
+    ]
+
+
+def pyramid_flow_inputs() -> list[io.Input]:
+    """What Pyramid-Flow's loop takes."""
+    return [
+        io.String.Input(
+            "first_frame_steps",
+            default="",
+            tooltip="Pyramid-Flow only: steps of the three stages of the first frame, such as 20,20,20. Empty "
+            "for twice the sampler's steps.",
+        ),
+        io.String.Input(
+            "video_steps",
+            default="",
+            tooltip="Pyramid-Flow only: steps of the three stages of each later frame, such as 10,10,10 or the "
+            "faster 8,8,8. Empty for the sampler's steps.",
+        ),
+        io.Float.Input(
+            "video_guidance",
+            default=5.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            tooltip="Pyramid-Flow only: guidance of all frames but the first, which takes the sampler's. 4 "
+            "suits videos that start with a picture.",
+        ),
+        io.Boolean.Input(
+            "linear_guidance",
+            default=False,
+            tooltip="Pyramid-Flow only: let guidance fall by 0.5 with each frame, down to 2.",
+        ),
+    ]
+
+
+class _Options(io.ComfyNode):
+    """Hands on what is set; what is left as it is stays out, since not every pipeline knows it."""
+
+    @classmethod
+    def execute(cls, **chosen: Any) -> io.NodeOutput:
+        said = {name: value.strip() if isinstance(value, str) else value for name, value in chosen.items()}
+        return io.NodeOutput({name: value for name, value in said.items() if value != _NOTHING[name]})
+
+
+class ModelOptions(_Options):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastModelOptions",
+            display_name="Sampler Options (any model)",
+            category="Ballast",
+            description="How Offloaded Sampler computes, with any model. By default nothing changes.",
+            search_aliases=["torch compile", "sage attention", "flash attention", "sampler options"],
+            inputs=compute_inputs(),
+            outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler.")],
+        )
+
+
+class NewbieOptions(_Options):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastNewbieOptions",
+            display_name="Sampler Options (NewBie)",
+            category="Ballast",
+            description="How Offloaded Sampler computes, and NewBie's own loop. By default nothing changes.",
+            search_aliases=["torch compile", "sage attention", "cfg trunc", "renorm cfg", "sampler options"],
+            inputs=[*compute_inputs(), *newbie_inputs()],
+            outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler with NewBie.")],
+        )
+
+
+class PyramidFlowOptions(_Options):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastPyramidFlowOptions",
+            display_name="Sampler Options (Pyramid-Flow)",
+            category="Ballast",
+            description="How Offloaded Sampler computes, and Pyramid-Flow's own loop. By default nothing changes.",
+            search_aliases=["torch compile", "sage attention", "video guidance", "sampler options"],
+            inputs=[*compute_inputs(), *pyramid_flow_inputs()],
+            outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler with Pyramid-Flow.")],
+        )
+
+
+class SamplerOptions(_Options):
+    """The options of all families in one, which graphs have that were saved before each had its own."""
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="BallastSamplerOptions",
-            display_name="Sampler Options",
-            category="ballast",
-            description="Options of Offloaded Sampler that most graphs do without. By default they change nothing.",
+            display_name="Sampler Options (all families)",
+            category="Ballast",
+            description="The options of all families in one node, for graphs that have it. Take the one of your "
+            "model instead. By default nothing changes.",
             search_aliases=["torch compile", "sage attention", "flash attention", "cfg trunc", "renorm cfg"],
-            inputs=[
-                io.Boolean.Input(
-                    "compile",
-                    default=False,
-                    tooltip="Compile the transformer's blocks (torch.compile), also streamed ones. The first step then "
-                    "takes a minute or so, later ones less than without. Off by default.",
-                ),
-                io.Combo.Input(
-                    "attention",
-                    options=[_AUTO, *_ATTENTION],
-                    default=_AUTO,
-                    tooltip="auto is PyTorch's own. Others need a package of their own or a certain GPU, and not every "
-                    "model takes them; the message says which.",
-                ),
-                io.Combo.Input(
-                    "sampler",
-                    options=[_AUTO, "euler", "midpoint"],
-                    default=_AUTO,
-                    tooltip="NewBie only. auto is euler; midpoint, the official one, calls the model twice a step.",
-                ),
-                io.Float.Input(
-                    "shift",
-                    default=0.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="NewBie only: above 1, more of the steps are spent while the picture is still mostly "
-                    "noise. 0 for its own value, 6.",
-                ),
-                io.Float.Input(
-                    "cfg_trunc",
-                    default=1.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="NewBie only: the time from which on there is no guidance, 0 for noise, 1 for the picture. "
-                    "Steps without it take half as long. The official script has 0.25; 1 is guidance in all steps.",
-                ),
-                io.Float.Input(
-                    "renorm_cfg",
-                    default=0.0,
-                    min=0.0,
-                    max=10.0,
-                    step=0.1,
-                    tooltip="NewBie only: tames guidance, against burnt colours. With 1 the guided prediction may be "
-                    "no stronger than the unguided one, with 2 twice as strong. 0 sets no limit. Try 1.",
-                ),
-                io.String.Input(
-                    "first_frame_steps",
-                    default="",
-                    tooltip="Pyramid-Flow only: steps of the three stages of the first frame, such as 20,20,20. Empty "
-                    "for twice the sampler's steps.",
-                ),
-                io.String.Input(
-                    "video_steps",
-                    default="",
-                    tooltip="Pyramid-Flow only: steps of the three stages of each later frame, such as 10,10,10 or the "
-                    "faster 8,8,8. Empty for the sampler's steps.",
-                ),
-                io.Float.Input(
-                    "video_guidance",
-                    default=5.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="Pyramid-Flow only: guidance of all frames but the first, which takes the sampler's. 4 "
-                    "suits videos that start with a picture.",
-                ),
-                io.Boolean.Input(
-                    "linear_guidance",
-                    default=False,
-                    tooltip="Pyramid-Flow only: let guidance fall by 0.5 with each frame, down to 2.",
-                ),
-            ],
+            inputs=[*compute_inputs(), *newbie_inputs(), *pyramid_flow_inputs()],
             outputs=[OptionsType.Output("options", tooltip="For Offloaded Sampler.")],
+            is_deprecated=True,
         )
 
-    @classmethod
-    def execute(
-        cls,
-        compile: bool,
-        attention: str,
-        sampler: str,
-        shift: float,
-        cfg_trunc: float,
-        renorm_cfg: float,
-        first_frame_steps: str,
-        video_steps: str,
-        video_guidance: float,
-        linear_guidance: bool,
-    ) -> io.NodeOutput:
-        chosen = {
-            "compile": compile or None,
-            "attention": None if attention == _AUTO else attention,
-            "sampler": None if sampler == _AUTO else sampler,
-            "shift": shift or None,
-            "cfg_trunc": None if cfg_trunc == 1 else cfg_trunc,
-            "renorm_cfg": renorm_cfg or None,
-            "first_frame_steps": first_frame_steps.strip() or None,
-            "video_steps": video_steps.strip() or None,
-            "video_guidance": None if video_guidance == 5 else video_guidance,
-            "linear_guidance": linear_guidance or None,
-        }
-        return io.NodeOutput({name: value for name, value in chosen.items() if value is not None})
+
+def in_widgets(error: UnknownOptionError) -> Exception:
+    """The error in words of the page, where each option is a widget that can be set to nothing."""
+    if not all(name in _NOTHING and name in OWNERS for name in error.names):
+        return error
+    told = []
+    for name in error.names:
+        nothing = _NOTHING[name]
+        way = "turn it off" if nothing is False else f"set it to {nothing}" if nothing != "" else "empty it"
+        told.append(f"{name} is for {OWNERS[name]}, not for {error.title}: {way}")
+    return ValueError(f"{'; '.join(told)}.")

@@ -13,6 +13,7 @@ from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
 from .progress import show_text
 from .reference import ConditioningType, PipelineReference, PipelineType
+from .running import told
 
 if TYPE_CHECKING:
     from ..memory.runplan import RunPlan
@@ -27,21 +28,21 @@ class VramPlan(io.ComfyNode):
         return io.Schema(
             node_id="BallastVRAMPlan",
             display_name="VRAM Plan",
-            category="ballast",
+            category="Ballast",
             description="Says what a run would take and why: VRAM, RAM and seconds, for one VRAM budget or several. "
             "Loads nothing and needs no GPU. The plan is made again when an input changes or, as long as no budget is "
             "stated here, when the free VRAM does.",
             search_aliases=["memory", "estimate", "forecast", "fits"],
             inputs=[
                 PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
                 io.Int.Input(
                     "width",
                     default=0,
                     min=0,
                     max=16384,
-                    step=8,
+                    step=16,
                     tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
                 io.Int.Input(
@@ -49,7 +50,7 @@ class VramPlan(io.ComfyNode):
                     default=0,
                     min=0,
                     max=16384,
-                    step=8,
+                    step=16,
                     tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
                 io.Int.Input(
@@ -73,14 +74,15 @@ class VramPlan(io.ComfyNode):
                     "vram_gb",
                     default="",
                     tooltip="VRAM budgets to plan for, in GB with commas between them, such as 8, 12, 24; a unit may "
-                    "be given, as in 512MB. Empty for the budget of the pipeline, which is what is free if it states "
-                    "none.",
+                    "be given, as in 512MB. 0 for all that is free, as in the loader. Empty for the loader's own "
+                    "budget.",
                 ),
                 io.Int.Input(
                     "frames",
                     default=0,
                     min=0,
                     max=16384,
+                    optional=True,
                     advanced=True,
                     tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
                 ),
@@ -88,6 +90,7 @@ class VramPlan(io.ComfyNode):
                     "strategy",
                     options=["auto", "resident", "streamed", "leafwise"],
                     default="auto",
+                    optional=True,
                     advanced=True,
                     tooltip="As in Offloaded Sampler: auto chooses what is fastest of what fits.",
                 ),
@@ -107,6 +110,7 @@ class VramPlan(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(
         cls,
         pipeline: PipelineReference,
@@ -115,18 +119,22 @@ class VramPlan(io.ComfyNode):
         steps: int,
         guidance: float,
         vram_gb: str,
-        frames: int,
-        strategy: str,
+        frames: int = 0,
+        strategy: str = "auto",
         conditioning: Conditioning | None = None,
     ) -> io.NodeOutput:
         from ..memory.plan_picture import draw_plans
         from ..memory.runplan import compare
+        from ..pipelines.planning import NoBudgetError
 
         budgets = _budgets(vram_gb)
         pipe = pipeline.open()
         asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None, "strategy": strategy}
         asked |= {"cond": conditioning, "width": width or None, "height": height or None, "frames": frames or None}
-        plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
+        try:
+            plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
+        except NoBudgetError:
+            raise NoBudgetError("8, 12, 24 in vram_gb") from None
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         show_text(cls, _lines(plans))
         picture = np.asarray(draw_plans(plans, 900, 450 if len(plans) == 1 else 340), dtype=np.float32) / 255
@@ -137,10 +145,14 @@ class VramPlan(io.ComfyNode):
         # Without a budget it may be what is free. The pipeline, which knows, cannot be seen from here.
         gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
         free = [f"{manager.device}: {manager.budget_bytes // _FREE_STEP_BYTES}" for manager in gpus]
-        return "" if vram_gb.strip() else "; ".join(free)
+        try:
+            return "" if all(_budgets(vram_gb)) else "; ".join(free)
+        except ValueError:  # which is told when it runs
+            return ""
 
 
 def _budgets(words: str) -> list[int | None]:
+    """Bytes; 0 is all that is free, None the pipeline's own budget."""
     sizes: list[int | None] = []
     for word in filter(None, map(str.strip, words.split(","))):
         try:

@@ -14,6 +14,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 
 from ..memory import host
+from .preview import PREVIEW_PIXELS, FalseColours, as_grid
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,16 +39,40 @@ _FORMATS = {
 }
 
 
-_PREVIEW_PIXELS = 512  # of the longer side, at most
+_failed: set[str] = set()  # the nodes whose text says why they failed
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:
-    """Draw text in the running node."""
+    """Draw text in the running node, in the place of the one there.
+
+    Several lines become sentences: Nodes 2.0 draws them as one paragraph.
+    """
     from server import PromptServer
 
-    server = getattr(PromptServer, "instance", None)  # not there when a node runs without a page
-    if server is not None and node.hidden.unique_id is not None:
-        server.send_progress_text(text, node.hidden.unique_id)
+    server, own = getattr(PromptServer, "instance", None), _id(node)  # not there when a node runs without a page
+    lines = text.splitlines()
+    if len(lines) > 1:
+        text = "\n".join(line if line.endswith(".") else f"{line}." for line in lines)
+    if server is not None and own is not None:
+        server.send_progress_text(text, own)
+        _failed.discard(own)
+
+
+def show_failure(node: type[io.ComfyNode], text: str) -> None:
+    """Draw text in the running node that holds until it runs again."""
+    show_text(node, text)
+    if (own := _id(node)) is not None:
+        _failed.add(own)
+
+
+def clear_failure(node: type[io.ComfyNode]) -> None:
+    """Say that the running node is done, if it shows a failure and has had nothing to say since."""
+    if _id(node) in _failed:
+        show_text(node, "done")
+
+
+def _id(node: type[io.ComfyNode]) -> str | None:
+    return node.hidden.unique_id if node.hidden else None  # a program may call a node itself
 
 
 def latent_format(vae_config: Mapping[str, Any]) -> Any:
@@ -80,48 +105,28 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
     return latents.unsqueeze(2) if form.latent_dimensions == 3 and latents.ndim == 4 else latents
 
 
-def false_colours(latents: torch.Tensor) -> Image:
-    """The newest frame of the first of the latents [B,C,h,w] or [B,C,f,h,w] as a picture.
-
-    For latents that the host knows no colours of: their three main components in red, green and blue. Shapes show.
-    """
-    from PIL.Image import Resampling, fromarray
-
-    frame = latents[0].float().cpu()
-    frame = frame[:, -1] if frame.ndim == 4 else frame
-    rows = frame.flatten(1).T
-    rows = rows - rows.mean(0)
-    _, components = torch.linalg.eigh(rows.T @ rows)
-    colours = rows @ components[:, -3:].flip(1)
-    low, high = (torch.quantile(colours, share, dim=0) for share in (0.02, 0.98))
-    colours = ((colours - low) / (high - low).clamp(min=1e-6)).nan_to_num().clamp(0, 1)
-    pixels = (colours * 255).byte().reshape(*frame.shape[1:], 3)
-    picture = fromarray(pixels.numpy())
-    scale = max(1, _PREVIEW_PIXELS // max(picture.size))
-    return picture.resize((picture.width * scale, picture.height * scale), Resampling.NEAREST)
-
-
 class StepProgress:
-    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if the host has one."""
+    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if one is wanted."""
 
     def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)
         self._size = width, height
         self._form = latent_format(pipe.decoder_config)
         self._device = host.device()
+        self._colours, self._is_video = FalseColours(), pipe.is_video
         self._previewer = latent_preview.get_previewer(self._device, self._form) if self._form else None
-        self._shows_frames = (
-            self._form is None and pipe.is_video and args.preview_method != LatentPreviewMethod.NoPreviews
-        )
+        self._shows = args.preview_method != LatentPreviewMethod.NoPreviews
 
     def __call__(self, step: int, steps: int, latents: torch.Tensor) -> None:
         host.throw_if_interrupted()
-        preview = None
-        if self._previewer is not None:
-            picture = as_picture(latents, self._form, *self._size)
-            if picture is not None:
-                picture = picture.to(self._device, torch.float32)
-                preview = self._previewer.decode_latent_to_preview_image("JPEG", picture)
-        elif self._shows_frames and latents.ndim in (4, 5):
-            preview = ("JPEG", false_colours(latents), _PREVIEW_PIXELS)
-        self._bar.update_absolute(step, steps, preview)
+        self._bar.update_absolute(step, steps, self._preview(latents) if self._shows else None)
+
+    def _preview(self, latents: torch.Tensor) -> tuple[str, Image, int] | None:
+        """The latents in the host's colours where it has them, else in false ones; None if they are no picture."""
+        picture = as_picture(latents, self._form, *self._size) if self._previewer else None
+        if picture is not None and self._previewer is not None:
+            picture = picture.to(self._device, torch.float32)
+            return self._previewer.decode_latent_to_preview_image("JPEG", picture)
+        in_rows = latents.ndim == 3 and self._is_video  # of how many frames is not known
+        grid = None if in_rows else as_grid(latents, *self._size)
+        return None if grid is None else ("JPEG", self._colours(grid), PREVIEW_PIXELS)

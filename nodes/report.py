@@ -10,8 +10,10 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from .progress import show_text
+from .running import prompt_id, told
 
 _DRAWN_STAGES = 6
+_OLDER = "Nothing of Ballast ran in this prompt: all came from the cache. The stages are those of the prompt before."
 
 
 class VramReport(io.ComfyNode):
@@ -20,7 +22,7 @@ class VramReport(io.ComfyNode):
         return io.Schema(
             node_id="BallastVRAMReport",
             display_name="VRAM Report",
-            category="ballast",
+            category="Ballast",
             description="Shows which models are in VRAM and RAM, what each stage took, and VRAM over time "
             "as a picture.",
             search_aliases=["memory", "timeline", "profile"],
@@ -36,8 +38,18 @@ class VramReport(io.ComfyNode):
                     default=12,
                     min=1,
                     max=64,
+                    optional=True,
                     advanced=True,
                     tooltip="How many of the newest stages to show.",
+                ),
+                io.Int.Input(
+                    "prompts",
+                    default=1,
+                    min=1,
+                    max=64,
+                    optional=True,
+                    advanced=True,
+                    tooltip="How many prompts to show: 1 for this one alone, more for those before it too.",
                 ),
             ],
             outputs=[
@@ -50,7 +62,8 @@ class VramReport(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, stages: int, after: Any = None) -> io.NodeOutput:
+    @told
+    def execute(cls, stages: int = 12, after: Any = None, prompts: int = 1) -> io.NodeOutput:
         # One picture: of the device that ran last.
         used = [manager for manager in managers() if manager.timeline.stages]
         if not used:
@@ -59,9 +72,12 @@ class VramReport(io.ComfyNode):
             return io.NodeOutput(torch.ones(1, 450, 900, 3), text, ui=ui.PreviewText(text))
         manager = max(used, key=lambda m: m.timeline.stages[-1].started)
         state = str(manager.report())
-        report = f"{state}\n\n{manager.timeline.table(stages)}"
+        timeline = manager.timeline
+        remark = "" if timeline.stages[-1].run == prompt_id() else f"{_OLDER}\n\n"
+        report = f"{state}\n\n{remark}{timeline.table(stages, prompts)}"
         # The page draws a proportional font and no runs of spaces: lines here, where the output has columns.
-        newest = list(manager.timeline.stages)[-min(stages, _DRAWN_STAGES) :]
-        show_text(cls, "\n".join([state.splitlines()[0], *(f"{s.name}: {s.summary()}" for s in newest)]))
-        picture = np.asarray(manager.timeline.picture(900, 450, stages), dtype=np.float32) / 255
+        newest = timeline.newest(min(stages, _DRAWN_STAGES), prompts)
+        lines = [state.splitlines()[0], *(f"{stage.name}: {stage.summary()}" for stage in newest)]
+        show_text(cls, "\n".join([*lines, *[_OLDER] * bool(remark)]))
+        picture = np.asarray(timeline.picture(900, 450, stages, prompts), dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], report, ui=ui.PreviewText(report))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from .options import in_widgets
 from .progress import StepProgress
 from .reference import ConditioningType, OptionsType, PipelineReference, PipelineType
-from .running import running
+from .running import running, told
 
 if TYPE_CHECKING:
     from ..pipelines.conditioning import Conditioning
@@ -21,12 +22,12 @@ class Sampler(io.ComfyNode):
         return io.Schema(
             node_id="BallastSampler",
             display_name="Offloaded Sampler",
-            category="ballast",
+            category="Ballast",
             description="Runs the diffusion transformer within the VRAM budget: whole if it fits, else streamed.",
             search_aliases=["ksampler", "denoise"],
             inputs=[
                 PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline (Ballast) or Load NewBie (split files)."
+                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
                 ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
                 io.Int.Input(
@@ -34,7 +35,7 @@ class Sampler(io.ComfyNode):
                     default=0,
                     min=0,
                     max=16384,
-                    step=8,
+                    step=16,
                     tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
                 io.Int.Input(
@@ -42,7 +43,7 @@ class Sampler(io.ComfyNode):
                     default=0,
                     min=0,
                     max=16384,
-                    step=8,
+                    step=16,
                     tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
                 ),
                 io.Int.Input(
@@ -76,6 +77,7 @@ class Sampler(io.ComfyNode):
                     default=0,
                     min=0,
                     max=16384,
+                    optional=True,
                     advanced=True,
                     tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
                 ),
@@ -83,6 +85,7 @@ class Sampler(io.ComfyNode):
                     "strategy",
                     options=["auto", "resident", "streamed", "leafwise", "cpu"],
                     default="auto",
+                    optional=True,
                     advanced=True,
                     tooltip="auto takes the fastest that fits. resident: the whole transformer in VRAM. streamed: some "
                     "blocks stay in VRAM, the others pass through. leafwise: one layer at a time, slow, least VRAM. "
@@ -92,7 +95,7 @@ class Sampler(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="A picture to start from, from VAE Encode (Ballast). Only NewBie (image to image: set "
+                    tooltip="A picture to start from, from FP32 VAE Encode. Only NewBie (image to image: set "
                     "denoise below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or "
                     "its size.",
                 ),
@@ -117,6 +120,7 @@ class Sampler(io.ComfyNode):
         )
 
     @classmethod
+    @told
     def execute(
         cls,
         pipeline: PipelineReference,
@@ -126,13 +130,14 @@ class Sampler(io.ComfyNode):
         steps: int,
         guidance: float,
         seed: int,
-        frames: int,
-        strategy: str,
+        frames: int = 0,
+        strategy: str = "auto",
         options: Mapping[str, Any] | None = None,
         latent: Mapping[str, Any] | None = None,
         denoise: float = 1.0,
     ) -> io.NodeOutput:
         from ..pipelines.latents import samples_of
+        from ..pipelines.options import UnknownOptionError
 
         further = dict(options or {})
         if latent is not None:
@@ -143,18 +148,22 @@ class Sampler(io.ComfyNode):
             )
         pipe = pipeline.open()
         if latent is not None and not pipe.starts_from_latents:
-            raise ValueError(f"{pipe.name} starts from noise only. Disconnect latent.")
-        with running(cls, pipe, "sampling"):
-            latents = pipe.sample(
-                conditioning,
-                width=width or None,
-                height=height or None,
-                steps=steps or None,
-                guidance=guidance or None,
-                seed=seed,
-                frames=frames or None,
-                strategy=strategy,
-                on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
-                **further,
-            )
+            raise ValueError(f"{pipe.title} starts from noise only. Disconnect latent.")
+        try:
+            notes = pipe.sampling_notes(conditioning, guidance or None, **further)
+            with running(cls, pipe, "sampling", notes=notes):
+                latents = pipe.sample(
+                    conditioning,
+                    width=width or None,
+                    height=height or None,
+                    steps=steps or None,
+                    guidance=guidance or None,
+                    seed=seed,
+                    frames=frames or None,
+                    strategy=strategy,
+                    on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
+                    **further,
+                )
+        except UnknownOptionError as error:
+            raise in_widgets(error) from None
         return io.NodeOutput({"samples": latents})

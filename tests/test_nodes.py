@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import inspect
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
@@ -24,9 +29,10 @@ import latent_preview
 import pytest
 import tiny
 import torch
-from ballast.memory import host, manager
+from ballast.memory import format_bytes, host, manager, reader, simulated
 from ballast.memory.manager import managers
-from ballast.nodes import BallastExtension
+from ballast.memory.timeline import Timeline
+from ballast.nodes import BallastExtension, running
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.folders import DEMO
@@ -36,7 +42,9 @@ from ballast.nodes.plan import VramPlan
 from ballast.nodes.progress import StepProgress, as_picture, latent_format
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
+from ballast.pipelines import staged
 from comfy.cli_args import LatentPreviewMethod, args
+from comfy_api.latest import io
 from conftest import HOST, ROOT
 from host import InputError, page, run_node
 
@@ -44,7 +52,7 @@ SCHEMAS = Path(__file__).parent / "data" / "node_schemas.json"
 NODES = asyncio.run(BallastExtension().get_node_list())
 WIDTH, HEIGHT = tiny.FAMILIES["lumina2"].size
 TITLES = {
-    "BallastLoadPipeline": "Load Pipeline (Ballast)",
+    "BallastLoadPipeline": "Load Pipeline",
     "BallastTextEncode": "Staged Text Encode",
     "BallastSampler": "Offloaded Sampler",
     "BallastVAEDecode": "FP32 VAE Decode",
@@ -52,8 +60,11 @@ TITLES = {
     "BallastVRAMReport": "VRAM Report",
     "BallastVRAMPlan": "VRAM Plan",
     "BallastLoadNewBie": "Load NewBie (split files)",
-    "BallastSamplerOptions": "Sampler Options",
-    "BallastVAEEncode": "VAE Encode (Ballast)",
+    "BallastSamplerOptions": "Sampler Options (all families)",
+    "BallastModelOptions": "Sampler Options (any model)",
+    "BallastNewbieOptions": "Sampler Options (NewBie)",
+    "BallastPyramidFlowOptions": "Sampler Options (Pyramid-Flow)",
+    "BallastVAEEncode": "FP32 VAE Encode",
 }
 
 
@@ -151,6 +162,16 @@ def test_every_slot_says_what_it_is_for(node: Any) -> None:
     assert schema.not_idempotent == (schema.is_output_node and node is not VramPlan)
 
 
+@pytest.mark.parametrize("node", NODES, ids=list(TITLES))
+def test_advanced_inputs_may_be_left_out(node: Any) -> None:
+    """A graph in the API's format has what its author wrote, and the page hides these."""
+    arguments = inspect.signature(node.execute).parameters
+    for slot in node.GET_SCHEMA().inputs:
+        if slot.advanced:
+            assert slot.optional, slot.id
+            assert arguments[slot.id].default == slot.default, slot.id
+
+
 def test_importing_the_pack_is_quick_and_loads_no_library() -> None:
     """Seconds of CPU time, since this machine may be busy; the host test has the host's own figure."""
     code = f"""
@@ -206,6 +227,31 @@ def test_reference_is_immutable_and_equal_ones_share_a_pipeline() -> None:
         one.folder = "elsewhere"
 
 
+def test_changed_budget_in_the_loader_reads_nothing_and_leaves_no_copy(sim: ModuleType) -> None:
+    """The host lets go of the old reference before or after it makes the new one; the collector is not asked."""
+    conditioning, read, seen = encode(load(DEMO)), set(), []
+    gc.collect()
+    gc.disable()
+    try:
+        reference = None
+        for number, vram_gb in enumerate((0, 0.0016, 0.0034, 0, 0.0052, 0.0016)):
+            if number % 2:
+                reference = None
+            reference = load(DEMO, vram_gb=vram_gb)
+            sample(reference, conditioning, width=64, height=64)
+            report = manager("sim").report()
+            (unit,) = (unit for unit in report.units if unit.role == "transformer")
+            seen.append(unit.placement)
+            read.add(report.disk_bytes_read)
+            assert sim.stats().allocated_bytes == report.resident_bytes <= (vram_gb * 2**30 or 2**32)
+            assert unit.host_bytes == unit.size_bytes and not unit.cached
+    finally:
+        gc.enable()
+    assert seen == ["resident", "leafwise", "streamed", "resident", "resident", "leafwise"]
+    assert len(read) == 1, "all from RAM after the first"
+    del reference
+
+
 def test_weights_go_when_the_host_drops_the_reference(sim: ModuleType) -> None:
     reference = load()
     sample(reference, encode(reference))
@@ -215,6 +261,9 @@ def test_weights_go_when_the_host_drops_the_reference(sim: ModuleType) -> None:
     gc.collect()
     assert pipe() is None
     assert sim.stats().allocated_bytes == 0
+    report = manager("sim").report()
+    assert report.host_bytes and all(unit.cached for unit in report.units), "copies in RAM, for the next workflow"
+    manager("sim").free()
     assert not manager("sim").report().units
 
 
@@ -339,9 +388,11 @@ def test_steps_move_the_progress_bar(sim: ModuleType) -> None:
     conditioning = encode(reference)
     with page() as shown:
         sample(reference, conditioning, steps=3)
-    assert [entry[:2] for entry in shown.progress][:: len(shown.progress) - 1] == [(1, 3), (3, 3)]
+    steps = [entry[:2] for entry in shown.progress if entry[1] == 3]  # the others are of what is read
+    assert steps[:: len(steps) - 1] == [(1, 3), (3, 3)]
     if HOST is None:
-        assert [entry[:2] for entry in comfy.utils.ProgressBar.bars[-1].updates] == [(1, 3), (2, 3), (3, 3)]
+        bar = next(bar for bar in reversed(comfy.utils.ProgressBar.bars) if bar.total == 3)
+        assert [entry[:2] for entry in bar.updates] == [(1, 3), (2, 3), (3, 3)]
 
 
 # Previews
@@ -352,17 +403,14 @@ def test_preview_where_the_host_has_a_format(copied: Path, sim: ModuleType, monk
     config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"scaling_factor": 0.18215}), "utf-8")
     if HOST is None:
         monkeypatch.setattr(latent_preview, "previewer", latent_preview.LatentPreviewer())
-    else:
-        monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Latent2RGB)
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Latent2RGB)
     reference = load("copied")
     conditioning = encode(reference)
     with page() as shown:
         sample(reference, conditioning, steps=3)
-    kinds = {(preview[0], preview[1].mode) for _, _, preview in shown.progress}
+    previews = [preview for _, total, preview in shown.progress if total == 3]  # not of what is read
+    kinds = {(preview[0], preview[1].mode) for preview in previews}
     assert kinds == {("JPEG", "RGB")}
-    with page() as shown:
-        sample(load(), encode(load()))
-    assert {preview for _, _, preview in shown.progress} == {None}, "no format has this VAE's scaling factor"
 
 
 def test_preview_unpacks_tokens() -> None:
@@ -436,6 +484,117 @@ def test_interrupt_stops_within_a_step_and_leaves_nothing(sim: ModuleType, monke
     assert torch.equal(sample(reference, conditioning)["samples"], expected)
 
 
+def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = load()
+    monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
+    whole, done = reader.read_batch, []
+
+    def then_stop(batch: list) -> None:
+        whole(batch)
+        done.append(batch)
+        time.sleep(0.01)
+        comfy.model_management.interrupt_current_processing(True)
+
+    with pytest.MonkeyPatch.context() as patch, page() as recorded:
+        patch.setattr(reader, "read_batch", then_stop)
+        patch.setattr(Timeline, "tell", lambda *_: None)  # the bar would look too
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            encode(reference, "a boat that is not read")
+    comfy.model_management.interrupt_current_processing(False)
+    assert len(done) <= 2 * reader.READERS
+    assert recorded.texts[-1] == ("1", "stopped")
+    assert set(tiers(reference).values()) == {"disk"}
+    assert sum(unit.host_bytes for unit in reference.open().encoders) == 0
+    assert sim.stats().allocated_bytes == 0
+    encode(reference, "a boat that is not read")
+
+
+def test_reading_moves_a_bar(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = load()
+    monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
+    monkeypatch.setattr(running, "_SECONDS", 0.0)
+    with page() as recorded:
+        encode(reference, "a boat that is read")
+    (unit,) = reference.open().encoders
+    assert [value for value, total, _ in recorded.progress if total == unit.size_bytes][-1] == unit.size_bytes
+    read = [text for _, text in recorded.texts if ": reading, " in text]
+    assert len(read) > 3 and all(text.endswith(f" of {format_bytes(unit.size_bytes)}") for text in read)
+    assert len(set(read)) == len(read)
+
+
+# What went wrong is said in the node
+
+
+def test_a_failed_node_shows_why_and_no_old_text(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with page() as recorded:
+        reference = load()
+        conditioning = encode(reference)
+        latent = {"samples": sample(reference, conditioning)["samples"]}
+        with pytest.raises(ValueError, match="latents"):
+            decode(reference, {"samples": latent["samples"][0]})
+        assert recorded.texts[-1][1].startswith("failed: ") and "\n" not in recorded.texts[-1][1]
+        decode(reference, latent)
+        assert "peak" in recorded.texts[-1][1]
+        with pytest.raises(ValueError, match="not in models/diffusers"):
+            asyncio.run(load_missing())
+        assert recorded.texts[-1] == ("1", "failed: pipeline 'gone' is not in models/diffusers any more. Choose "
+                                      "another, or put it back.")  # fmt: skip
+        count = len(recorded.texts)
+        load()
+        assert [text for _, text in recorded.texts[count:]] == ["done"], "it has nothing else to say"
+        load()
+        assert len(recorded.texts) == count + 1
+
+
+async def load_missing() -> None:
+    node = LoadPipeline.PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: "1"}})
+    node.execute(pipeline="gone", vram_gb=0.0, dtype="auto", keep_loaded=True, device="sim")
+
+
+def test_errors_are_of_no_path() -> None:
+    for error in (ballast.DoesNotFitError, ballast.DecodeError):
+        assert (error.__module__, error.__qualname__) == ("ballast", error.__name__)
+        assert pickle.loads(pickle.dumps(error("why"))).args == ("why",)  # noqa: S301
+
+
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    """Nothing stays in RAM of what ran on the CPU."""
+    yield
+    manager("cpu").free()
+
+
+@pytest.mark.usefixtures("sim", "cpu")
+def test_compiling_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = functools.partial(staged.kernels, backend="eager")
+    monkeypatch.setattr(staged, "kernels", compiled)
+    monkeypatch.setattr(running, "_SECONDS", 0.0)
+    reference = load(device="cpu")
+    conditioning = encode(reference)
+    torch._dynamo.reset()
+    with page() as recorded:
+        sample(reference, conditioning, options={"compile": True})
+    texts = [text for _, text in recorded.texts]
+    at = next(i for i, text in enumerate(texts) if text.endswith(": compiling"))
+    assert texts[at + 1].endswith("sampling, on the CPU"), "and no longer"
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_sim_goes_on_on_the_cpu_where_it_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = "the simulated accelerator does not work on torch 9.9 (attention: other values than on the CPU)"
+    monkeypatch.setattr(simulated, "supported", lambda: why)
+    with page() as recorded, caplog.at_level("WARNING", "ballast"):
+        reference = load()
+    said = f"device is sim, but this runs on the CPU: {why}."
+    assert recorded.texts == [("1", said)]
+    assert [record.getMessage() for record in caplog.records] == [f"Ballast: {said}"]
+    assert reference.device == "cpu"
+    assert sample(reference, encode(reference))["samples"].isfinite().all()
+
+
 def one_line(error: BaseException) -> bool:
     text = str(error)
     return "\n" not in text and len(text) < 400 and text.endswith(".")
@@ -444,8 +603,8 @@ def one_line(error: BaseException) -> bool:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"width": 63, "height": 65}, "width is 63.*multiples of 16, such as 64"),
-        ({"width": 64, "height": 65}, "height is 65.*multiples of 16, such as 64"),
+        ({"width": 63, "height": 65}, "width is 63; lumina2 takes multiples of 16 up to 256, such as 64"),
+        ({"width": 64, "height": 65}, "height is 65.*multiples of 16 up to 256, such as 64"),
         ({"frames": 5}, "makes pictures, not videos"),
     ],
 )
@@ -462,7 +621,7 @@ def test_conditioning_of_another_pipeline_is_one_clear_line(sim: ModuleType) -> 
     """Wan's embeddings would pass for Lumina's by their names."""
     reference = load()
     conditioning = encode(load("videos/wan"))
-    with pytest.raises(ValueError, match="conditioning was made by WanPipeline, not Lumina2Pipeline") as caught:
+    with pytest.raises(ValueError, match="conditioning was made by wan, not lumina2") as caught:
         sample(reference, conditioning)
     assert one_line(caught.value)
     assert tiers(reference)["transformer"] == "disk", "nothing was loaded for it"
@@ -503,7 +662,7 @@ def test_free_vram_evicts_by_role_and_says_so(sim: ModuleType) -> None:
     assert re.search(line, freed.result[1])
     assert re.search(r"^lumina2, transformer: [\d.]+ KB -> 0 B$", freed.result[1], re.MULTILINE)
     assert "-> 0 B" not in kept.result[1]
-    assert shown.texts[-1] == ("7", freed.result[1])
+    assert shown.texts[-1] == ("7", freed.result[1].replace("\n", ".\n") + ".")
     assert freed.ui.as_dict()["text"] == (freed.result[1],), "for users of the API"
     sample(reference, encode(reference))  # what left is loaded again
 
@@ -535,7 +694,7 @@ def test_report_is_a_picture_and_a_table(sim: ModuleType) -> None:
         assert word in report
     ((_, drawn),) = shown.texts
     first, *stages = drawn.splitlines()
-    assert first == report.splitlines()[0]
+    assert first == report.splitlines()[0] + "."
     assert [line.split(":")[0] for line in stages] == ["encode", "sample", "decode"]
     assert output.ui.as_dict()["text"] == (report,)
 
@@ -552,3 +711,10 @@ def test_simulated_device_beside_a_real_one_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: torch.device("cuda:0"))
     with pytest.raises(ValueError, match="device is sim, but ComfyUI runs on cuda:0"):
         run_node(LoadPipeline, pipeline=DEMO, device="sim")
+
+
+def test_a_graph_may_ask_for_a_gpu_or_a_simulated_one(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(DEMO, device="gpu or sim").device == "sim", "this ComfyUI is on the CPU"
+    monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="device 'cuda:0' (is not available|does not exist)"):
+        load(DEMO, device="gpu or sim")  # which is not here

@@ -1,0 +1,49 @@
+// In a Chinese page: what Ballast's nodes say while they run, its errors, and the notes of its templates.
+// The server does not know the language of the page, so it speaks English, and the page translates.
+import { app } from '../../scripts/app.js'
+import { api } from '../../scripts/api.js'
+import { translator } from './translate.js'
+
+const LANGUAGES = ['zh']
+
+const isOurs = (type) => String(type).startsWith('Ballast')
+
+async function speak (language) {
+  const { messages, graphs } = await (await fetch(new URL(`./${language}.json`, import.meta.url))).json()
+  const translate = translator(messages)
+  const named = new Map(graphs)
+
+  // The page's own listeners have run: the text is in its widget, and the error is kept to be drawn.
+  api.addEventListener('progress_text', ({ detail }) => {
+    const node = app.graph.getNodeById(detail.nodeId)
+    const widget = isOurs(node?.type) && node.widgets?.find(({ value }) => value === detail.text)
+    if (widget) widget.value = translate(detail.text)
+  })
+  api.addEventListener('execution_error', ({ detail }) => {
+    if (isOurs(detail.node_type)) detail.exception_message = translate(detail.exception_message)
+  })
+
+  return named
+}
+
+let named = new Map()
+
+app.registerExtension({
+  name: 'ballast.language',
+
+  async init () {
+    const language = app.extensionManager.setting.get('Comfy.Locale')
+    if (LANGUAGES.includes(language)) named = await speak(language)
+  },
+
+  // Titles and notes of the templates, as long as nobody has changed them.
+  beforeConfigureGraph (graph) {
+    for (const node of graph.nodes ?? []) {
+      if (named.has(node.title)) node.title = named.get(node.title)
+      if (node.type !== 'MarkdownNote' || !named.has(node.widgets_values?.[0])) continue
+      const said = named.get(node.widgets_values[0])
+      node.widgets_values[0] = said
+      if (node.widgets_values_named?.text) node.widgets_values_named.text = said
+    }
+  }
+})
