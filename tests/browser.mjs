@@ -60,7 +60,7 @@ async function workflows (page, names) {
   const found = {}
   for (const name of names) {
     await page.evaluate(async ([pack, name]) => {
-      const file = await fetch(`/api/workflow_templates/${pack}/${name}.json`)
+      const file = await fetch(`/api/workflow_templates/${pack}/${encodeURIComponent(name)}.json`)
       await app.loadGraphData(await file.json())
     }, [PACK, name])
     await wait(1500)
@@ -77,13 +77,41 @@ async function workflows (page, names) {
   return found
 }
 
+// The titles of nodes that cover each other.
+const overlaps = (page) => page.evaluate(() => {
+  const boxes = app.graph._nodes.map((node) => [node.title, ...node.getBounding()])
+  return boxes.flatMap(([one, x, y, w, h], i) => boxes.slice(i + 1)
+    .filter(([, x2, y2, w2, h2]) => x < x2 + w2 && x2 < x + w && y < y2 + h2 && y2 < y + h).map(([other]) => [one, other]))
+})
+
+// What the page keeps of an error: denoise without a latent.
+async function fail (page) {
+  const told = page.evaluate(async () => {
+    const { api } = await import('/scripts/api.js')
+    return new Promise((resolve) => api.addEventListener('execution_error', ({ detail }) =>
+      setTimeout(() => resolve(detail.exception_message), 100)))
+  })
+  await page.evaluate(() => {
+    const sampler = app.graph._nodes.find(({ type }) => type === 'BallastSampler')
+    sampler.widgets.find(({ name }) => name === 'denoise').value = 0.5
+    app.queuePrompt(0)
+  })
+  return told
+}
+
 // Runs what is open, and waits for the pictures that it shows.
 async function run (page) {
+  const all = JSON.stringify({ unload_models: true, free_memory: true }) // a node whose output is cached says nothing
+  await page.evaluate((body) => fetch('/api/free', { method: 'POST', body }), all)
+  await wait(2000)
   await page.evaluate(() => app.queuePrompt(0))
+  await wait(1000)
   const end = Date.now() + 300 * SECONDS
   let last = null
   while (!last && Date.now() < end) {
     await wait(500)
+    const { queue_running: running, queue_pending: pending } = await page.evaluate(async () => (await fetch('/queue')).json())
+    if (running.length || pending.length) continue
     const all = await page.evaluate(async () => Object.values(await (await fetch('/history?max_items=1')).json()))
     last = all[0]?.status.completed !== undefined ? all[0].status : null
   }
@@ -103,7 +131,13 @@ async function run (page) {
         return new Set(Array.from({ length: 256 }, (_, i) => data.slice(4 * i, 4 * i + 3).join())).size
       })
     })))
-  return { status: last?.status_str ?? 'never ended', pictures }
+  const texts = await page.evaluate(() => Object.fromEntries(app.graph._nodes
+    .flatMap((node) => (node.widgets ?? []).filter(({ name, value }) => name.startsWith('$$node-text') && value)
+      .map(({ value }) => [node.type, value]))))
+  const note = await page.evaluate(() => app.graph._nodes.find(({ type }) => type === 'MarkdownNote').widgets[0].value)
+  const zoom = await page.evaluate(() => app.canvas.ds.scale)
+  const seen = { status: last?.status_str ?? 'never ended', pictures, texts, note, zoom, overlaps: await overlaps(page) }
+  return { ...seen, error: await fail(page) }
 }
 
 // Every node of the pack as the page draws it: its names, and what its help panel says.
@@ -154,7 +188,8 @@ try {
   const seen = {}
   if (parts.includes('templates')) seen.templates = await templates(page)
   if (parts.includes('run')) {
-    await pick(page, 'demo')
+    if (!seen.templates) await templates(page)
+    await pick(page, '1 Demo without download or GPU')
     seen.run = await run(page)
   }
   if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)

@@ -114,7 +114,9 @@ def _with_defaults(cls: type, inputs: dict[str, Any], required: dict, optional: 
     return values
 
 
-def run_node(cls: type, *, node_id: str = "1", hidden: dict[str, Any] | None = None, **inputs: Any) -> Any:
+def run_node(
+    cls: type, *, node_id: str = "1", prompt_id: str = "prompt", hidden: dict[str, Any] | None = None, **inputs: Any
+) -> Any:
     """Run a node class as the host does: on a locked clone, in inference mode, inside an event loop.
 
     Required widgets that are left out get their default, optional inputs stay left out. `hidden` gives
@@ -134,7 +136,7 @@ def run_node(cls: type, *, node_id: str = "1", hidden: dict[str, Any] | None = N
 
     async def call(method_name: str, arguments: dict[str, Any]) -> Any:
         method = make_locked_method_func(cls, method_name, cls.PREPARE_CLASS_CLONE(v3_data))
-        with CurrentNodeContext("prompt", node_id, 0):
+        with CurrentNodeContext(prompt_id, node_id, 0):
             answer = method(**arguments)
             return await answer if inspect.isawaitable(answer) else answer
 

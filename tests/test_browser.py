@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LANGUAGES = {"en-US": "en", "zh-CN": "zh"}
-PARTS = {"en-US": ["templates", "run", "workflows", "nodes"], "zh-CN": ["nodes"]}
+PARTS = {"en-US": ["templates", "run", "workflows", "nodes"], "zh-CN": ["run", "nodes"]}
 
 pytestmark = pytest.mark.host
 each_locale = pytest.mark.parametrize("locale", LANGUAGES)
@@ -56,7 +56,7 @@ def server() -> Iterator[HostServer]:
     with tempfile.TemporaryDirectory(prefix="ballast_page_") as base:
         (Path(base) / "input").mkdir()
         Image.new("RGB", (96, 64), "teal").save(Path(base) / "input" / "example.png")
-        with HostServer(base=base) as running:
+        with HostServer(base=base, arguments=("--cpu", "--preview-method", "auto")) as running:
             yield running
 
 
@@ -98,6 +98,21 @@ def test_demo_runs_and_its_picture_appears(pages: dict[str, Any]) -> None:
     assert shown["SaveImage"]["sizes"] == [[64, 64]]
     assert shown["SaveImage"]["colours"][0] > 8, "more than one surface"
     assert shown["PreviewImage"]["sizes"] == [[900, 450]]
+
+
+@each_locale
+def test_a_template_can_be_read_on_a_laptop_before_and_after_its_run(locale: str, pages: dict[str, Any]) -> None:
+    ran = pages[locale]["run"]
+    assert ran["zoom"] >= 0.6
+    assert ran["overlaps"] == []
+
+
+def test_a_chinese_page_is_chinese(pages: dict[str, Any]) -> None:
+    for locale, chinese in (("en-US", False), ("zh-CN", True)):
+        ran = pages[locale]["run"]
+        assert {"BallastSampler", "BallastVAEDecode", "BallastFreeVRAM", "BallastVRAMReport"} <= ran["texts"].keys()
+        for text in (*ran["texts"].values(), ran["note"], ran["error"]):
+            assert bool(re.search(r"[\u4e00-\u9fff]", text)) == chinese, text
 
 
 @each_locale

@@ -24,9 +24,11 @@ def test_demo_draws_a_picture_and_a_timeline(tmp_path: Path, capsys: pytest.Capt
             ["demo", "--device", "sim", "--vram", "64MB", "--out", str(out), "--timeline", str(timeline)]
         )
         assert status == 0
-    table = capsys.readouterr().out
+    table, bars = capsys.readouterr()
     for word in ("encode", "sample", "decode", "text_encoder", "transformer", "vae", "peak", "bytes in", "seconds"):
         assert word in table
+    for unit in ("text_encoder", "transformer", "vae"):
+        assert f"read {unit}:" in bars
     picture = np.asarray(Image.open(out).convert("RGB")).astype(int)
     red, _, blue = np.moveaxis(picture, -1, 0)
     assert (red > blue)[:, : picture.shape[1] // 2].sum() > 4 * (red > blue)[:, picture.shape[1] // 2 :].sum()

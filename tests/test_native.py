@@ -353,7 +353,8 @@ def test_report_of_free_vram_is_text() -> None:
         "AutoencoderKL (ComfyUI, VAE): 1.00 MB -> 1.00 MB",
         "lumina2, vae: 1.00 MB -> 1.00 MB, pinned",
     ]
-    assert compose([], [Held("cuda:0", 0, 0)]) == "Nothing to free: no model is in VRAM."
+    assert compose([], []) == "On the CPU: nothing in VRAM."
+    assert compose([], [Held("cuda:0", 0, 0)]) == "Nothing to free in VRAM: no model is there."
 
 
 def test_free_vram_asks_the_host_for_models_of_the_roles(monkeypatch: pytest.MonkeyPatch, evicted: Evictions) -> None:
@@ -565,4 +566,4 @@ def test_free_vram_frees_just_that_role(card: ModuleType) -> None:
         assert before - card.stats().allocated_bytes >= held[name] > 0
         assert f"{name} (ComfyUI, " in report and report.count("-> 0 B") == (1 if everything else 2)
     assert card.stats().allocated_bytes == 0
-    assert run_node(FreeVram).result[1] == "Nothing to free: no model is in VRAM."
+    assert run_node(FreeVram).result[1] == "Nothing to free in VRAM: no model is there."

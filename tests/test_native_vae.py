@@ -8,10 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import folder_paths
 import pytest
 import torch
 from ballast.nodes import native_vae
 from ballast.nodes.decode import VaeDecode
+from ballast.pipelines.latents import WrongLatentsError
 from comfy_execution.graph_utils import ExecutionBlocker
 from host import page, run_node
 from native_models import tiny
@@ -180,4 +182,35 @@ def test_not_finite_is_told(card: ModuleType) -> None:
         decode(vae, torch.randn(1, 4, 4, 4))
     (path,) = re.findall(r"it is in (\S+\.latent)", str(caught.value))
     Path(path).unlink()
+    assert card.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "says"),
+    [
+        (
+            "vae",
+            (1, 16, 8, 8),
+            r"the latents have 16 channels in 4 dimensions; this VAE \(AutoencoderKL\) takes 4 in 4",
+        ),
+        ("vae", (1, 16, 3, 8, 8), r"the latents have 16 channels in 5 dimensions; this VAE \(AutoencoderKL\) takes 4"),
+        (
+            "video_vae",
+            (1, 4, 3, 8, 8),
+            r"the latents have 4 channels in 5 dimensions; this VAE \(WanVAE\) takes 16 in 5",
+        ),
+        ("video_vae", (1, 4, 8, 8), r"the latents have 4 channels in 4 dimensions; this VAE \(WanVAE\) takes 16 in 5"),
+    ],
+)
+def test_latents_of_another_model_are_told_and_not_saved(
+    kind: str, shape: tuple[int, ...], says: str, card: ModuleType
+) -> None:
+    """A wrong wire loses nothing: there is nothing to rescue."""
+    folder = Path(folder_paths.get_output_directory())
+    before = set(folder.rglob("*.latent"))
+    with pytest.raises(WrongLatentsError, match=f"^{says}") as caught:
+        decode(getattr(tiny(), kind)(), torch.zeros(shape))
+    assert str(caught.value).endswith("Connect the VAE of the model that made them.")
+    assert "\n" not in str(caught.value)
+    assert set(folder.rglob("*.latent")) == before
     assert card.stats().allocated_bytes == 0

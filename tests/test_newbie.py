@@ -377,13 +377,16 @@ def test_numbers_of_prompts_that_do_not_match(layouts: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "size": ({"width": 40}, "width is 40; NewbiePipeline takes multiples of 16"),
-    "too large": ({"height": 1040}, "height is 1040; NewbiePipeline takes up to 1024"),
+    "size": ({"width": 40}, "; NewBie-image-Exp0.1 takes multiples of 16 up to 1024, such as 32."),
+    "too large": (
+        {"height": 1040},
+        "height is 1040; NewBie-image-Exp0.1 takes multiples of 16 up to 1024",
+    ),
     "frames": ({"frames": 9}, "makes pictures, not videos"),
     "sampler": ({"sampler": "heun"}, "unknown sampler 'heun'. Use euler, midpoint"),
     "denoise": ({"denoise": 0.0}, "denoise is 0.0"),
     "shift": ({"shift": 0.0}, "shift is 0.0"),
-    "unknown": ({"eta": 1.0}, "samples with no eta. It knows: cfg_trunc, denoise"),
+    "unknown": ({"eta": 1.0}, "has no argument eta. It takes: cfg_trunc, denoise"),
     "latents": ({"init_latents": torch.zeros(1, 4, 8, 8)}, "takes 16 channels"),
     "other size": ({"init_latents": torch.zeros(1, 16, 8, 8), "width": 128}, "are of 64 x 64, not 128 x"),
 }
@@ -400,7 +403,7 @@ def test_bad_arguments_are_one_clear_line(case: str, layouts: dict[str, Any]) ->
 
 
 def test_unknown_argument_of_encode(layouts: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="encodes with no clip_skip. It knows: max_sequence_length"):
+    with pytest.raises(TypeError, match="has no argument clip_skip. It takes: max_sequence_length"):
         open_layout(*layouts["official"], device="cpu").encode("a boat", clip_skip=2)
 
 

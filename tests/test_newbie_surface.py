@@ -17,7 +17,7 @@ import torch
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
-from ballast.nodes.load_newbie import LoadNewbie
+from ballast.nodes.load_newbie import LoadNewbie, offered
 from ballast.nodes.options import SamplerOptions
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.sample import Sampler
@@ -73,6 +73,28 @@ def test_the_wrong_file_is_named(files: dict[str, str]) -> None:
         run_node(LoadNewbie, **files | {"gemma": files["jina"]}, device="cpu")
 
 
+def test_each_file_is_taken_by_its_name() -> None:
+    encoders = ["clip_l.safetensors", "gemma_2_2b_fp16.safetensors", "gemma_3_4b_it_bf16.safetensors",
+                "jina_clip_v2_bf16.safetensors", "t5xxl_fp16.safetensors"]  # fmt: skip
+    assert offered("gemma", encoders)[0] == "gemma_3_4b_it_bf16.safetensors"
+    assert offered("jina", encoders)[0] == "jina_clip_v2_bf16.safetensors"
+    vaes = ["flux2-vae.safetensors", "sd_vae_ft.safetensors", "taesd_decoder.safetensors", "FLUX1/ae.safetensors"]
+    assert offered("vae", vaes)[0] == "FLUX1/ae.safetensors"
+    models = ["a_first_model.safetensors", "NewBie-Image-Exp0.1-bf16.safetensors"]
+    assert offered("diffusion_model", models)[0] == models[1]
+    for name, files in (("gemma", encoders), ("jina", encoders), ("vae", vaes), ("diffusion_model", models)):
+        assert sorted(offered(name, files)) == sorted(files), "each once, and nothing else"
+
+
+def test_a_file_that_no_name_tells_is_asked_for(files: dict[str, str]) -> None:
+    others = ["clip_l.safetensors", "t5xxl_fp16.safetensors"]
+    first, *rest = offered("gemma", others)
+    assert rest == others
+    with pytest.raises(ValueError, match="gemma is not chosen.*gemma_3_4b_it_bf16.*Put it there") as caught:
+        LoadNewbie.execute(**files | {"gemma": first}, vram_gb=0.0)
+    assert "\n" not in str(caught.value)
+
+
 def test_options_change_nothing_by_default() -> None:
     assert run_node(SamplerOptions).result[0] == {}
     chosen = {
@@ -119,7 +141,7 @@ def test_families_without_it_say_so(files: dict[str, str], tiny_folders: Any) ->
     (root / "lumina").symlink_to(tiny_folders("lumina2"), target_is_directory=True)
     reference = run_node(LoadPipeline, pipeline="lumina", device="cpu").result[0]
     cond = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="").result[0]
-    with pytest.raises(ValueError, match=r"Lumina2Pipeline starts from noise only\. Disconnect latent\."):
+    with pytest.raises(ValueError, match=r"lumina starts from noise only\. Disconnect latent\."):
         run_node(Sampler, pipeline=reference, conditioning=cond, **RUN, latent={"samples": torch.zeros(1, 16, 6, 8)})
     (root / "lumina").unlink()
 

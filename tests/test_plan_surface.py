@@ -20,6 +20,7 @@ from ballast.memory import manager
 from ballast.memory.plan_picture import draw_plan, draw_plans
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.runplan import RunPlan, StagePlan, compare
+from ballast.memory.sizes import format_bytes
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
@@ -132,7 +133,8 @@ def test_rates_can_be_given(flux: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there is no GPU here to plan for. State a budget"),
+        ((), "there is no GPU here to plan for. State a budget, such as --vram 8GB."),
+        (("--vram", "0"), "there is no GPU here to plan for. State a budget, such as --vram 8GB."),
         (("--vram", "8GB,much"), "not a size: 'much'"),
         (("--vram", "8GB", "--ram", "some"), "not a size: 'some'"),
         (("--vram", "8GB", "--out", "plan.mov"), "cannot write plan.mov"),
@@ -223,7 +225,7 @@ def test_node_plans_for_the_budget_of_the_pipeline(sim: ModuleType) -> None:
     assert picture.shape == (1, 450, 900, 3)
     assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.02
     head, brief, reason = drawn.splitlines()
-    assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps"
+    assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps."
     assert brief.startswith("512 MB: resident; peak ")
     assert reason.startswith("All ") and reason in text
     assert all(word in text for word in ("encode", "sample", "decode", "transformer"))
@@ -236,7 +238,7 @@ def test_node_plans_for_several_budgets(sim: ModuleType) -> None:
     picture, text, drawn = run_plan(reference, vram_gb=f"8, {least // 1024 + 1}KB ,1 KB,")
     assert picture.shape == (1, 3 * 340, 900, 3)
     head, *lines = drawn.splitlines()
-    assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps"
+    assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps."
     assert [line.split(":")[0] for line in lines][::2] == ["8.00 GB", "1.00 KB"]
     assert "resident" in lines[0]
     assert "DOES NOT FIT" not in lines[1] and "DOES NOT FIT" in lines[2]
@@ -254,6 +256,38 @@ def test_node_plans_for_the_very_conditioning(sim: ModuleType) -> None:
     assert "encode" in run_plan(reference, vram_gb="1")[1]
 
 
+def test_a_budget_of_0_is_all_that_is_free(sim: ModuleType) -> None:
+    """As in the loader, whatever that states itself."""
+    reference, free = load(vram_gb=0.5), manager("sim").budget_bytes
+    _, text, drawn = run_plan(reference, vram_gb="0, 1GB,")
+    assert text.splitlines()[4].startswith(f"{format_bytes(free)} "), text
+    assert drawn.splitlines()[1].startswith(f"{format_bytes(free)}: resident")
+    assert "512 MB: resident" in run_plan(reference)[2]
+    assert VramPlan.fingerprint_inputs(vram_gb="8, 0") == VramPlan.fingerprint_inputs(vram_gb="") != ""
+    assert VramPlan.fingerprint_inputs(vram_gb="8, much") == ""
+
+
+@pytest.mark.parametrize("strategy", ["resident", "streamed", "leafwise"])
+def test_a_strategy_that_was_chosen_is_the_reason(strategy: str, sim: ModuleType) -> None:
+    reference = load()
+    plan = reference.open().plan(WIDTH, HEIGHT, 3, 4.0, vram="1GB", strategy=strategy)
+    assert plan.reason.startswith(f"{strategy.capitalize()}, as asked for: ")
+    assert "do not fit" not in plan.reason
+    small = reference.open().plan(WIDTH, HEIGHT, 3, 4.0, vram=1000, strategy=strategy)
+    assert small.reason.startswith(
+        f"{strategy.capitalize()}, as asked for, does not fit {format_bytes(1000)}: it wants "
+    )
+    for other in (plan, small):
+        assert str(other).count(", as asked for") == 1, "the other stages are as they are"
+    assert ", as asked for" not in str(reference.open().plan(WIDTH, HEIGHT, 3, 4.0, vram=1000))
+
+
+def test_a_card_that_computes_in_no_time_has_no_infinite_rate(sim: ModuleType) -> None:
+    _, text, drawn = run_plan(load(), vram_gb="8")
+    assert "inf" not in text and "inf" not in drawn
+    assert "and computing in no time, simulated." in text
+
+
 @pytest.mark.parametrize("words", ["8, much", "eight", "-1", "8 12", "1.2.3", "8GBB"])
 def test_budget_that_is_no_size_is_one_line(words: str, sim: ModuleType) -> None:
     with pytest.raises(ValueError, match="vram_gb has '.*', which is no size. Write GB, such as") as caught:
@@ -262,9 +296,10 @@ def test_budget_that_is_no_size_is_one_line(words: str, sim: ModuleType) -> None
 
 
 def test_node_without_a_gpu_wants_a_budget() -> None:
-    with pytest.raises(ValueError, match="there is no GPU here to plan for. State a budget") as caught:
-        run_plan(load(device="cpu"))
-    assert "\n" not in str(caught.value)
+    for words in ("", "0", "8, 0"):
+        with pytest.raises(ValueError, match="^there is no GPU here to plan for. State a budget") as caught:
+            run_plan(load(device="cpu"), vram_gb=words)
+        assert str(caught.value).endswith("such as 8, 12, 24 in vram_gb."), "in the words of the node"
     _, _, drawn = run_plan(load(device="cpu"), vram_gb="8")
     assert "8.00 GB: resident" in drawn
 

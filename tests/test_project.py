@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import ballast
 import pytest
+from ballast import requirements
+from ballast.nodes.load import LoadPipeline
+from host import page, run_node
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = [
@@ -82,3 +88,51 @@ def test_bundled_data_stays_small() -> None:
     data = sum(path.stat().st_size for path in (ROOT / "tests" / "data").rglob("*") if path.is_file())
     assert held <= 8 * 2**20
     assert held + data <= 24 * 2**20
+
+
+# What is not installed
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without diffusers, with an old transformers, and with a Pillow that does not say its version."""
+    versions = {"transformers": "4.50.3", "accelerate": "1.15.0.dev0"}
+
+    def version(name: str) -> str:
+        if name in ("diffusers", "pillow"):
+            raise requirements.PackageNotFoundError(name)
+        return versions.get(name) or metadata.version(name)
+
+    monkeypatch.setattr(requirements, "version", version)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "diffusers" else name)
+
+
+def test_all_that_is_needed_is_installed_here() -> None:
+    assert requirements.complaint() is None
+
+
+@pytest.mark.usefixtures("lacking")
+def test_what_is_missing_or_old_is_said_in_one_line_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    assert asyncio.run(ballast.comfy_entrypoint()) is not None
+    (line,) = [record.getMessage() for record in caplog.records]
+    file = ROOT / "requirements.txt"
+    assert line == (
+        "Ballast: not installed: diffusers; transformers is 4.50.3 and must be 4.57 or newer. "
+        f'Run "{sys.executable}" -m pip install -r "{file}" and start ComfyUI again.'
+    )
+
+
+@pytest.mark.usefixtures("lacking")
+def test_what_is_missing_is_said_in_the_loader() -> None:
+    with page() as shown, pytest.raises(ImportError, match="not installed: diffusers"):
+        run_node(LoadPipeline)
+    assert "not installed: diffusers" in shown.texts[-1][1] and "pip install -r" in shown.texts[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("found", "lowest", "enough"),
+    [("0.36.0", "0.36", True), ("0.9", "0.36", False), ("1.0.dev0", "0.36", True), ("0.35.9", "0.36", False),
+     ("", "9", True), ("2.13.0+cpu", "2.6", True)],
+)  # fmt: skip
+def test_versions_are_compared_by_number(found: str, lowest: str, enough: bool) -> None:
+    assert requirements.at_least(found, lowest) == enough

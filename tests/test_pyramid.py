@@ -171,11 +171,11 @@ def test_decoding_keeps_its_budget(budget: str, folders: dict[str, Path], sim: M
 # Bad input
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "width": ({"width": 100}, "width is 100; Pyramid-Flow takes multiples of 64, such as 128."),
+    "width": ({"width": 100}, "width is 100; pyramid-flow-flux takes multiples of 64, such as 128."),
     "frames": ({"frames": 20}, "takes 1 more than a multiple of 8, such as 17."),
     "steps": ({"video_steps": "10,10"}, "it takes 3 numbers of at least 1"),
     "words": ({"first_frame_steps": "ten"}, "it takes three numbers, such as '20,20,20'"),
-    "unknown": ({"eta": 1.0}, "samples with no eta. It knows: first_frame_steps"),
+    "unknown": ({"eta": 1.0}, "has no argument eta. It takes: first_frame_steps"),
     "picture": ({"init_latents": torch.zeros(1, 4, 8, 16)}, "the first frame is [1, 4, 8, 16]; it takes"),
     "its size": ({"init_latents": torch.zeros(1, 16, 1, 8, 8)}, "the first frame is of 64 x 64, not 128 x 64"),
 }

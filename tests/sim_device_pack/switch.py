@@ -19,7 +19,11 @@ INFERENCE_BYTES = 2**20  # in the place of its 0.8 GB
 
 def simulated() -> ModuleType:
     """The pack's simulated accelerator, under whatever name the pack was imported."""
-    names = [name for name in sys.modules if name.endswith("memory.simulated")]
+    return _of_pack("memory.simulated")
+
+
+def _of_pack(module: str) -> ModuleType:
+    names = [name for name in sys.modules if name.endswith(f".{module}")]
     if len(names) != 1:
         raise RuntimeError(f"expected one Ballast in this process, found {names}")
     return sys.modules[names[0]]
@@ -76,6 +80,8 @@ def facts() -> dict[str, Any]:
     import comfy.model_management as mm
 
     stats = simulated().stats()
+    managers = _of_pack("memory.manager").managers()
+    reports = [manager.report() for manager in managers]
     loaded = [entry.model for entry in mm.current_loaded_models if entry.model is not None]
     return {
         "device": str(mm.get_torch_device()),
@@ -83,5 +89,7 @@ def facts() -> dict[str, Any]:
         "allocated_bytes": stats.allocated_bytes,
         "peak_bytes": stats.peak_bytes,
         "h2d_bytes": stats.h2d_bytes,
+        "in_ram": {f"{u.label} {u.name}": u.host_bytes for report in reports for u in report.units if u.host_bytes},
+        "read_bytes": sum(report.disk_bytes_read for report in reports),
         "loaded": {type(patcher.model).__name__: patcher.loaded_size() for patcher in loaded},
     }
