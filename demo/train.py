@@ -148,7 +148,7 @@ def save(pipe: Lumina2Pipeline, out: Path) -> None:
     # Recent transformers save the tokenizer under an internal class name that older releases do not have.
     name = "PreTrainedTokenizerFast"
     changes: dict[str, dict[str, Any]] = {
-        "model_index.json": {"tokenizer": ["transformers", name]},
+        "model_index.json": {"tokenizer": ["transformers", name], "_title": "Shapes demo"},
         "tokenizer_config.json": {"tokenizer_class": name},
     }
     for path in out.rglob("*.json"):
