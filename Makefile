@@ -1,10 +1,10 @@
-# `make demo` draws a picture with the bundled model; `make test` runs all tests. Both install what they need in .venv.
+# `make demo` draws a picture with the bundled model; `make test` runs all tests, `make check` those that take long. Each
+# installs what it needs in .venv, and uses the torch that is there, or the one named by TORCH, such as TORCH=torch==2.14.1.
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test check lint clean always
 
 demo: .venv/demo-ready
 	$(BIN)/ballast demo
@@ -12,15 +12,19 @@ demo: .venv/demo-ready
 test: lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
+check: .venv/test-ready
+	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/test_sharing.py -k fifty
+
 lint: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/ballast
 	cd .venv/types && ../bin/mypy --config-file ../../pyproject.toml -p ballast
 
-.venv/demo-ready: pyproject.toml
+.venv/demo-ready: pyproject.toml $(if $(TORCH),always)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(if $(TORCH),false,$(BIN)/python -c "import torch" 2>/dev/null) || \
+		$(BIN)/pip install --quiet --disable-pip-version-check "$(or $(TORCH),torch==2.13.0)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
