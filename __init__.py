@@ -1,27 +1,41 @@
 """Ballast runs diffusion transformers that do not fit in VRAM, one stage at a time.
 
-ComfyUI imports `comfy_entrypoint` from here; as a library it offers `open_pipeline` and `memory`. Nothing heavy is
-imported until it is used.
+ComfyUI imports `comfy_entrypoint` from here; as a library it offers `open_pipeline`, `memory` and its errors. Nothing
+heavy is imported until it is used.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import memory
+    from .memory.errors import DoesNotFitError
     from .pipelines import open_pipeline
+    from .pipelines.rescue import DecodeError
 
 __version__ = "0.1.0"
-__all__ = ["WEB_DIRECTORY", "comfy_entrypoint", "memory", "open_pipeline"]
+__all__ = ["WEB_DIRECTORY", "DecodeError", "DoesNotFitError", "comfy_entrypoint", "memory", "open_pipeline"]
 
 WEB_DIRECTORY = "./web"  # where ComfyUI's page looks for help pages
 
 
 async def comfy_entrypoint() -> Any:
     """The extension with the nodes, for ComfyUI."""
-    from .nodes import BallastExtension
+    from .requirements import complaint
 
+    if told := complaint():  # before the nodes are imported, which may need it
+        logging.getLogger("ballast").warning("Ballast: %s", told)
+    # What an import makes stays: the collector would go through all that torch has made for nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        from .nodes import BallastExtension
+    finally:
+        if collecting:
+            gc.enable()
     return BallastExtension()
 
 
@@ -30,6 +44,14 @@ def __getattr__(name: str) -> Any:
         from .pipelines import open_pipeline
 
         return open_pipeline
+    if name == "DoesNotFitError":
+        from .memory.errors import DoesNotFitError
+
+        return DoesNotFitError
+    if name == "DecodeError":
+        from .pipelines.rescue import DecodeError
+
+        return DecodeError
     if name == "memory":
         from .memory import manager  # noqa: F401  (importing it makes `memory` an attribute of this package)
 

@@ -15,6 +15,8 @@ from . import plan_command
 if TYPE_CHECKING:
     import torch
 
+    from .memory.timeline import Event
+    from .memory.unit import ManagedModel
     from .pipelines import StagedPipeline
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
@@ -112,11 +114,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    from .memory import simulated
     from .memory.accelerator import resolve_device
 
-    if arguments.device == "auto" and resolve_device().type == "cpu":
+    if no_gpu := arguments.device == "auto" and resolve_device().type == "cpu":
+        arguments.device = simulated.DEVICE_TYPE
+    if arguments.device == simulated.DEVICE_TYPE and (reason := simulated.supported()):
+        print(f"The demo runs on the CPU: {reason}.")
+        arguments.device = "cpu"
+    elif no_gpu:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or _SIM_BYTES}, in the CPU.")
-        arguments.device = "sim"
     arguments.model, arguments.negative, arguments.dtype = DEMO_FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
     arguments.compile, arguments.attention = False, "auto"
@@ -151,11 +158,12 @@ def _generate(arguments: argparse.Namespace, cache_dir: Path | None = None) -> i
         cache_dir=cache_dir,
         **plan_command.family_arguments(arguments),
     )
-    latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
-    pipe.check_latents(latents)
-    advice = "Decode it with --latent."
-    with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
-        images = pipe.decode(latents)
+    with pipe.manager.timeline.watched(_ReadingBar()):
+        latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
+        pipe.check_latents(latents)
+        advice = "Decode it with --latent."
+        with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
+            images = pipe.decode(latents)
     written = save_images(images, arguments.out, pipe.frame_rate)
     if arguments.timeline:
         pipe.manager.timeline.picture().save(arguments.timeline)
@@ -170,9 +178,11 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
     further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
     if arguments.image:
         if not pipe.starts_from_latents:
-            raise ValueError(f"{pipe.name} starts from noise only. Leave --image out.")
+            raise ValueError(f"{pipe.title} starts from noise only. Leave --image out.")
         further["init_latents"] = pipe.encode_image(_open_image(arguments.image, arguments.width, arguments.height))
     conditioning = pipe.encode(arguments.prompt, arguments.negative)
+    for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
+        print(f"Note: {note}")
     with tqdm(desc="sample", unit="step") as bar:
 
         def on_step(step: int, steps: int, _: object) -> None:
@@ -193,6 +203,23 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
             on_step=on_step,
             **further,
         )
+
+
+class _ReadingBar:
+    """A bar for each model that is read from disk, which goes when it has been read."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, event: Event, unit: ManagedModel) -> None:
+        from tqdm import tqdm
+
+        if event.kind == "read":
+            self._bar = tqdm(total=event.bytes, desc=f"read {unit.name}", unit="B", unit_scale=True, leave=False)
+        elif event.kind in ("reading", "load") and self._bar is not None:
+            self._bar.update(event.bytes - self._bar.n)
+            if event.kind == "load":
+                self._bar.close()
 
 
 def _open_image(path: Path, width: int | None, height: int | None):  # noqa: ANN202

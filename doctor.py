@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
+from . import requirements
 from .memory import host_contract, simulated
 from .memory.accelerator import Accelerator, resolve_device
 from .memory.sizes import format_bytes
 from .pipelines.embedding_cache import default_directory
 
-_REQUIREMENTS = Path(__file__).resolve().parent / "requirements.txt"
 _MIN_RAM_BYTES = 8 * 2**30
 
 
@@ -37,36 +36,31 @@ def examine() -> list[Finding]:
     memory = f"{format_bytes(accelerator.free_bytes())} of {format_bytes(accelerator.total_bytes())} free"
     return [
         Finding("python", True, platform.python_version()),
-        Finding("torch", _at_least(torch.__version__, "2.6"), f"{torch.__version__} (2.6 or newer is needed)"),
+        Finding(
+            "torch", requirements.at_least(torch.__version__, "2.6"), f"{torch.__version__} (2.6 or newer is needed)"
+        ),
         Finding(
             "device", True, "cpu only: no GPU" if accelerator.is_cpu else f"{device}, {accelerator.name}, {memory}"
         ),
-        Finding("simulated", True, simulated.supported() or "the simulated GPU works (--device sim)"),
         Finding(
             "RAM",
             ram.total >= _MIN_RAM_BYTES,
             f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available, for copies of the weights",
         ),
         _pinning(device),
-        *(_library(*line.split(">=")) for line in _REQUIREMENTS.read_text("ascii").split()),
+        *(_library(name, lowest) for name, lowest in requirements.wanted().items()),
         _comfyui(),
         _cache(),
+        # Last: to find out makes it known to torch, which then has another idea of pinned memory.
+        Finding("simulated", True, simulated.supported() or "the simulated GPU works (--device sim)"),
     ]
 
 
-def _at_least(found: str, lowest: str) -> bool:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split("+")[0].split(".") if part.isdigit()]
-
-    return numbers(found) >= numbers(lowest)
-
-
 def _library(name: str, lowest: str) -> Finding:
-    try:
-        found = version(name)
-    except PackageNotFoundError:
+    found = requirements.installed(name)
+    if found is None:
         return Finding(name, False, f"is not installed: pip install '{name}>={lowest}'")
-    ok = _at_least(found, lowest)
+    ok = requirements.at_least(found, lowest)
     return Finding(name, ok, found if ok else f"{found} is too old: pip install '{name}>={lowest}'")
 
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, beside those of any run."""
     parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
-    parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB; needed where there is no GPU")
+    parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> str:
 def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
     from .memory.probe import rates as measured_rates
     from .pipelines import open_pipeline
+    from .pipelines.planning import NoBudgetError
 
     pipe = open_pipeline(
         arguments.model,
@@ -72,7 +73,10 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
 
     rates = _named_rates(measured_rates(pipe.manager.device), arguments)
     budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]
-    return [pipe.plan(vram=vram, rates=rates, **asked) for vram in budgets or [None]]
+    try:
+        return [pipe.plan(vram=vram, rates=rates, **asked) for vram in budgets or [None]]
+    except NoBudgetError:
+        raise NoBudgetError("--vram 8GB") from None
 
 
 def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
