@@ -13,7 +13,7 @@ test: lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 check: .venv/test-ready
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/test_sharing.py -k fifty
+	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
 
 lint: .venv/test-ready
 	$(BIN)/ruff check .

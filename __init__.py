@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import memory
     from .memory.errors import DoesNotFitError
     from .pipelines import open_pipeline
-    from .pipelines.rescue import DecodeError
+    from .pipelines.decoding.rescue import DecodeError
 
 __version__ = "0.1.0"
 __all__ = ["WEB_DIRECTORY", "DecodeError", "DoesNotFitError", "comfy_entrypoint", "memory", "open_pipeline"]
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
         return DoesNotFitError
     if name == "DecodeError":
-        from .pipelines.rescue import DecodeError
+        from .pipelines.decoding.rescue import DecodeError
 
         return DecodeError
     if name == "memory":

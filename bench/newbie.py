@@ -25,13 +25,13 @@ from ..memory import simulated
 from ..memory.accelerator import resolve_device
 from ..memory.errors import DoesNotFitError, release_frames
 from ..memory.manager import MemoryManager
-from ..memory.rates import ASSUMED
+from ..memory.planning.rates import ASSUMED
 from ..memory.sizes import format_bytes
-from ..memory.unit import ManagedModel
-from ..memory.weights import stored_tensors
+from ..memory.units.unit import ManagedModel
+from ..memory.units.weights import stored_tensors
 from ..pipelines import open_pipeline
-from ..pipelines.kernels import compiles
-from ..pipelines.planning import TYPICAL_PROMPT
+from ..pipelines.planning.plans import TYPICAL_PROMPT
+from ..pipelines.sampling.kernels import compiles
 from . import models, report
 from .measure import Meter, environment
 from .picture import _BAD, _BOUND, _MUTED, _OTHER, _OURS, _Sheet

@@ -24,7 +24,7 @@ import torch, ballast
 torch.set_num_threads(2)
 name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 if name in full_size.BARE:
-    from ballast.memory.rehearse import rehearse
+    from ballast.memory.planning.dry_run import rehearse
     module, arguments = full_size.BARE[name]()
     begun = time.perf_counter()
     def run(device):

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..memory import hostbuffer, simulated
-from ..memory.placement import Resident
-from ..memory.stream import Streamed
+from ..memory import simulated
+from ..memory.streaming.placement import Resident
+from ..memory.streaming.stream import Streamed
+from ..memory.units import hostbuffer
 from . import models, picture, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 
-from .unit import ManagedModel
+from .units.unit import ManagedModel
 
 
 class Books:

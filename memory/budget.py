@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import psutil
 
-from . import host
 from .accelerator import Accelerator
-from .unit import ManagedModel
+from .host import management as host
+from .units.unit import ManagedModel
 
 _RAM_RESERVE_BYTES = 2 * 2**30
 

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from . import host
 from .accelerator import Accelerator, resolve_device
 from .books import Books
 from .errors import release_frames
-from .forecast import Forecast
-from .host_patcher import HostPatcher
+from .host import management as host
+from .host.patcher import HostPatcher
+from .planning.forecast import Forecast
 from .report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage
-from .unit import ROLES, ManagedModel, Role
+from .units.unit import ROLES, ManagedModel, Role
 from .watch import Watch
 
 if TYPE_CHECKING:
-    from .runplan import StagePlan
+    from .planning.runplan import StagePlan
 
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from .picture import GROUND, MUTED, WORK, Chart, unit_colours
-from .runplan import seconds
+from .planning.runplan import seconds
 from .sizes import format_bytes
 
 if TYPE_CHECKING:
-    from .runplan import RunPlan
-    from .unit import Role
+    from .planning.runplan import RunPlan
+    from .units.unit import Role
 
 _ROLES: dict[str, Role] = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 _LEAST_SHARE = 0.085  # of the width, for a part so short that it would vanish

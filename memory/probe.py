@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from . import hostbuffer, simulated
+from . import simulated
 from .accelerator import Accelerator
 from .errors import is_out_of_memory
 from .files import cache_home, replace_file
-from .rates import ASSUMED, Rates
+from .planning.rates import ASSUMED, Rates
 from .simulated import card as simulated_card
+from .units import hostbuffer
 
 log = logging.getLogger("ballast")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .sizes import format_bytes
-from .unit import ManagedModel, Role, Tier
+from .units.unit import ManagedModel, Role, Tier
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from . import host
 from .accelerator import Accelerator
 from .books import Books
 from .budget import Budget, spare_ram_bytes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
-from .eviction import Use, choose_evictions, choose_shrinks
-from .fit import (
+from .host import management as host
+from .planning.eviction import Use, choose_evictions, choose_shrinks
+from .planning.fit import (
     fitting_placements,
     make_placement,
     need_bytes,
@@ -27,12 +27,12 @@ from .fit import (
     why_no_ram,
     why_nothing_fits,
 )
-from .placement import Resident
-from .planner import window_bytes
+from .planning.planner import window_bytes
 from .schedule import Schedule
-from .stream import Streamed
+from .streaming.placement import Resident
+from .streaming.stream import Streamed
 from .timeline import OnDevice, Timeline
-from .unit import ROLES, ManagedModel, Role
+from .units.unit import ROLES, ManagedModel, Role
 
 
 class Residents:

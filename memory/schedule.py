@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from .eviction import Use
-from .unit import ManagedModel
+from .planning.eviction import Use
+from .units.unit import ManagedModel
 
 
 class Schedule:

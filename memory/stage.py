@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import host
 from .batch import batch_of, in_parts, joined
-from .calls import Forward, interpose
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
-from .fit import sizes_of
-from .forecast import Forecast
-from .host_flags import host_flags
-from .ladder import Terms, describe, next_terms
+from .host import management as host
+from .host.flags import host_flags
+from .planning.fit import sizes_of
+from .planning.forecast import Forecast
+from .planning.ladder import Terms, describe, next_terms
 from .sizes import format_bytes
-from .unit import ManagedModel
+from .units.calls import Forward, interpose
+from .units.unit import ManagedModel
 
 if TYPE_CHECKING:
     from .manager import MemoryManager
-    from .runplan import StagePlan
+    from .planning.runplan import StagePlan
 
 log = logging.getLogger("ballast")
 

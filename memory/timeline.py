@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from .accelerator import Accelerator
+from .planning.runplan import seconds as in_seconds
 from .report import format_table
-from .runplan import seconds as in_seconds
 from .sizes import format_bytes
-from .unit import ManagedModel, Role, Tier
+from .units.unit import ManagedModel, Role, Tier
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from .runplan import StagePlan
+    from .planning.runplan import StagePlan
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
 Progress = Literal["reading", "compile", "compiled"]

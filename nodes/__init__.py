@@ -14,7 +14,7 @@ from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOpt
 from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
-from .unload import listen
+from .shared.unload import listen
 
 
 class BallastExtension(ComfyExtension):

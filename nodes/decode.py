@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import InputImpl, Types, io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from .progress import show_text
-from .reference import PipelineReference, PipelineType
-from .running import running, told
+from .shared.progress import show_text
+from .shared.reference import PipelineReference, PipelineType
+from .shared.running import running, told
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,8 @@ class VaeDecode(io.ComfyNode):
     @classmethod
     @told
     def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
-        from ..pipelines.latents import samples_of
-        from .rescue import kept
+        from ..pipelines.sampling.latents import samples_of
+        from .shared.rescue import kept
 
         if not isinstance(pipeline, PipelineReference):
             return cls._decode_natively(pipeline, samples_of(latent))
@@ -68,8 +68,8 @@ class VaeDecode(io.ComfyNode):
 
     @classmethod
     def _decode_natively(cls, vae: Any, latents: torch.Tensor) -> io.NodeOutput:
-        from .native_vae import decode_native, is_vae
-        from .rescue import kept
+        from .native.vae import decode_native, is_vae
+        from .shared.rescue import kept
 
         if not is_vae(vae):
             raise ValueError(

@@ -7,9 +7,9 @@ from typing import Any
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from .progress import show_text
-from .reference import ConditioningType, PipelineReference, PipelineType
-from .running import running, told
+from .shared.progress import show_text
+from .shared.reference import ConditioningType, PipelineReference, PipelineType
+from .shared.running import running, told
 
 _FOR_PIPELINES = (
     "conditioning is for Ballast's loaders, but a CLIP is connected. Use positive and negative, or connect a Ballast "
@@ -76,7 +76,7 @@ class TextEncode(io.ComfyNode):
 
     @classmethod
     def _encode_natively(cls, clip: Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
-        from .native_clip import encode_prompts, is_clip, native_cache
+        from .native.clip import encode_prompts, is_clip, native_cache
 
         if not is_clip(clip):
             raise ValueError(

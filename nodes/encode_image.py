@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .reference import PipelineReference, PipelineType
-from .running import running, told
+from .shared.reference import PipelineReference, PipelineType
+from .shared.running import running, told
 
 if TYPE_CHECKING:
     import torch

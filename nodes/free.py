@@ -8,13 +8,13 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..memory import host
 from ..memory.accelerator import Accelerator, resolve_device
+from ..memory.host import management as host
 from ..memory.manager import managers
 from ..memory.sizes import format_bytes
-from ..memory.unit import Role
-from .progress import show_text
-from .running import told
+from ..memory.units.unit import Role
+from .shared.progress import show_text
+from .shared.running import told
 
 _WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
 

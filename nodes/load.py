@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .reference import PipelineType, make_reference, ram_input, shared_inputs
-from .running import told
+from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
+from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
+from .shared.running import told
 
 AUTO = "auto"
 

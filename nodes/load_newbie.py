@@ -8,9 +8,9 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
-from .folders import file_stamp
-from .reference import PipelineType, make_reference, ram_input, shared_inputs
-from .running import told
+from .shared.folders import file_stamp
+from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
+from .shared.running import told
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
 _TOOLTIPS = {

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..pipelines.options import OWNERS, UnknownOptionError
-from .reference import OptionsType
+from .shared.reference import OptionsType
 
 _AUTO = "auto"
 # Of diffusers' attention backends; what a machine lacks is told when it is asked for.

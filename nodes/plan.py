@@ -11,13 +11,13 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
-from .progress import show_text
-from .reference import ConditioningType, PipelineReference, PipelineType
-from .running import told
+from .shared.progress import show_text
+from .shared.reference import ConditioningType, PipelineReference, PipelineType
+from .shared.running import told
 
 if TYPE_CHECKING:
-    from ..memory.runplan import RunPlan
-    from ..pipelines.conditioning import Conditioning
+    from ..memory.planning.runplan import RunPlan
+    from ..pipelines.encoding.conditioning import Conditioning
 
 _FREE_STEP_BYTES = 2**28  # free memory differs by less from one moment to the next
 
@@ -124,8 +124,8 @@ class VramPlan(io.ComfyNode):
         conditioning: Conditioning | None = None,
     ) -> io.NodeOutput:
         from ..memory.plan_picture import draw_plans
-        from ..memory.runplan import compare
-        from ..pipelines.planning import NoBudgetError
+        from ..memory.planning.runplan import compare
+        from ..pipelines.planning.plans import NoBudgetError
 
         budgets = _budgets(vram_gb)
         pipe = pipeline.open()

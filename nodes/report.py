@@ -9,8 +9,8 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
-from .progress import show_text
-from .running import prompt_id, told
+from .shared.progress import show_text
+from .shared.running import prompt_id, told
 
 _DRAWN_STAGES = 6
 _OLDER = "Nothing of Ballast ran in this prompt: all came from the cache. The stages are those of the prompt before."

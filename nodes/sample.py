@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .options import in_widgets
-from .progress import StepProgress
-from .reference import ConditioningType, OptionsType, PipelineReference, PipelineType
-from .running import running, told
+from .shared.progress import StepProgress
+from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
+from .shared.running import running, told
 
 if TYPE_CHECKING:
-    from ..pipelines.conditioning import Conditioning
+    from ..pipelines.encoding.conditioning import Conditioning
 
 
 class Sampler(io.ComfyNode):
@@ -136,8 +136,8 @@ class Sampler(io.ComfyNode):
         latent: Mapping[str, Any] | None = None,
         denoise: float = 1.0,
     ) -> io.NodeOutput:
-        from ..pipelines.latents import samples_of
         from ..pipelines.options import UnknownOptionError
+        from ..pipelines.sampling.latents import samples_of
 
         further = dict(options or {})
         if latent is not None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .families import FAMILIES, GenericPipeline, StagedPipeline, open_pipeline
+    from .opening import FAMILIES, GenericPipeline, StagedPipeline, open_pipeline
 
 __all__ = ["FAMILIES", "GenericPipeline", "StagedPipeline", "open_pipeline"]
 
@@ -22,6 +22,6 @@ def __getattr__(name: str) -> Any:
     # next garbage collection, the first pipeline among them.
     with ThreadPoolExecutor(1) as apart:
         apart.submit(import_module, "torch._dynamo").result()
-        families = apart.submit(import_module, ".families", __name__).result()
-    globals().update({each: getattr(families, each) for each in __all__})
+        opening = apart.submit(import_module, ".opening", __name__).result()
+    globals().update({each: getattr(opening, each) for each in __all__})
     return globals()[name]

@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .components import Component, parse_dtype, pipeline_class, read_components, read_model_index
-from .conditioning import Conditioning
-from .decode_policy import WayName
-from .latents import check_step
-from .listening import encoder_title
+from .decoding.policy import WayName
+from .encoding.conditioning import Conditioning
+from .encoding.listening import encoder_title
+from .files.components import Component, parse_dtype, pipeline_class, read_components, read_model_index
 from .options import check_known
-from .picture_sizes import PictureSizes, most_tokens, multiple_of
+from .sampling.latents import check_step
+from .sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 from .staged import OnStep, Prompt, StagedPipeline, no_effect
 
 # Arguments that the stages set themselves.

@@ -13,25 +13,25 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..memory import host
 from ..memory.batch import BatchDims
 from ..memory.errors import DoesNotFitError, is_out_of_memory, release_frames
-from ..memory.forecast import Forecast
-from ..memory.host_flags import host_flags
+from ..memory.host import management as host
+from ..memory.host.flags import host_flags
 from ..memory.manager import STRATEGIES, MemoryManager, manager
+from ..memory.planning.forecast import Forecast
+from ..memory.planning.rates import Rates
+from ..memory.planning.runplan import RunPlan, StagePlan
 from ..memory.probe import rates as measured_rates
-from ..memory.rates import Rates
-from ..memory.runplan import RunPlan, StagePlan
 from ..memory.sizes import format_bytes, parse_bytes
-from ..memory.unit import ManagedModel
-from .conditioning import Conditioning, to_host
-from .embedding_cache import EmbeddingCache, cache_key, shared_cache
-from .forecasts import alike, forecast_sampling, sampling_key
-from .kernels import AUTO, check_attention, held_uncompiled, kernels
-from .latents import check_finite, check_latents
-from .listening import Listener
-from .planning import TYPICAL_PROMPT, Asked, NoBudgetError, plan_run, plan_stage
-from .vae_stages import VaeStages
+from ..memory.units.unit import ManagedModel
+from .decoding.vae_stages import VaeStages
+from .encoding.conditioning import Conditioning, to_host
+from .encoding.embedding_cache import EmbeddingCache, cache_key, shared_cache
+from .encoding.listening import Listener
+from .planning.forecasts import alike, forecast_sampling, sampling_key
+from .planning.plans import TYPICAL_PROMPT, Asked, NoBudgetError, plan_run, plan_stage
+from .sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
+from .sampling.latents import check_finite, check_latents
 
 log = logging.getLogger("ballast")
 

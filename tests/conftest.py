@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from types import ModuleType
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 from host import can_run_host, find_host
-from import_pack import ROOT as ROOT
 from import_pack import import_pack
 from node_runner import use_modules
 
@@ -45,7 +47,7 @@ def _cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 def _no_cached_copies() -> Iterator[None]:
     """Each test begins without what the pipelines of earlier ones have left in RAM."""
     from ballast.memory.manager import managers
-    from ballast.memory.unit import ROLES
+    from ballast.memory.units.unit import ROLES
 
     for manager in managers():
         with manager._lock:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from . import card as state
 from .clock import Event, Stream, current_stream
-from .rehearsal import one_at_a_time
+from .dry import one_at_a_time
 
 _CARD_BYTES = 2**20
 _RATE = 1e6  # bytes a second each way, and operations a second

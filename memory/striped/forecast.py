@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..rates import Rates
-from ..rehearse import lay_weights
-from ..simulated.rehearsal import DEVICE, rehearsal
+from ..planning.dry_run import lay_weights
+from ..planning.rates import Rates
+from ..simulated.dry import DEVICE, rehearsal
 from .run import Traffic, run
 
 

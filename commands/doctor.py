@@ -1,0 +1,100 @@
+"""What this machine has and what is missing, for `ballast doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from .. import requirements
+from ..memory import simulated
+from ..memory.accelerator import Accelerator, resolve_device
+from ..memory.host import contract as host_contract
+from ..memory.sizes import format_bytes
+from ..pipelines.encoding.embedding_cache import default_directory
+
+_MIN_RAM_BYTES = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; if not `ok`, `detail` says what to do."""
+
+    what: str
+    ok: bool
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """Look at the device, torch, libraries, RAM, pinning, and a ComfyUI if one is near."""
+    device = resolve_device()
+    accelerator = Accelerator(device)
+    ram = psutil.virtual_memory()
+    memory = f"{format_bytes(accelerator.free_bytes())} of {format_bytes(accelerator.total_bytes())} free"
+    return [
+        Finding("python", True, platform.python_version()),
+        Finding(
+            "torch", requirements.at_least(torch.__version__, "2.6"), f"{torch.__version__} (2.6 or newer is needed)"
+        ),
+        Finding(
+            "device", True, "cpu only: no GPU" if accelerator.is_cpu else f"{device}, {accelerator.name}, {memory}"
+        ),
+        Finding(
+            "RAM",
+            ram.total >= _MIN_RAM_BYTES,
+            f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available, for copies of the weights",
+        ),
+        _pinning(device),
+        *(_library(name, lowest) for name, lowest in requirements.wanted().items()),
+        _comfyui(),
+        _cache(),
+        # Last: to find out makes it known to torch, which then has another idea of pinned memory.
+        Finding("simulated", True, simulated.supported() or "the simulated GPU works (--device sim)"),
+    ]
+
+
+def _library(name: str, lowest: str) -> Finding:
+    found = requirements.installed(name)
+    if found is None:
+        return Finding(name, False, f"is not installed: pip install '{name}>={lowest}'")
+    ok = requirements.at_least(found, lowest)
+    return Finding(name, ok, found if ok else f"{found} is too old: pip install '{name}>={lowest}'")
+
+
+def _pinning(device: torch.device) -> Finding:
+    if device.type not in ("cuda", "xpu"):
+        return Finding("pinning", True, "not used on this device")
+    try:
+        torch.empty(64 * 2**20, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        return Finding("pinning", False, f"the driver refuses pinned memory, transfers will be slow: {error}")
+    return Finding("pinning", True, "64 MB pinned and released")
+
+
+def _comfyui() -> Finding:
+    pack = Path(__file__).resolve().parent
+    places = [Path(os.environ[name]) for name in ("COMFYUI_PATH",) if os.environ.get(name)]
+    places += [pack.parents[1]] if pack.parent.name == "custom_nodes" else []
+    root = next((place for place in (*places, Path.home() / "ComfyUI") if host_contract.version(place)), None)
+    if root is None:
+        return Finding("ComfyUI", True, "none found (COMFYUI_PATH names one); the command line works without")
+    unknown = host_contract.unknown_members(root)
+    state = (
+        f"unknown to this version of Ballast: {', '.join(sorted(unknown))}"
+        if unknown
+        else "its memory contract is known"
+    )
+    return Finding("ComfyUI", not unknown, f"{host_contract.version(root)} in {root}; {state}")
+
+
+def _cache() -> Finding:
+    folder = default_directory()
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    held = sum(file.stat().st_size for file in files)
+    writable = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
+    state = f"{len(files)} embeddings, {format_bytes(held)} in {folder}"
+    return Finding("cache", writable, state if writable else f"{folder} cannot be written; set XDG_CACHE_HOME")

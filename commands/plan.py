@@ -1,0 +1,101 @@
+"""`ballast plan`: what a run would take, for one budget or several. Nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..memory.planning.rates import Rates
+    from ..memory.planning.runplan import RunPlan
+
+_PICTURES = (".png", ".jpg", ".webp")
+_SIZE = 1200, 420  # of the picture of one budget among several
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command, beside those of any run."""
+    parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
+    parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
+    parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
+    parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
+    parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
+    parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
+    parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
+    parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
+    parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
+
+
+def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given of the arguments of one family."""
+    names = ("llama", "variant", "gemma", "jina", "vae", "text")
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Make the plans, draw the picture if one is wanted, and return the text. Raises ValueError for bad options."""
+    from ..memory.planning.runplan import compare
+    from ..pipelines.planning.forecasts import quietly
+
+    if arguments.out and arguments.out.suffix.lower() not in _PICTURES:
+        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(_PICTURES)}.")
+    for option in ("h2d_gbps", "disk_gbps", "tflops"):
+        if (value := getattr(arguments, option)) is not None and not value > 0:
+            raise ValueError(f"--{option.replace('_', '-')} is {value:g}; it takes a number above 0.")
+    with quietly():
+        plans = _plans(arguments)
+    text = str(plans[0]) if len(plans) == 1 else compare(plans)
+    if arguments.out:
+        _draw(plans, arguments.out)
+        text += f"\n\nwrote {arguments.out}"
+    return text
+
+
+def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
+    from ..memory.probe import rates as measured_rates
+    from ..pipelines import open_pipeline
+    from ..pipelines.planning.plans import NoBudgetError
+
+    pipe = open_pipeline(
+        arguments.model,
+        arguments.device,
+        ram=arguments.ram,
+        dtype=arguments.dtype,
+        **family_arguments(arguments),
+    )
+    asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
+    asked["negative_prompt"] = arguments.negative
+    if arguments.prompt is not None:
+        asked["prompt"] = arguments.prompt
+
+    rates = _named_rates(measured_rates(pipe.manager.device), arguments)
+    budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]
+    try:
+        return [pipe.plan(vram=vram, rates=rates, **asked) for vram in budgets or [None]]
+    except NoBudgetError:
+        raise NoBudgetError("--vram 8GB") from None
+
+
+def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
+    """The machine's rates, with those in their place that the options name."""
+    rates = machine
+    if arguments.h2d_gbps:
+        to_device = arguments.h2d_gbps * 1e9
+        paged = min(rates.paged_bytes_per_second, to_device)
+        rates = replace(rates, pinned_bytes_per_second=to_device, paged_bytes_per_second=paged)
+    if arguments.disk_gbps:
+        rates = replace(rates, disk_bytes_per_second=arguments.disk_gbps * 1e9)
+    if arguments.tflops:
+        rates = replace(rates, operations_per_second=arguments.tflops * 1e12)
+    return rates if rates == machine else replace(rates, source="assumed")
+
+
+def _draw(plans: list[RunPlan], out: Path) -> None:
+    from ..memory.plan_picture import draw_plans
+
+    picture = plans[0].picture() if len(plans) == 1 else draw_plans(plans, *_SIZE)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(out)

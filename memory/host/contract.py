@@ -1,0 +1,47 @@
+"""What the installed ComfyUI asks its model patchers for, read from its source as text."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torch
+
+from .patcher import HostPatcher
+
+# Asked of patchers only that say they are dynamic, which ours never do.
+_OF_DYNAMIC = {"dynamic_pins", "loaded_ram_size", "unregister_inactive_pins"}
+KNOWN_MEMBERS = frozenset(
+    {name for name in dir(HostPatcher) if not name.startswith("_")}
+    | {"load_device", "offload_device", "model", "clone_base_uuid"}
+    | _OF_DYNAMIC
+)
+
+
+def version(root: Path) -> str | None:
+    """The version of the ComfyUI in a folder, read without importing it."""
+    file = root / "comfyui_version.py"
+    if not file.is_file():
+        return None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    return None
+
+
+def members_read(source: str) -> set[str]:
+    """Members that the text of a `model_management.py` reads on model patchers."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        # A patcher is what the host calls `model`, or the `.model` of an entry of its list of loaded models.
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
+            if name == "model" and not hasattr(torch.nn.Module, node.attr):
+                found.add(node.attr)
+    return found
+
+
+def unknown_members(root: Path) -> set[str]:
+    """Members that the ComfyUI in a folder reads on its model patchers and that ours have not."""
+    return members_read((root / "comfy" / "model_management.py").read_text(encoding="utf-8")) - KNOWN_MEMBERS

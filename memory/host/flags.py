@@ -1,0 +1,63 @@
+"""What ComfyUI's command line says about memory, and what it means for a unit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..units.unit import Role
+
+
+@dataclass(frozen=True)
+class HostFlags:
+    """The flags that concern us; all off outside ComfyUI. `--reserve-vram` and `--cpu` come through other functions.
+
+    keeps_all (`--highvram`, `--gpu-only`): what is in VRAM stays there while there is room, and whole if it fits.
+    keeps_none (`--disable-smart-memory`): nothing stays when its node is done.
+    least (`--novram`): nothing but what runs is in VRAM.
+    encoders_on_cpu (`--lowvram`, where the host has no dynamic VRAM), vae_on_cpu (`--cpu-vae`).
+    unpinned (`--disable-pinned-memory`), blocking (`--disable-async-offload`): how weights are copied.
+    """
+
+    keeps_all: bool = False
+    keeps_none: bool = False
+    least: bool = False
+    encoders_on_cpu: bool = False
+    vae_on_cpu: bool = False
+    unpinned: bool = False
+    blocking: bool = False
+
+    def strategy(self, wanted: str, role: Role) -> str:
+        """The strategy for a unit of that role. What the user chose in the graph counts more than a flag."""
+        if wanted != "auto":
+            return wanted
+        if (self.encoders_on_cpu and role == "text_encoder") or (self.vae_on_cpu and role == "vae"):
+            return "cpu"
+        if self.least and role != "vae":  # which has no blocks to stream
+            return "streamed"
+        return wanted
+
+    def keeps(self, wanted: bool) -> bool:
+        """Whether the units of a stage stay when it ends."""
+        return (wanted or self.keeps_all) and not self.keeps_none
+
+
+def host_flags() -> HostFlags:
+    """The flags of the ComfyUI that this process is."""
+    options = getattr(sys.modules.get("comfy.cli_args"), "args", None)
+
+    def said(name: str) -> bool:
+        return bool(getattr(options, name, False))
+
+    dynamic = bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
+    return HostFlags(
+        keeps_all=said("highvram") or said("gpu_only"),
+        keeps_none=said("disable_smart_memory"),
+        least=said("novram"),
+        encoders_on_cpu=said("lowvram") and not dynamic,
+        vae_on_cpu=said("cpu_vae"),
+        unpinned=said("disable_pinned_memory"),
+        blocking=said("disable_async_offload"),
+    )

@@ -1,0 +1,235 @@
+"""The only file that calls `comfy.model_management`. Outside ComfyUI every function here does nothing.
+
+Nothing of the host is patched, and its list of loaded models changes through its own functions only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .flags import host_flags
+from .patcher import HostPatcher
+
+if TYPE_CHECKING:
+    from ..units.unit import Role
+
+log = logging.getLogger("ballast")
+
+_EVERYTHING = 1e30  # bytes, in the host's own words
+_unfit: dict[ModuleType, str] = {}  # why units are not listed there; empty if they are. Found out once
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """One of the host's own models, as far as it is on its device."""
+
+    patcher: Any
+    name: str
+    role: Role
+    bytes: int
+
+
+def model_management() -> ModuleType | None:
+    """The host's memory manager, if this process is a ComfyUI."""
+    return sys.modules.get("comfy.model_management")
+
+
+def device() -> torch.device | None:
+    """The device that the host runs models on."""
+    mm = model_management()
+    return mm.get_torch_device() if mm else None
+
+
+def reserve_bytes(on: torch.device) -> int | None:
+    """VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other."""
+    mm = _manager_of(on)
+    return int(mm.extra_reserved_memory()) if mm else None
+
+
+def _manager_of(on: torch.device) -> ModuleType | None:
+    """The host's memory manager, if that is its device."""
+    mm = model_management()
+    return mm if mm and _is_same(on, mm.get_torch_device()) else None
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index or 0) == (other.index or 0)  # "mps" is "mps:0"
+
+
+# Room
+
+
+def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
+    """Ask the host to move its own models away until so many bytes are free.
+
+    Dynamic models shrink first: one that is detached loses its pinned RAM too.
+    """
+    mm = _manager_of(wanted_on)
+    if mm is None:
+        return
+    wanted_on = mm.get_torch_device()  # in the host's words, by which it knows its models
+    wanted_bytes += mm.extra_reserved_memory()
+    if mm.get_free_memory(wanted_on) >= wanted_bytes:
+        return
+    for model in _on_device(mm, wanted_on):
+        missing = wanted_bytes - mm.get_free_memory(wanted_on)
+        if missing > 0 and model.patcher.is_dynamic():
+            model.patcher.partially_unload(None, missing)
+    if mm.get_free_memory(wanted_on) < wanted_bytes:
+        mm.free_memory(wanted_bytes, wanted_on, _entries_of_ours(mm))
+
+
+def movable_bytes(on: torch.device) -> int:
+    """VRAM that the host's own models hold on a device, and would give up for others."""
+    mm = _manager_of(on)
+    if mm is None:
+        return 0
+    # With --gpu-only and the like some have nowhere else to go.
+    return sum(m.bytes for m in _on_device(mm, on) if not _is_same(torch.device(m.patcher.offload_device), on))
+
+
+def loaded_models() -> list[HostModel]:
+    """The host's own models that are on its device."""
+    mm = model_management()
+    return _on_device(mm, mm.get_torch_device()) if mm else []
+
+
+def evict(patchers: Collection[Any]) -> None:
+    """Make models of the host leave its device wholly, and nothing else."""
+    mm = model_management()
+    leaving = {id(patcher.model) for patcher in patchers}
+    if not mm or not leaving:
+        return
+    for on in {patcher.load_device for patcher in patchers if patcher.load_device.type != "cpu"}:
+        staying = [
+            entry for entry in mm.current_loaded_models if id(getattr(entry.model, "model", None)) not in leaving
+        ]
+        mm.free_memory(_EVERYTHING, on, staying)
+    mm.soft_empty_cache()
+
+
+def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
+    found = []
+    for entry in list(mm.current_loaded_models):
+        patcher = entry.model
+        if patcher is None or isinstance(patcher, HostPatcher) or not _is_same(entry.device, on):
+            continue
+        found.append(HostModel(patcher, type(patcher.model).__name__, _role(patcher), int(patcher.loaded_size())))
+    return [model for model in found if model.bytes]
+
+
+def _role(patcher: Any) -> Role:
+    if getattr(patcher, "is_clip", False):
+        return "text_encoder"
+    if hasattr(patcher.model, "diffusion_model"):
+        return "transformer"
+    return "vae" if hasattr(patcher.model, "decode") else "other"
+
+
+def _entries_of_ours(mm: ModuleType) -> list[Any]:
+    """Which of ours leave is our own decision."""
+    return [entry for entry in mm.current_loaded_models if isinstance(entry.model, HostPatcher)]
+
+
+# Our units in the host's list
+
+
+def lists_units(on: torch.device) -> bool:
+    """Whether our units on a device are to be in the host's list. Says once why not."""
+    mm = _manager_of(on)
+    if mm is None or on.type == "cpu":
+        return False
+    if mm not in _unfit:
+        _unfit[mm] = _why_unfit(mm)
+        if _unfit[mm]:
+            log.warning("Ballast: %s. Ballast's models are not in its list: it cannot move them.", _unfit[mm])
+        if (other := replaced_by()) is not None:
+            log.warning("Ballast: %s has replaced ComfyUI's load_models_gpu; both may move models.", other)
+    return not _unfit[mm]
+
+
+def _why_unfit(mm: ModuleType) -> str:
+    if not mm.__file__:
+        return "this ComfyUI has no source to read"
+    from .contract import unknown_members  # once, and not while ComfyUI starts
+
+    unknown = unknown_members(Path(mm.__file__).parents[1])
+    return f"this ComfyUI asks models for {', '.join(sorted(unknown))}, unknown here" if unknown else ""
+
+
+def replaced_by() -> str | None:
+    """The module that has put its own `load_models_gpu` in the place of the host's, as some packs do."""
+    mm = model_management()
+    owner = getattr(getattr(mm, "load_models_gpu", None), "__module__", None)
+    return owner if mm and owner != mm.__name__ else None
+
+
+def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
+    """Put a unit that is on the device in the host's list, if it is not there. `working_bytes` it takes beside."""
+    mm = model_management()
+    if not mm or any(entry.model is patcher for entry in mm.current_loaded_models):
+        return
+    patcher.is_being_listed = True
+    try:
+        mm.load_models_gpu([patcher], memory_required=working_bytes)
+    except (AttributeError, TypeError, NotImplementedError) as error:
+        _unfit[mm] = f"this ComfyUI does not take other models ({error})"
+        log.warning("Ballast: %s. It cannot move Ballast's.", _unfit[mm])
+    except Exception as error:  # of another model that was to make room; the next call tries again
+        log.warning("Ballast: ComfyUI could not list %r (%s)", patcher, error)
+    finally:
+        patcher.is_being_listed = False
+
+
+def is_busy() -> bool:
+    """Whether the host is working on a prompt, or has yet to obey a request to unload."""
+    server = getattr(sys.modules.get("server"), "PromptServer", None)
+    queue = getattr(getattr(server, "instance", None), "prompt_queue", None)
+    return bool(getattr(queue, "currently_running", False) or getattr(queue, "flags", False))
+
+
+# Pinned memory
+
+
+def pin_memory(tensor: torch.Tensor) -> bool | None:
+    """Have the host pin a tensor's memory in place, within its own cap and as its flags say.
+
+    None where there is no host, or one that does not pin for others.
+    """
+    if host_flags().unpinned:
+        return False
+    mm = model_management()
+    if not mm or not (hasattr(mm, "pin_memory") and hasattr(mm, "unpin_memory")):
+        return None
+    # It makes room for a pin without asking whether there was enough.
+    make_room = getattr(mm, "ensure_pin_registerable", None)
+    if make_room and make_room(tensor.nbytes) is False:
+        return False
+    # Some versions pin nothing but parameters.
+    return mm.pin_memory(torch.nn.Parameter(tensor, requires_grad=False)) is True
+
+
+def unpin_memory(tensor: torch.Tensor) -> None:
+    """Undo `pin_memory`, before the memory goes."""
+    if mm := model_management():
+        mm.unpin_memory(torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def throw_if_interrupted() -> None:
+    """Raise the host's own exception if the user pressed stop."""
+    if mm := model_management():
+        mm.throw_exception_if_processing_interrupted()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is the host's word that the user pressed stop; in older versions that is an Exception."""
+    mm = model_management()
+    return bool(mm) and isinstance(error, getattr(mm, "InterruptProcessingException", ()))

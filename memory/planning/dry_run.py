@@ -1,0 +1,246 @@
+"""Finds out what a stage will work in, by running it on shapes: no device, no weights, seconds at full size.
+
+The stage's own code runs as it is, on a simulated card of its own (`simulated.rehearsal`); its modules are structures
+on `meta`. Code that looks at values which follow from the weights (the routing of a mixture of experts) needs a
+stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..simulated.card import Card
+from ..simulated.dry import DEVICE, rehearsal
+from ..simulated.shapes import moved
+from ..simulated.tensor import SimTensor, wrap
+from ..streaming.placement import leafwise_slots
+from ..streaming.ring import split_blocks
+from ..units.unit import Slot, slots
+from .forecast import Forecast, UnitForecast
+
+StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
+
+_COMPARED_ELEMENTS = 4096  # masks and ids up to this size make a call another one when they differ
+
+
+def rehearse(
+    modules: Mapping[str, nn.Module],
+    run: Callable[[torch.device], Any],
+    stand_ins: StandIns | None = None,
+    method: str = "forward",
+) -> tuple[Forecast, Any]:
+    """Run a stage on shapes. Returns its forecast, and what `run` returned.
+
+    `modules` are the structures of its units by name, used up by this; `run` is called with the device to work on, and
+    calls the modules' `method`. RuntimeError, among others, where the code needs values that there are none of.
+    """
+    with torch.inference_mode(), rehearsal() as card:
+        book = _Book(card)
+        for name, module in modules.items():
+            _Rehearsed(name, module, method, book, stand_ins or {})
+        result = run(DEVICE)
+        book.close_interval()
+        return book.forecast(), result
+
+
+def lay_weights(module: nn.Module, card: Card) -> None:
+    """Put a module's weights on the card of a rehearsal, free of charge."""
+    made: dict[int, SimTensor] = {}
+    for slot in list(slots(module)):
+        if id(slot.tensor) not in made:
+            tensor = slot.tensor.detach()
+            raw = tensor if tensor.is_meta else moved(tensor)
+            made[id(slot.tensor)] = wrap(raw, lambda nbytes: card.allocate(0))
+        slot.holder[slot.key] = made[id(slot.tensor)]
+
+
+@dataclass
+class _Peaks:
+    """What has been seen of one unit."""
+
+    live: int
+    plain: int = 0
+    beside: int = 0
+    first: int = 0
+    calls: int = 0
+    operations: float = 0.0
+    blocks: list[float] = field(default_factory=list)
+
+
+class _Book:
+    """Which unit each stretch of time belongs to, and the peaks of it."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.units: dict[str, _Peaks] = {}
+        self.idle = 0
+        self.last: _Peaks | None = None
+
+    def close_interval(self) -> tuple[int, int]:
+        """The peaks since this was last called: as it was, and with the weights that came leaf by leaf."""
+        plain, beside = self.card.take_interval_peak(), self.card.take_peak_beside()
+        if self.last is None:
+            self.idle = max(self.idle, plain)
+        else:
+            self.last.plain = max(self.last.plain, plain)
+            self.last.beside = max(self.last.beside, beside)
+        return plain, beside
+
+    def enter(self, name: str) -> tuple[_Peaks, int]:
+        """A unit is called. Returns its peaks, and what is held now."""
+        self.close_interval()
+        held = self.card.allocated_bytes()
+        self.last = self.units.setdefault(name, _Peaks(held))
+        self.last.calls += 1
+        return self.last, held
+
+    def forecast(self) -> Forecast:
+        units = {
+            name: UnitForecast(
+                live_bytes=seen.live,
+                working_bytes=max(0, seen.plain - seen.live),
+                first_bytes=max(0, seen.first - seen.live),
+                leafwise_bytes=max(0, seen.beside - seen.live),
+                calls=seen.calls,
+                operations=seen.operations,
+                block_operations=tuple(seen.blocks),
+            )
+            for name, seen in self.units.items()
+        }
+        return Forecast(self.idle, units)
+
+
+@dataclass
+class _Call:
+    """One kind of call: what it took beyond what was held when it began, and what it gave."""
+
+    plain: int
+    beside: int
+    operations: float
+    blocks: list[float]
+    shapes: Any
+    settled: bool
+
+
+class _Rehearsed:
+    """Takes the place of a module's method: runs each kind of call once, and later ones from memory."""
+
+    def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:
+        self.name, self.book, self.forward = name, book, getattr(module, method)
+        self.calls: dict[Any, _Call] = {}
+        blocks, _ = split_blocks(module, list(slots(module)))
+        self.blocks = [0.0] * len(blocks)
+        lay_weights(module, self.card)
+        for owner in module.modules():
+            for (kind, replaced), stand_in in stand_ins.items():
+                if type(owner).__name__ == kind:
+                    vars(owner)[replaced] = functools.partial(stand_in, owner)
+        for index, block in enumerate(blocks):
+            _wrap_forward(block.module, functools.partial(self._counted, index))
+        self._bring_leaves(module)
+        vars(module)[method] = self
+
+    @property
+    def card(self) -> Card:
+        return self.book.card
+
+    @property
+    def operations(self) -> float:
+        return self.card.stats().compute_seconds  # the card does one a second
+
+    def _bring_leaves(self, module: nn.Module) -> None:
+        """Count the weights that would be there if each module's own came for its call, as `Leafwise` does it."""
+        for owner, own in leafwise_slots(module)[1]:
+            _wrap_forward(owner, functools.partial(self._with_weights, own))
+
+    def _with_weights(self, own: list[Slot], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def brought(*args: Any, **kwargs: Any) -> Any:
+            # Counted for as long as anything holds on to them, such as a view that the module gives.
+            for slot in own:
+                raw = slot.tensor.raw  # type: ignore[attr-defined]
+                slot.holder[slot.key] = wrap(
+                    torch.empty_like(raw) if raw.is_meta else raw.clone(), self.card.allocate_beside
+                )
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for slot in own:
+                    slot.restore()
+
+        return brought
+
+    def _counted(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = self.operations
+            result = forward(*args, **kwargs)
+            self.blocks[index] += self.operations - before
+            return result
+
+        return counted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        seen, held = self.book.enter(self.name)
+        key = _kind_of_call(args, kwargs)
+        call = self.calls.get(key)
+        if call and call.settled:
+            result = tree_map_only(_Shape, _Shape.make, call.shapes)
+            leaves = self.card.allocate_beside(max(0, call.beside - call.plain))
+            self.card.allocate(max(0, held + call.plain - self.card.allocated_bytes()))
+            del leaves
+            plain, _ = self.book.close_interval()
+        else:
+            self.blocks, before = [0.0] * len(self.blocks), self.operations
+            result = self.forward(*args, **kwargs)
+            plain, beside = self.book.close_interval()
+            given = {id(t.allocation): t.allocation.nbytes for t in tree_flatten(result)[0] if isinstance(t, SimTensor)}
+            # One that leaves tables behind for later calls is run once more, to see one that finds them.
+            settled = call is not None or self.card.allocated_bytes() <= held + sum(given.values())
+            shapes = tree_map_only(torch.Tensor, _Shape.of, result)
+            call = _Call(plain - held, beside - held, self.operations - before, self.blocks, shapes, settled)
+            self.calls[key] = call
+        seen.first = seen.first or plain
+        seen.operations += call.operations
+        seen.blocks = [a + b for a, b in zip(seen.blocks or [0.0] * len(call.blocks), call.blocks, strict=True)]
+        return result
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor of a result, to be made again."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
+
+
+def _wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    vars(module)["forward"] = wrapper(module.forward)
+
+
+def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
+    """What makes two calls alike: shapes, dtypes, and the values of masks and ids."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return (str(structure), *map(_kind, leaves))
+
+
+def _kind(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, str | int | float | bool | None) else type(value)
+    raw = value.raw if isinstance(value, SimTensor) else value
+    # Not those of timesteps, which are rows of numbers too in some families.
+    known = not raw.is_meta and not raw.is_floating_point() and raw.ndim > 1 and raw.numel() <= _COMPARED_ELEMENTS
+    return tuple(raw.shape), raw.dtype, tuple(raw.flatten().tolist()) if known else None

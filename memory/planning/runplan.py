@@ -1,0 +1,219 @@
+"""The plans of a whole run, stage by stage, and their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..report import format_table
+from ..sizes import format_bytes
+from .planner import Candidate, Plan
+from .rates import ASSUMED, Rates
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its units' plans in the order of their first calls, and what it holds before them.
+
+    Its calls make up `steps`; its seconds are for `rates`.
+    """
+
+    name: str
+    units: tuple[Plan, ...]
+    idle_bytes: int = 0
+    note: str = ""
+    steps: int = 1
+    rates: Rates = ASSUMED
+
+    @property
+    def peak_vram_bytes(self) -> int:
+        """The most on the device in this stage: its units take turns."""
+        return max((plan.peak_vram_bytes for plan in self.units), default=self.idle_bytes)
+
+    @property
+    def main(self) -> Plan:
+        """The unit that takes most of the time."""
+        return max(self.units, key=lambda plan: (plan.step_seconds, plan.peak_vram_bytes))
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a steady step: those of all its units, each for the calls that it gets in a step."""
+        return sum(plan.step_seconds for plan in self.units)
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Seconds of the first step, which brings the weights. In a stage of one step, all that it takes."""
+        return sum(plan.first_step_seconds for plan in self.units)
+
+    @property
+    def seconds(self) -> float:
+        """All that it takes."""
+        return self.first_step_seconds + (self.steps - 1) * self.step_seconds
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will take: bytes, seconds, and why. `str()` of it is a table with the reasons."""
+
+    model: str
+    device: str
+    work: str
+    steps: int
+    budget_bytes: int
+    rates: Rates
+    stages: tuple[StagePlan, ...]
+    caveat: str = ""  # a sentence, where a forecast is not what will be but a bound on it
+
+    @property
+    def sampling(self) -> Plan:
+        """The plan of the transformer."""
+        return self._sample.main
+
+    @property
+    def _sample(self) -> StagePlan:
+        return next(stage for stage in self.stages if stage.name == "sample")
+
+    @property
+    def placement(self) -> str:
+        """How the transformer sits."""
+        return self.sampling.placement
+
+    @property
+    def resident_blocks(self) -> tuple[int, ...]:
+        """The blocks of the transformer that stay on the device."""
+        return self.sampling.resident_blocks
+
+    @property
+    def peak_vram_bytes(self) -> int:
+        """The most on the device in the whole run."""
+        return max(stage.peak_vram_bytes for stage in self.stages)
+
+    @property
+    def ram_bytes(self) -> int:
+        """What the largest unit holds in RAM."""
+        return max(plan.ram_bytes for stage in self.stages for plan in stage.units)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a steady sampling step."""
+        return self._sample.step_seconds
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Seconds of the first sampling step, which brings the weights."""
+        return self._sample.units[0].first_step_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all stages of the plan."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def bound_seconds(self) -> float:
+        """No sampling step in this placement can be faster."""
+        return sum(plan.bound_seconds for plan in self._sample.units)
+
+    @property
+    def reason(self) -> str:
+        """Why the transformer sits so, in one sentence; one more for each other unit that fits in no way."""
+        plans = [plan for stage in self.stages for plan in stage.units]
+        others = [f"{plan.unit}: {plan.reason}" for plan in plans if not plan.fits and plan is not self.sampling]
+        return " ".join([self.sampling.reason, *others])
+
+    @property
+    def rejected(self) -> tuple[Candidate, ...]:
+        """The other placements of the transformer, with why not."""
+        return self.sampling.rejected
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits the budget."""
+        return all(plan.fits for stage in self.stages for plan in stage.units)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("stage", "unit", "placement", "weights", "peak VRAM", "RAM", "per step", "first")
+        ]
+        for stage in self.stages:
+            for i, plan in enumerate(stage.units):
+                per_step = seconds(plan.step_seconds) if stage.name == "sample" else ""
+                first = seconds(plan.first_step_seconds)
+                sizes = map(format_bytes, (plan.weights_bytes, plan.peak_vram_bytes, plan.ram_bytes))
+                label = f"{plan.label}, {stage.note}" if stage.note else plan.label
+                rows.append(("" if i else stage.name, plan.unit, label, *sizes, per_step, first))
+        others: list[tuple[str, ...]] = [("not", "weights", "peak VRAM", "per step", "because")]
+        for other in self.rejected:
+            sizes = map(format_bytes, (other.weights_bytes, other.peak_vram_bytes))
+            others.append((other.label, *sizes, seconds(other.step_seconds), other.why_not))
+        parts = [self.headline(), format_table(rows), self.reason]
+        if len(others) > 1:
+            parts.append(format_table(others))
+        bound = f"No step in this placement is faster than {seconds(self.bound_seconds)}."
+        return "\n\n".join([*parts, f"{self.basis()} {bound}"])
+
+    def headline(self) -> str:
+        """One line: what runs where, the budget, the peak, and the time."""
+        total = seconds(self._sample.seconds)
+        card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
+        where = f"{card}with {format_bytes(self.budget_bytes)}"
+        peak, step = format_bytes(self.peak_vram_bytes), seconds(self.step_seconds)
+        takes = f"peak {peak}; {step} a step, {total} for {self.steps}"
+        doubt = "" if self.fits else " IT DOES NOT FIT."
+        return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
+
+    def brief(self) -> str:
+        """A shorter line: the budget, what becomes of the transformer, the peak, and the time."""
+        took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
+        peak = f"peak {format_bytes(self.peak_vram_bytes)}{'' if self.fits else ' DOES NOT FIT'}"
+        return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
+
+    def basis(self) -> str:
+        """Where the seconds come from, and how the bytes are meant."""
+        rates = self.rates
+        to_device = f"{rates.pinned_bytes_per_second / 1e9:.1f} GB/s to the device"
+        unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
+        disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
+        compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
+        if math.isinf(rates.operations_per_second):
+            compute = "computing in no time"
+        caveat = f"{self.caveat} " if self.caveat else ""
+        return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
+
+    def picture(self, width: int = 1200, height: int = 480) -> Image:
+        """Predicted VRAM over time, by unit, as an RGB picture."""
+        from ..plan_picture import draw_plan
+
+        return draw_plan(self, width, height)
+
+
+def compare(plans: Sequence[RunPlan]) -> str:
+    """Plans of the same run for several budgets: a row for each, and its reason in one line."""
+    rows: list[tuple[str, ...]] = [
+        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "fits")
+    ]
+    for plan in plans:
+        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
+        times = map(seconds, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
+        budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
+        rows.append((budget, plan.sampling.label, *sizes, *times, fits))
+    reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
+    one = plans[0]
+    return "\n\n".join([f"{one.model}, {one.work}, {one.steps} steps", format_table(rows), reasons, one.basis()])
+
+
+def seconds(value: float) -> str:
+    """A time as people say it: "0.41 s", "3.2 min"."""
+    if not value:
+        return "0 s"
+    if value >= 90:
+        return f"{value / 60:.1f} min"
+    if value < 0.000995:
+        return f"{value * 1e6:.0f} us"
+    if value < 0.0995:
+        return f"{value * 1000:.1f} ms"
+    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"

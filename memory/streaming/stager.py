@@ -1,0 +1,293 @@
+"""The way to the device for weights that are not in pinned memory: reader threads, pinned windows, the ring's slots.
+
+The source is files, or RAM that could not be pinned. Threads read it into a few windows, ahead of what runs; from a
+window one asynchronous copy brings a block to its slot. Only here may the thread that computes wait on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..host import management as host
+from ..planning.residency import WINDOWS
+from ..probe import observe_disk
+from ..units import hostbuffer
+from ..units.reader import BATCH_BYTES, READERS, Piece, batches, piece_of, read_batch
+from ..units.weights import Stored
+from .ring import Block, Queues, RingSlot
+
+Part = Piece | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
+
+
+@dataclass(eq=False)
+class _Fill:
+    """What a window holds, or will when its parts are read."""
+
+    block: Block | None
+    window: _Window
+    after: _Fill | None  # what was still being read into the window when this came
+    left: int = 0
+    slot: RingSlot | None = None  # where it is to go
+    taken: bool = False  # by `bring`
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class _Window:
+    memory: torch.Tensor
+    copied: Any  # event: the last copy out of it is done
+    fill: _Fill | None = None
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """As much as a window takes: what is read into it, and which bytes of it go where on the device."""
+
+    parts: list[Part] = field(default_factory=list)
+    targets: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    end: int = 0
+
+
+class Stager:
+    """Windows of `nbytes` each, and the threads that fill them. `close` must follow.
+
+    One thread computes and calls this; the copies to slots are queued by whichever thread comes last, the copies of
+    `bring` by its caller.
+    """
+
+    def __init__(self, queues: Queues, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._queues = queues
+        self._windows = [_Window(hostbuffer.allocate(nbytes), queues.event(waited_for=True)) for _ in range(WINDOWS)]
+        self._changed = threading.Condition()
+        self._closed = False
+        self._coming: list[Block] = []
+        self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order in which it is given
+
+    @property
+    def held_bytes(self) -> int:
+        """RAM that the windows take."""
+        return sum(window.memory.nbytes for window in self._windows)
+
+    def pin(self) -> bool:
+        """Pin the windows. False if not all could be, in which case none is."""
+        if all(hostbuffer.pin(window.memory, self._queues.device) for window in self._windows):
+            return True
+        for window in self._windows:
+            hostbuffer.unpin(window.memory)
+        return False
+
+    def load(self, block: Block, slot: RingSlot) -> None:
+        """Let a block come to a slot: now if it has been read, else as soon as it is."""
+        slot.prepare(block)
+        with self._changed:
+            self.forget(slot)
+            self._coming = [other for other in self._coming if other is not block]
+            fill = self._fill_of(block) or self._begin(block, block.parts or (), self._idle())
+            fill.slot, slot.pending, slot.block = slot, fill, block
+            self._send(fill)
+
+    def forget(self, slot: RingSlot) -> None:
+        """Let nothing come to a slot any more that has not been sent yet."""
+        with self._changed:
+            if slot.pending:
+                slot.pending.slot = slot.pending = None
+
+    def ahead(self, blocks: Sequence[Block]) -> None:
+        """Read so many of the blocks, in order, as there are windows for, now and when more become free."""
+        with self._changed:
+            self._coming = list(blocks)
+            self._read_ahead()
+
+    def wait(self, slot: RingSlot) -> None:
+        """Wait until the copy to a slot has been queued. Raises what the reader raised."""
+        with self._changed:
+            fill = slot.pending
+            if fill is None:
+                return
+            self._wait_for(fill)
+            if fill.error:
+                self.forget(slot)
+                slot.block = None
+                raise fill.error
+            self._send(fill)
+
+    def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
+        """Read weights to contiguous tensors on the device; their copies are queued where the caller computes."""
+        start = time.perf_counter()
+        under_way: deque[tuple[_Fill, _Chunk]] = deque()
+        try:
+            for chunk in self._chunks(targets):
+                with self._changed:
+                    while not (idle := self._idle()):
+                        self._deliver(*under_way.popleft())
+                    under_way.append((self._begin(None, chunk.parts, idle), chunk))
+                    under_way[-1][0].taken = True
+            while under_way:
+                self._deliver(*under_way.popleft())
+            read = sum(target.numel() * stored.dtype.itemsize for stored, target in targets)
+            observe_disk(read, time.perf_counter() - start)
+        finally:
+            for fill, _ in under_way:
+                fill.taken = False
+
+    def settle(self) -> None:
+        """Wait until nothing is being read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not any(w.fill and w.fill.left for w in self._windows))
+
+    def close(self) -> None:
+        """End the threads and let go of the windows, when the copies out of them are done."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)
+        for window in self._windows:
+            if window.copied:
+                window.copied.synchronize()
+            if window.fill and window.fill.slot:
+                self.forget(window.fill.slot)
+            window.fill = None  # each knows the other, and would wait for the collector
+        self._windows.clear()
+
+    # Windows; all under the lock
+
+    def _fill_of(self, block: Block) -> _Fill | None:
+        fills = (window.fill for window in self._windows)
+        return next((fill for fill in fills if fill and fill.block is block and not fill.error), None)
+
+    def _idle(self) -> list[_Window]:
+        """The windows that may be filled anew: free ones first, then those that were read for later."""
+        free = [window for window in self._windows if window.fill is None]
+        return free + [w for w in reversed(self._windows) if w.fill and not w.fill.slot and not w.fill.taken]
+
+    def _begin(self, block: Block | None, parts: Sequence[Part], idle: list[_Window]) -> _Fill:
+        window = idle[0]
+        self._windows.remove(window)
+        self._windows.append(window)
+        if window.fill:
+            window.fill.error = window.fill.error or CancelledError()  # nobody waits for it
+        fill = window.fill = _Fill(block, window, window.fill)
+        work = list(_work(parts, window.memory))
+        fill.left = len(work)
+        for each in work:
+            self._pool.submit(self._run, fill, each)
+        return fill
+
+    def _read_ahead(self) -> None:
+        for block in self._coming:
+            if self._fill_of(block) is None:
+                if not (free := [w for w in self._idle() if not w.fill or w.fill.block not in self._coming]):
+                    return
+                self._begin(block, block.parts or (), free)
+
+    def _send(self, fill: _Fill) -> None:
+        """Queue the copy to the slot that a fill is for, if both are there."""
+        slot, block, window = fill.slot, fill.block, fill.window
+        if slot and block and not (fill.left or fill.error):
+            slot.receive(block, window.memory[: block.packed_bytes], self._queues)
+            self._queues.mark_copy(window.copied)
+            window.fill = fill.slot = slot.pending = None
+
+    def _wait_for(self, fill: _Fill) -> None:
+        self._changed.wait_for(lambda: self._closed or not fill.left)
+        if self._closed:
+            raise RuntimeError("the model was taken off the device while it ran.")
+
+    def _deliver(self, fill: _Fill, chunk: _Chunk) -> None:
+        with self._changed:
+            try:
+                host.throw_if_interrupted()
+                self._wait_for(fill)
+                if fill.error:
+                    raise fill.error
+                try:
+                    for target, at in chunk.targets:
+                        target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
+                finally:  # also of those copies that were queued before an interrupt
+                    self._queues.mark(fill.window.copied)
+                fill.window.fill = None
+            finally:
+                fill.taken = False
+
+    def _chunks(self, targets: Iterable[tuple[Stored, torch.Tensor]]) -> Iterator[_Chunk]:
+        chunk = _Chunk()
+        for stored, target in sorted(targets, key=lambda item: (item[0].path, item[0].offset)):
+            flat = target.reshape(-1).view(torch.uint8)
+            most = self.nbytes // target.dtype.itemsize * stored.dtype.itemsize
+            for piece in piece_of(stored, target.dtype, 0).split(most):
+                size = piece.count * target.dtype.itemsize
+                if chunk.end + size > self.nbytes:
+                    yield chunk
+                    chunk = _Chunk()
+                chunk.parts.append(replace(piece, at=chunk.end))
+                chunk.targets.append((flat[piece.at : piece.at + size], chunk.end))
+                chunk.end += -(-size // hostbuffer.ALIGNMENT_BYTES) * hostbuffer.ALIGNMENT_BYTES
+        if chunk.parts:
+            yield chunk
+
+    # In the threads
+
+    @torch.inference_mode()
+    def _run(self, fill: _Fill, work: Callable[[], None]) -> None:
+        try:
+            if fill.after:
+                with self._changed:  # its work began before this, or this would not have begun
+                    self._changed.wait_for(lambda: self._closed or not (fill.after and fill.after.left))
+            if fill.window.copied:
+                fill.window.copied.synchronize()
+            if not (self._closed or fill.error):
+                work()
+        except BaseException as error:
+            fill.error = fill.error or error
+        finally:
+            with self._changed:
+                fill.left -= 1
+                if not fill.left:
+                    fill.after = None
+                    self._finish(fill)
+
+    def _finish(self, fill: _Fill) -> None:
+        try:
+            if self._queues.copying and not self._closed:
+                self._send(fill)  # where there are no streams, the thread that computes does
+                self._read_ahead()
+        except BaseException as error:
+            fill.error = error
+        self._changed.notify_all()
+
+
+def parts_of(block: Block, found: Mapping[int, Stored]) -> list[Part]:
+    """What makes up a block: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
+
+    A block that is packed already comes from its buffer in RAM.
+    """
+    if block.host is not None:
+        return [(piece, i * BATCH_BYTES) for i, piece in enumerate(block.host.split(BATCH_BYTES))]
+    tensors = block.tensors()
+    return [
+        piece_of(found[id(tensor)], tensor.dtype, at) if id(tensor) in found else (tensor, at)
+        for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True)
+    ]
+
+
+def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:
+    """What must be done to fill a window, each for one thread."""
+    for part in parts:
+        if not isinstance(part, Piece):
+            yield partial(_copy, *part, memory)
+    for batch in batches((part, memory) for part in parts if isinstance(part, Piece)):
+        yield partial(read_batch, batch)
+
+
+def _copy(tensor: torch.Tensor, at: int, memory: torch.Tensor) -> None:
+    hostbuffer.view_of(memory, at, tensor).copy_(tensor)

@@ -1,0 +1,89 @@
+"""A module's weights straight from its files, each block's in the one flat buffer that it streams from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..streaming.ring import split_blocks
+from .hostbuffer import allocate, can_pack, layout, place_of
+from .reader import piece_of, read
+from .unit import slots
+from .weights import Stored
+
+
+def find_stored(module: nn.Module, stored: Mapping[str, Stored]) -> dict[int, Stored] | None:
+    """Where each parameter lies, by its `id`; None if one is not found under its own name with its own shape.
+
+    Of tied parameters one name must be found. If several are, their values may differ, and the answer is None too.
+    """
+    found: dict[int, Stored] = {}
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters:
+        if (at := stored.get(name)) is not None:
+            plain = can_pack(parameter) and parameter.is_contiguous() and at.shape == parameter.shape
+            castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
+            if not (plain and castable) or id(parameter) in found:
+                return None
+            found[id(parameter)] = at
+    return found if all(id(parameter) in found for _, parameter in parameters) else None
+
+
+Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
+
+
+def load_stored(module: nn.Module, stored: Mapping[str, Stored], look: Look = lambda read: None) -> bool:
+    """Read the weights of a module on `meta` into flat buffers, as `hostbuffer.pack` would lay them out.
+
+    False, and nothing is done, if they are not all found. If reading fails the module stays as it was.
+    """
+    found = find_stored(module, stored)
+    if found is None:
+        return False
+    places = list(slots(module))
+    blocks, rest = split_blocks(module, places)
+    others = list({id(slot.tensor): slot.tensor for slot in rest if id(slot.tensor) in found}.values())
+    new: dict[int, torch.Tensor] = {}
+    jobs = []
+    for tensors in (*(block.tensors() for block in blocks), others):
+        offsets, total = layout(tensors)
+        buffer = allocate(max(1, total))
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            view = new[id(tensor)] = place_of(buffer, offset, tensor)
+            if id(tensor) in found:
+                jobs.append((piece_of(found[id(tensor)], tensor.dtype, offset), buffer))
+            else:
+                view.copy_(tensor)  # a buffer, which the module has already
+    read(jobs, look)
+    for slot in places:
+        if id(slot.tensor) in new:
+            slot.holder[slot.key] = new[id(slot.tensor)]
+    return True
+
+
+class Interruptible(TorchDispatchMode):
+    """Calls `look` at every operator of this thread: the libraries' own loaders have no other place for it."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+        self._raised: BaseException | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._raised is None:  # else a library is clearing up
+            try:
+                self._look(0)
+            except BaseException as error:
+                self._raised = error
+                raise
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        raised, self._raised = self._raised, None
+        if raised is not None and raised is not error:  # a library made something else of it
+            raise raised from None

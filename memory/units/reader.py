@@ -1,0 +1,137 @@
+"""Reads weights from files into flat buffers: in parallel, in the order in which they lie, cast on the way.
+
+What is read where is a plan of pieces, made without touching a file. Files are read by plain reads, never mapped: a
+page fault cannot be prefetched, cancelled or reported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..probe import observe_disk
+from .hostbuffer import bytes_of
+from .weights import Stamp, Stored, check_unchanged
+
+READERS = 4  # one alone does not keep an NVMe disk busy
+BATCH_BYTES = 16 * 2**20
+CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements: so many of type `stored` from byte `offset` of a file, to byte `at` of a buffer as `dtype`.
+
+    With a `stamp` the file must still be the one that has it.
+    """
+
+    path: Path
+    offset: int
+    count: int
+    stored: torch.dtype
+    dtype: torch.dtype
+    at: int
+    stamp: Stamp | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes to read."""
+        return self.count * self.stored.itemsize
+
+    def split(self, stored_bytes: int) -> Iterator[Piece]:
+        """The same in pieces of at most so many bytes to read."""
+        step = max(1, stored_bytes // self.stored.itemsize)
+        for first in range(0, self.count, step):
+            yield Piece(
+                self.path,
+                self.offset + first * self.stored.itemsize,
+                min(step, self.count - first),
+                self.stored,
+                self.dtype,
+                self.at + first * self.dtype.itemsize,
+                self.stamp,
+            )
+
+
+Job = tuple[Piece, torch.Tensor]  # and the buffer that it goes to
+
+
+def piece_of(stored: Stored, dtype: torch.dtype, at: int) -> Piece:
+    """A whole tensor, to byte `at` of a buffer."""
+    count = 1
+    for size in stored.shape:
+        count *= size
+    return Piece(stored.path, stored.offset, count, stored.dtype, dtype, at, stored.stamp)
+
+
+def batches(jobs: Iterable[Job]) -> list[list[Job]]:
+    """The jobs in the order of the files, large ones split, small ones together: each batch is of one file."""
+    split = [(part, buffer) for piece, buffer in jobs for part in piece.split(BATCH_BYTES)]
+    made: list[list[Job]] = []
+    held = 0
+    for job in sorted(split, key=lambda job: (job[0].path, job[0].offset)):
+        if not made or made[-1][0][0].path != job[0].path or held + job[0].stored_bytes > BATCH_BYTES:
+            made.append([])
+            held = 0
+        made[-1].append(job)
+        held += job[0].stored_bytes
+    return made
+
+
+def read_batch(batch: list[Job]) -> None:
+    """Read the jobs of one batch. Raises OSError or ValueError, in one line that names the file."""
+    path = batch[0][0].path
+    try:
+        with torch.inference_mode(), path.open("rb", buffering=0) as file:
+            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))
+            for piece, buffer in batch:
+                _read_piece(file, piece, buffer)
+            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
+
+
+def read(jobs: Iterable[Job], look: Callable[[int], None] = lambda read: None) -> None:
+    """Read all jobs, by several threads, which are gone when this returns or raises.
+
+    `look` is called between batches with the bytes read so far; what it raises ends the reading. Raises OSError or
+    ValueError, in one line that names the file; what the buffers hold after an error is undefined.
+    """
+    work = batches(jobs)
+    start, so_far = time.perf_counter(), 0
+    pool = ThreadPoolExecutor(READERS, "ballast-reader")
+    try:
+        for batch, done in [(batch, pool.submit(read_batch, batch)) for batch in work]:
+            done.result()
+            so_far += sum(piece.stored_bytes for piece, _ in batch)
+            look(so_far)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    observe_disk(so_far, time.perf_counter() - start)
+
+
+def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:
+    file.seek(piece.offset)
+    if piece.stored == piece.dtype:
+        _read_exactly(file, bytes_of(buffer)[piece.at : piece.at + piece.stored_bytes], piece.path)
+        return
+    staging = bytearray(min(CAST_BYTES, piece.stored_bytes))
+    for part in piece.split(CAST_BYTES):
+        _read_exactly(file, memoryview(staging)[: part.stored_bytes], part.path)
+        target = buffer[part.at : part.at + part.count * part.dtype.itemsize].view(part.dtype)
+        target.copy_(torch.frombuffer(staging, dtype=part.stored, count=part.count))
+
+
+def _read_exactly(file: BinaryIO, target: memoryview, path: Path) -> None:
+    while target:  # one read may bring less than all
+        count = file.readinto(target)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"{path} is cut short: it ended while it was read. Download it again.")
+        target = target[count:]

@@ -1,0 +1,285 @@
+"""ManagedModel: one module whose weights move between the tiers disk, host and device.
+
+The module object itself never goes away: on the disk tier its parameters are on `meta`, on the host tier they are the
+CPU tensors that stay the truth, on the device tier they are (wholly or in part) copies of those.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ..errors import release_frames
+from ..planning.forecast import UnitForecast
+from ..planning.ladder import Terms
+from .weights import is_unchanged
+
+if TYPE_CHECKING:
+    from ..planning.planner import UnitSizes
+    from ..streaming.placement import Placement
+    from .weights import Stored
+
+Role = Literal["text_encoder", "transformer", "vae", "other"]
+Tier = Literal["disk", "host", "device"]
+ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
+
+
+# To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
+building = threading.RLock()
+
+
+@dataclass
+class Slot:
+    """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`."""
+
+    holder: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+
+    def set(self, tensor: torch.Tensor) -> None:
+        if isinstance(self.tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        self.holder[self.key] = tensor
+
+    def restore(self) -> None:
+        self.holder[self.key] = self.tensor
+
+
+def slots(module: nn.Module) -> Iterator[Slot]:
+    """Every parameter and buffer of a module, tied ones as often as they are held."""
+    for owner in module.modules():
+        yield from own_slots(owner)
+
+
+def own_slots(module: nn.Module) -> Iterator[Slot]:
+    """The parameters and buffers that a module holds itself, without those of its children."""
+    for holder in (module._parameters, module._buffers):
+        for key, tensor in holder.items():
+            if tensor is not None:
+                yield Slot(holder, key, tensor)
+
+
+class ManagedModel:
+    """A module, its role, where its weights are now, and how to read them again.
+
+    `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
+    with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
+    disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
+    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called. `key`
+    says which model this is, so that whoever runs the same one gets this unit (see `MemoryManager.claim`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        build: Callable[[], nn.Module],
+        read: Callable[[], nn.Module] | None = None,
+        label: str = "",
+        stored: Callable[[], Mapping[str, Stored]] | None = None,
+        key: Hashable = None,
+    ) -> None:
+        if role not in ROLES:
+            raise ValueError(f"unknown role {role!r} of {name!r}. Roles are {', '.join(ROLES)}.")
+        self.name = name
+        self.role: Role = role
+        self.label = label
+        self.key = key
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
+        self.placement: Placement | None = None
+        self.pinned = False
+        self.leases = 0
+        self.last_use = 0
+        self.sizes: UnitSizes | None = None  # found out once, while the weights are not on the device
+        self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
+        self.forecast: UnitForecast | None = None  # what that works in, where it was found out beforehand
+        self.terms = Terms()
+        self.is_misfit = False  # whether its placement was made for other work
+        self.is_leaving = False  # as soon as it does not run
+        self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
+        self._working: dict[Hashable, int] = {}
+        self._off: dict[Hashable, int] = {}  # how far a first call was above its forecast
+        self._build = build
+        self._read = read
+        self._stored = stored
+        self._module: nn.Module | None = None
+        self._on_host = False
+        self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
+
+    @classmethod
+    def from_module(cls, name: str, role: Role, module: nn.Module) -> ManagedModel:
+        """A unit around a module that is already in memory, on the CPU."""
+        unit = cls(name, role, build=lambda: module)
+        unit.module.requires_grad_(False)
+        unit._on_host = True
+        return unit
+
+    @property
+    def module(self) -> nn.Module:
+        """The one module object of this unit, whatever its tier."""
+        with building:
+            if self._module is None:
+                module = self._build().eval()
+                module.__class__ = _located(type(module))  # type: ignore[arg-type]
+                self._module = module
+                self.runs_on(torch.device("cpu"))
+        return self._module
+
+    def skeleton(self) -> nn.Module:
+        """The structure once more, with parameters on `meta`, for a run on shapes.
+
+        RuntimeError for a unit made of a module, which there is only one of.
+        """
+        if self._on_host and self._read is None:
+            raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
+        with building:
+            module = self._build().eval()
+        module.__class__ = _located(type(module))  # type: ignore[arg-type]
+        vars(module)["_runs_on"] = torch.device("meta")
+        return module
+
+    def runs_on(self, device: torch.device) -> None:
+        """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""
+        vars(self.module)["_runs_on"] = device
+
+    @property
+    def tier(self) -> Tier:
+        """Where the weights are now."""
+        if self.placement is not None and self.placement.on_device:
+            return "device"
+        return "host" if self._on_host else "disk"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all weights and buffers; tied ones count once."""
+        if self._size_bytes is None:
+            self._size_bytes = sum({id(slot.tensor): slot.tensor.nbytes for slot in self._host_slots()}.values())
+        return self._size_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes that the present `work` takes beside the weights, forecast or measured; 0 if it is not known."""
+        forecast = self.forecast.working_bytes + self._off.get(self.work, 0) if self.forecast else 0
+        return max(forecast, self._working.get(self.work, 0))
+
+    def worked_in(self, measured_bytes: int) -> None:
+        """Note what one call of the present `work` has taken."""
+        if self.forecast and self.work not in self._working:
+            # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
+            self._off[self.work] = max(0, measured_bytes - self.forecast.first_bytes)
+        self._working[self.work] = max(self._working.get(self.work, 0), measured_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights on the device now."""
+        return self.placement.resident_bytes if self.placement else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM taken by weights now."""
+        return (self.size_bytes if self._on_host else 0) + (self.placement.host_bytes if self.placement else 0)
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether RAM holds all the weights."""
+        return self._on_host
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
+        return self.key is not None and next(iter(self.owners), None) is None
+
+    @property
+    def reloadable(self) -> bool:
+        """Whether the host copy may be dropped."""
+        return self._read is not None
+
+    def load(self, look: Callable[[int], None] = lambda read: None) -> int:
+        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read.
+
+        `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
+        reading, and nothing of what was read stays.
+        """
+        if self._on_host or self._read is None:
+            return 0
+        from .loading import Interruptible, load_stored  # which need this module
+
+        try:
+            if self._stored is None or not load_stored(self.module, self._stored(), look):
+                with building, torch.inference_mode(), Interruptible(look):
+                    _adopt_tensors(self.module, self._read(), self.name)
+        except BaseException as error:
+            release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
+            raise
+        self._on_host, self._size_bytes = True, None
+        return self.size_bytes
+
+    def source(self) -> Mapping[str, Stored] | None:
+        """Where the weights lie in files, for `Streamed` to run from there without a `load`.
+
+        None where only `load` can read them. Raises ValueError if a file is damaged.
+        """
+        from .loading import find_stored  # which needs this module
+
+        stored = self._stored() if self._stored else {}
+        return stored if stored and find_stored(self.module, stored) is not None else None
+
+    def is_stale(self) -> bool:
+        """Whether files that it is read from are others by now, or gone."""
+        places = self._stored().values() if self._stored else ()
+        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in places})
+
+    def drop(self) -> int:
+        """Give the host copy up; it is read again when next needed. Returns the bytes freed."""
+        if not self._on_host or self._read is None:
+            return 0
+        if self.placement is not None:
+            raise RuntimeError(f"{self.name} is in use and cannot be dropped to disk.")
+        freed = self.size_bytes
+        left: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        for slot in slots(self.module):
+            if id(slot.tensor) not in left:
+                left[id(slot.tensor)] = _without_weights(slot.tensor)
+            slot.holder[slot.key] = left[id(slot.tensor)]
+        self._on_host, self._size_bytes = False, None
+        return freed
+
+    def _host_slots(self) -> Iterator[Slot]:
+        return iter(self.placement.host_slots) if self.placement else slots(self.module)
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.label + '/' if self.label else ''}{self.name}, {self.tier}>"
+
+
+@functools.cache
+def _located(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls` with a `device` that is the unit's word, not that of the first parameter, which may be on `meta`."""
+    device = property(lambda module: vars(module)["_runs_on"])
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
+
+
+def _without_weights(tensor: torch.Tensor) -> torch.Tensor:
+    """What stays of a tensor on the disk tier: a parameter's shape, a buffer's values without the block around them."""
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _adopt_tensors(module: nn.Module, source: nn.Module, name: str) -> None:
+    """Make `module` hold the very tensors of `source`."""
+    ours, theirs = dict(module.named_modules()), dict(source.named_modules())
+    for path, owner in theirs.items():
+        target = ours.get(path)
+        if target is None or target._parameters.keys() != owner._parameters.keys():
+            raise ValueError(f"the weights of {name} do not match its config at {path or 'the top'!r}.")
+        target._parameters.update(owner._parameters)
+        target._buffers.update(owner._buffers)
+    module.requires_grad_(False)

@@ -1,0 +1,265 @@
+"""What safetensors files hold, told from their headers: sizes, types, and whether a file is whole.
+
+Pickled weights are refused, by name and by what they begin with. Reading a header costs a few kilobytes whatever the
+size of the file, and what it says is checked: nothing is ever allocated for what a file only claims to hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import read_json
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_WHOLE_NUMBERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# All that the format knows, by the bits of an element.
+_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32,
+    "U64": 64, "C64": 64,
+    **{name: dtype.itemsize * 8 for name, dtype in (_DTYPES | _WHOLE_NUMBERS).items()},
+}  # fmt: skip
+_PICKLES = (".bin", ".ckpt", ".pt", ".pt2", ".pth", ".pkl")
+_PICKLE_STARTS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch's zip archives first
+_MAX_HEADER_BYTES = 16 * 2**20
+_MAX_NUMBERS = 34  # of a tensor: two offsets and its sizes
+_WHOLE_BYTES = 4 * 2**20  # files up to this size are hashed whole
+_SAMPLE_BYTES, _SAMPLES = 64 * 1024, 16
+
+
+Stamp = tuple[int, int]  # bytes of a file, and when it was last written to
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in a file: contiguous, from `offset` bytes after the start of the file.
+
+    `stamp` is the file's when its header was read.
+    """
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stamp: Stamp | None = None
+
+
+def find_weights(folder: Path) -> tuple[list[Path], str | None]:
+    """The safetensors files of one model folder, and their variant ("fp16") if they have no plain name.
+
+    Raises FileNotFoundError when there are none, or when a shard that the index names is not there, and ValueError when
+    there are only pickled ones.
+    """
+    incomplete = ""
+    indexes = {path: _shards(path) for path in folder.glob("*.safetensors.index*.json")}
+    for index, shards in sorted(indexes.items(), key=lambda found: len(found[0].name)):
+        missing = [shard for shard in shards if not shard.is_file()]
+        if not missing:
+            return shards, index.name.split(".safetensors.index")[1].removesuffix(".json").strip(".") or None
+        incomplete = incomplete or f"{missing[0]} is missing: the download is not complete. Download it again."
+    shard_of_many = re.compile(r"-\d{5}-of-\d{5}$")
+    files = [path for path in folder.glob("*.safetensors") if path.is_file()]
+    whole = [path for path in files if not shard_of_many.search(path.stem)]
+    if whole:
+        file = min(whole, key=lambda path: (len(path.name), path.name))
+        return [file], file.stem.partition(".")[2] or None
+    if incomplete:
+        raise FileNotFoundError(incomplete)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        refuse_pickle(path)
+    raise FileNotFoundError(f"no weights in {folder}. Put the model's .safetensors files there.")
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index of weights names: plain names, of safetensors files beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} is not an index of weights. Download it again.")
+    for name in (names := list(weight_map.values())):
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
+            raise ValueError(f"{index} names {str(name)[:80]!r}, which is no file beside it. Download it again.")
+        refuse_pickle(index.with_name(name))
+        if not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name}, which is no safetensors file. Get those of this model.")
+    return sorted({index.with_name(name) for name in names})
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raise ValueError for a file that its name, or what it begins with, says to be a pickle."""
+    is_pickle = path.suffix.lower() in _PICKLES
+    if not is_pickle and path.suffix == ".safetensors" and path.is_file():
+        with path.open("rb") as file:
+            start = file.read(8)
+        # Two bytes may begin a good header too, whose length is below that of a pickle's.
+        is_pickle = start.startswith(_PICKLE_STARTS) and int.from_bytes(start, "little") > _MAX_HEADER_BYTES
+    if is_pickle:
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is read, and is refused. "
+            "Get the safetensors files of this model."
+        )
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file: name -> {"dtype", "shape", "data_offsets"}.
+
+    They fill the rest of the file without gaps. Raises FileNotFoundError, or ValueError if the file is damaged, or
+    shorter than its header says, or something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}. Put it back, or download it again.")
+    stat = path.stat()
+    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
+    refuse_pickle(path)
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file itself. Download the file.")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path} is not a whole safetensors file ({size} bytes). Download it again.")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            header.pop("__metadata__", None)
+            end = _checked_end(header)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} has a damaged header. Download it again.") from error
+    if 8 + length + end > size:
+        raise ValueError(f"{path} is cut short: {size} bytes of {8 + length + end}. Download it again.")
+    if 8 + length + end < size:
+        raise ValueError(f"{path} has {size} bytes where its header names {8 + length + end}. Download it again.")
+    return header
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _checked_end(header: dict[str, Any]) -> int:
+    """Where the last tensor ends. Raises an error of some kind for entries that no writer makes."""
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        (begin, stop), shape = entry["data_offsets"], entry["shape"]
+        numbers = (begin, stop, *shape)
+        if len(numbers) > _MAX_NUMBERS or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise ValueError(f"{name} has no size")
+        if begin != end or (stop - begin) * 8 != prod(shape) * _BITS[entry["dtype"]] or not name.isprintable():
+            raise ValueError(f"{name} contradicts itself")
+        end = stop
+    return end
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """Where every tensor of the files lies, by name; without those of types that torch does not know.
+
+    Raises ValueError if a file is damaged or cut short.
+    """
+    found = {}
+    for path in files:
+        stat, header = path.stat(), read_header(path)
+        start = stat.st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for name, entry in header.items():
+            dtype = (_DTYPES | _WHOLE_NUMBERS).get(entry["dtype"])
+            begin, shape = entry["data_offsets"][0], tuple(entry["shape"])
+            if dtype:
+                found[name] = Stored(path, start + begin, dtype, shape, (stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def check_unchanged(path: Path, stamp: Stamp | None, stat: os.stat_result | None = None) -> None:
+    """Raise ValueError for a file that is another than the one whose stamp that is. `stat` is of the file, if open."""
+    now = stat or path.stat()
+    if stamp not in (None, (now.st_size, now.st_mtime_ns)):
+        raise ValueError(f"{path} was changed since the pipeline was opened. Open the pipeline again.")
+
+
+def stamps_of(files: Iterable[Path]) -> tuple[tuple[Path, Stamp], ...]:
+    """The files, wherever links to them lie, each with its stamp: what tells their content from any other."""
+    found = [(path.resolve(), path.stat()) for path in files]
+    return tuple(sorted((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in found))
+
+
+def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
+    """Whether a file is there, and still the one whose stamp that is."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    return stamp in (None, (stat.st_size, stat.st_mtime_ns))
+
+
+def stored_dtype(files: Iterable[Path]) -> torch.dtype:
+    """The floating type that most bytes of the files are stored in; float32 if they hold none."""
+    counts: Counter[torch.dtype] = Counter()
+    for path in files:
+        for entry in read_header(path).values():
+            if entry["dtype"] in _DTYPES:
+                begin, end = entry["data_offsets"]
+                counts[_DTYPES[entry["dtype"]]] += end - begin
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of the named tensors that the files hold, on the CPU."""
+    from safetensors import safe_open
+
+    wanted, found = set(names), {}
+    for path in files:
+        if here := wanted & read_header(path).keys():
+            with safe_open(path, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in here})
+    return found
+
+
+def file_identity(path: Path) -> str:
+    """A digest that changes when the file does.
+
+    Files of up to 4 MB are read whole; of larger ones the size, the time and 16 places count, the header first.
+    """
+    stat = path.stat()
+    return _file_identity(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _file_identity(path: Path, size: int, mtime_ns: int, ctime_ns: int) -> str:
+    digest = hashlib.sha256(path.name.encode())
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            digest.update(f":{size}:{mtime_ns}:".encode())
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,239 @@
+"""The host's own VAEs, decoding in float32: on a private copy, so that the VAE that others hold stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...memory import striped
+from ...memory.accelerator import Accelerator
+from ...memory.budget import spare_ram_bytes
+from ...memory.errors import is_out_of_memory, release_frames
+from ...memory.host import management as host
+from ...memory.sizes import format_bytes
+from ...pipelines.decoding.decode import CPU_SHARE
+from ...pipelines.decoding.precision import full_float32
+from ...pipelines.sampling.latents import check_finite, check_fit, check_latents
+from .digest import base_tensors
+
+log = logging.getLogger("ballast")
+
+_SHARE = 0.9  # of the free memory that stripes may take
+
+# Of modules: the host's handles on the weights of its dynamic models, which no copy may share or can make.
+_HANDLES = (
+    "_v", "_v_block", "_v_signature", "_v_weight", "_v_bias",
+    "_prefetch", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
+    "dynamic_vbars", "dynamic_pins", "dynamic_patchers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Frames [F,H,W,C] in 0..1, float32 on the CPU, and what it took to make them."""
+
+    images: torch.Tensor
+    summary: str
+
+
+def is_vae(thing: Any) -> bool:
+    """Whether it is a VAE as the host's loaders make them."""
+    return all(hasattr(thing, name) for name in ("first_stage_model", "decode", "process_output"))
+
+
+def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
+    """Pictures or the frames of videos: whole, in exact stripes where that does not fit, in the VAE's own tiles if
+    memory runs out all the same, then on the CPU.
+
+    Neither the copy nor the VAE itself is on the device afterwards, whatever happened. Raises WrongLatentsError for
+    latents of another model.
+    """
+    try:
+        return _decode_native(vae, latents)
+    except Exception as error:
+        if not host.is_interrupt(error) and not is_out_of_memory(error) and isinstance(latents, torch.Tensor):
+            _check_fit(vae, latents, error)
+        raise
+
+
+def _check_fit(vae: Any, latents: torch.Tensor, error: Exception) -> None:
+    """Raise WrongLatentsError where what failed was never of this VAE.
+
+    Asked afterwards: some of the host's VAEs take more than they say, and what works is not to be refused.
+    """
+    takes, dimensions = getattr(vae, "latent_channels", None), getattr(vae, "latent_dim", None)
+    if isinstance(takes, int) and isinstance(dimensions, int):
+        whose = f"this VAE ({type(vae.first_stage_model).__name__})"
+        advice = "Connect the VAE of the model that made them."
+        release_frames(error)
+        check_fit(latents, whose, takes, dimensions + 2, advice)
+
+
+def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
+    if vae.first_stage_model is None:
+        raise ValueError("this VAE has no weights: the checkpoint holds none. Load one with Load VAE.")
+    check_latents(latents)
+    check_finite(latents, "the latents hold")
+    started = time.monotonic()
+    host.evict([vae.patcher])  # of no use here, and its weights are all in place then
+    module = float32_copy(vae.patcher)
+    parts = [latents] if _mixes_pictures(module) else latents.split(1)
+    done: list[torch.Tensor] = []  # which stay when memory runs out in a later one
+    for device in dict.fromkeys((torch.device(vae.device), torch.device("cpu"))):
+        try:
+            with full_float32(), _double_on(device, vae, module) as double:
+                while len(done) < len(parts):
+                    done.append(double.decode(parts[len(done)]).float().cpu())
+        except Exception as error:
+            if device.type == "cpu" or not is_out_of_memory(error):
+                raise
+            release_frames(error)
+            log.warning("Ballast: decoding does not fit, in tiles neither; trying the CPU")
+        else:
+            break
+    images = torch.cat(done)
+    if images.ndim not in (4, 5):
+        raise ValueError(f"this VAE makes {list(images.shape)}, which are no pictures. Use the node for its kind.")
+    name = type(vae.first_stage_model).__name__
+    summary = f"{name} in float32 on {device}, now gone; {time.monotonic() - started:.1f} s"
+    return Decoded(images.flatten(0, -4), summary)
+
+
+def _mixes_pictures(module: nn.Module) -> bool:
+    """Whether the pictures of a batch are frames of one video, as Stable Video Diffusion's VAE takes them."""
+    return any("mix_factor" in name for name, _ in _tensors(module))
+
+
+@contextmanager
+def _double_on(device: torch.device, vae: Any, module: nn.Module) -> Iterator[Any]:
+    double = _double(vae, module, device)
+    try:
+        yield double
+    except BaseException as error:
+        release_frames(error)  # they hold what it was working on
+        gc.collect()
+        raise
+    finally:
+        host.evict([double.patcher])
+
+
+class _Careful:
+    """A VAE's module, whose `decode` goes in stripes where the host's estimate of decoding whole does not fit."""
+
+    def __init__(self, module: nn.Module, device: torch.device, whole_bytes: Callable[[torch.Tensor], float]) -> None:
+        self._module, self._device, self._whole_bytes = module, device, whole_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def decode(self, latents: torch.Tensor, **options: Any) -> torch.Tensor:
+        try:
+            return self._decode(latents, options)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = " ".join(str(error).split())
+            release_frames(error)
+        raise torch.OutOfMemoryError(why)  # in the words that make the host go on in tiles
+
+    def _decode(self, latents: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        decode: Callable[..., torch.Tensor] = self._module.decode  # type: ignore[assignment]
+        on_cpu = self._device.type == "cpu"
+        room = spare_ram_bytes() if on_cpu else Accelerator(self._device).free_bytes()
+        if self._whole_bytes(latents) <= room or "output_buffer" in options:  # which is filled as it decodes
+            try:
+                return decode(latents, **options)
+            except Exception as error:
+                if not is_out_of_memory(error) or "output_buffer" in options:
+                    raise
+                release_frames(error)
+        if any(tensor.device != latents.device for tensor in self._module.parameters()):
+            raise torch.OutOfMemoryError("the weights are not all on the device, where stripes need them")
+        share = CPU_SHARE if on_cpu else _SHARE
+        budget_bytes = max(0, min(int(share * room), room - (host.reserve_bytes(self._device) or 0)))
+        log.info("Ballast: decoding in stripes, in %s", format_bytes(budget_bytes))
+        try:
+            return striped.run(
+                functools.partial(decode, **options),
+                latents,
+                device=latents.device,
+                budget_bytes=budget_bytes,
+                ram_bytes=spare_ram_bytes(),
+                on_stripe=host.throw_if_interrupted,
+            )
+        except Exception as error:
+            if host.is_interrupt(error) or (is_out_of_memory(error) and not on_cpu):
+                raise
+            log.warning("Ballast: decoding in stripes failed (%s)", str(error))
+            release_frames(error)
+        if on_cpu:  # there is nothing left to try but this
+            return decode(latents, **options)
+        raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")
+
+
+def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
+    """The VAE as it is, with another module, all in float32 and its results on the CPU."""
+    from comfy.model_patcher import ModelPatcher
+
+    double = copy.copy(vae)
+    double.first_stage_model, double.vae_dtype, double.size = module, torch.float32, None
+    double.disable_offload = True  # all weights on the device: stripes read them later than the host casts them
+
+    def whole_bytes(z: torch.Tensor) -> float:
+        return vae.memory_used_decode(z.shape, torch.float32)
+
+    double.first_stage_model = _Careful(module, device, whole_bytes)
+    double.device, double.output_device = device, torch.device("cpu")
+    double.vae_output_dtype = lambda: torch.float32
+    double.process_output = _checked(vae.process_output)
+    double.patcher = ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
+    double.patcher.patches = dict(vae.patcher.patches)
+    double.patcher.object_patches = dict(vae.patcher.object_patches)
+    return double
+
+
+def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Look at pixels before they are clamped, which would hide what is infinite."""
+
+    def checked(pixels: torch.Tensor) -> torch.Tensor:
+        check_finite(pixels, "the decoder made")
+        return process(pixels)
+
+    return checked
+
+
+def float32_copy(patcher: Any) -> nn.Module:
+    """The module of a patcher with its unpatched weights, in float32 on the CPU. Nothing is shared with the first."""
+    memo: dict[int, Any] = {}
+    originals = base_tensors(patcher)
+    for name, tensor in _tensors(patcher.model):
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        value = originals[name].detach().to("cpu", dtype, copy=True)
+        memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+    for part in patcher.model.modules():
+        for handle in _HANDLES:
+            value = vars(part).get(handle)
+            if value is not None and not isinstance(value, int | str):  # which may be the very objects that others are
+                memo[id(value)] = handle
+    double = copy.deepcopy(patcher.model, memo)
+    for part in double.modules():
+        for handle in _HANDLES:
+            vars(part).pop(handle, None)
+    from comfy import model_management
+
+    getattr(model_management, "archive_model_dtypes", lambda module: None)(double)
+    return double.requires_grad_(False)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

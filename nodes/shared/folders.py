@@ -1,0 +1,66 @@
+"""Where the host has pipelines and models, by the names that loaders offer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import folder_paths
+
+from ...memory.files import model_roots, read_json
+from ...pipelines.files.recognition import is_newbie_folder, is_pyramid_folder
+
+DEMO = "demo: shapes"
+_DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
+_MAX_DEPTH = 3
+
+
+def find_pipelines() -> dict[str, Path]:
+    """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
+
+    def is_pipeline(path: Path, files: list[str]) -> bool:
+        return "model_index.json" in files or is_newbie_folder(path) or is_pyramid_folder(path)
+
+    return {DEMO: _DEMO_FOLDER} | _folders("diffusers", is_pipeline)
+
+
+def find_llamas() -> dict[str, Path]:
+    """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
+    return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
+
+
+def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
+    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another.
+
+    Links are followed: folders of models often lie on another disk. Where links inside a model may lead, which are a
+    stranger's, `memory.files.check_links` says; it is told of the host's folders here.
+    """
+    kinds = [other for other in folder_paths.folder_names_and_paths if other != "custom_nodes"]
+    roots = [folder_paths.models_dir, *(root for other in kinds for root in folder_paths.get_folder_paths(other))]
+    model_roots.update(Path(root).resolve() for root in roots)
+    found: dict[str, Path] = {}
+    for root in folder_paths.get_folder_paths(kind):
+        for path, folders, files in os.walk(root, followlinks=True):
+            folders.sort()
+            relative = Path(path).relative_to(root)
+            if wanted(Path(path), files):
+                found.setdefault(relative.as_posix(), Path(path))
+                folders.clear()
+            elif len(relative.parts) >= _MAX_DEPTH:
+                folders.clear()
+    return found
+
+
+def _is_llama(config: Path) -> bool:
+    try:
+        return read_json(config).get("model_type") == "llama"
+    except (OSError, ValueError):
+        return False
+
+
+def file_stamp(*paths: Path) -> str:
+    """Changes when one of the files does, or one in the folders. Reads no file."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    stats = [file.stat() for file in files]
+    return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

@@ -1,0 +1,120 @@
+"""The running graph: which of our models its later nodes need, in the order in which they will run.
+
+The host hands every node that asks for it the whole prompt. Nodes whose outputs it has cached are in it too and will
+not run, which cannot be seen from here: what they are thought to need is a hint that costs at most a worse choice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from comfy_api.latest import io
+
+if TYPE_CHECKING:
+    from ...memory.units.unit import ManagedModel
+    from ...pipelines import StagedPipeline
+    from .reference import PipelineReference
+
+Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API format
+
+# By what the graph says of a loader. The host keeps what it made.
+_made: weakref.WeakValueDictionary[str, PipelineReference] = weakref.WeakValueDictionary()
+
+_UNITS: dict[str, Callable[[StagedPipeline], list[ManagedModel]]] = {
+    "BallastTextEncode": lambda pipe: pipe.encoders,
+    "BallastSampler": lambda pipe: pipe.denoisers,
+    "BallastVAEDecode": lambda pipe: [pipe.decoder],
+    "BallastVAEEncode": lambda pipe: [pipe.decoder],
+}
+_PASS_THROUGH = {"BallastFreeVRAM": "value"}
+
+
+def remember(node: type[io.ComfyNode], reference: PipelineReference) -> None:
+    """Note what a loader, which is running, has made."""
+    if node.hidden.prompt and node.hidden.unique_id in node.hidden.prompt:
+        _made[_said(node.hidden.prompt[node.hidden.unique_id])] = reference
+
+
+def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
+    """The units of the running node and of those after it, in order; None where there is no graph."""
+    prompt, here = node.hidden.prompt, node.hidden.unique_id
+    if not prompt or here not in prompt:
+        return None
+    order = execution_order(prompt, _is_output)
+    units: list[ManagedModel] = []
+    for name in order[order.index(here) :]:
+        needs = _UNITS.get(prompt[name].get("class_type", ""))
+        pipe = _pipeline_of(prompt, name) if needs else None
+        units += needs(pipe) if needs and pipe else []
+    return units
+
+
+def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[str]:
+    """Node ids in the order in which the host runs them when nothing is cached. `is_output` is asked class types.
+
+    Of the nodes that could run, it takes an output node first, then one that an output node waits for, then one that
+    such a node waits for, then the one that it met first on its way back from the outputs.
+    """
+    pending = _reached(prompt, [name for name in prompt if is_output(prompt[name].get("class_type", ""))])
+    waits_for = {name: {source for source in _sources(prompt, name) if source in pending} for name in pending}
+    needed_by = {name: [user for user in pending if name in waits_for[user]] for name in pending}
+
+    def distance(name: str) -> int:
+        """Steps to the nearest output node, as far as the host looks."""
+        near = [name]
+        for steps in range(3):
+            if any(is_output(prompt[each].get("class_type", "")) for each in near):
+                return steps
+            near = [user for each in near for user in needed_by[each]]
+        return 3
+
+    order: list[str] = []
+    while pending:
+        ready = [name for name in pending if not waits_for[name] - set(order)]
+        if not ready:
+            break  # a cycle, which the host refuses
+        order.append(min(ready, key=distance))
+        pending.remove(order[-1])
+    return order
+
+
+def _reached(prompt: Prompt, outputs: list[str]) -> list[str]:
+    """The nodes that outputs need, in the order in which the host meets them."""
+    found: dict[str, None] = {}
+    for output in outputs:
+        waiting = [output]
+        while waiting:
+            if (name := waiting.pop()) not in found:
+                found[name] = None
+                waiting += _sources(prompt, name)
+    return list(found)
+
+
+def _sources(prompt: Prompt, name: str) -> list[str]:
+    links = [value for value in prompt[name].get("inputs", {}).values() if isinstance(value, list) and len(value) == 2]
+    return [source for source, _ in links if isinstance(source, str) and source in prompt]
+
+
+def _is_output(class_type: str) -> bool:
+    known = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})  # the host's
+    return class_type not in known or bool(getattr(known[class_type], "OUTPUT_NODE", False))
+
+
+def _pipeline_of(prompt: Prompt, name: str) -> StagedPipeline | None:
+    """The pipeline that a node is given, if it is open by now."""
+    link = prompt[name].get("inputs", {}).get("pipeline")
+    while isinstance(link, list) and link and link[0] in prompt:
+        source = prompt[link[0]]
+        if source.get("class_type") not in _PASS_THROUGH:
+            reference = _made.get(_said(source))
+            return reference.opened() if reference else None
+        link = source.get("inputs", {}).get(_PASS_THROUGH[source["class_type"]])
+    return None
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    return json.dumps([entry.get("class_type"), entry.get("inputs")], sort_keys=True, default=str)

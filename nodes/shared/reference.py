@@ -1,0 +1,177 @@
+"""PipelineReference: what travels between the nodes in place of weights."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import folder_paths
+from comfy_api.latest import io
+
+from ...memory import simulated
+from ...memory.host import management as host
+from ...requirements import complaint
+from .graph import remember
+from .progress import show_text
+
+if TYPE_CHECKING:
+    from ...pipelines import StagedPipeline
+
+log = logging.getLogger("ballast")
+
+PipelineType = io.Custom("BALLAST_PIPELINE")
+ConditioningType = io.Custom("BALLAST_CONDITIONING")
+OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`, by name
+
+_GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
+
+# By the model and the budgets of a reference: a key that was the reference itself would keep its pipeline alive.
+_open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class PipelineReference:
+    """What to load, and with which budget. Small and immutable: the host may cache it for ever.
+
+    The pipeline behind it lives as long as a reference to it does; its weights are the manager's to evict.
+    """
+
+    path: str  # a folder, or the file of a transformer
+    stamp: str  # of the files, so that a changed folder is another pipeline
+    dtype: str
+    vram_bytes: int | None
+    device: str
+    keep: bool
+    family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
+    ram_bytes: int | None = None
+
+    def opened(self) -> StagedPipeline | None:
+        """The pipeline, if it is open."""
+        return _open.get(self._key())
+
+    def open(self) -> StagedPipeline:
+        """The pipeline, with the budgets of this reference; the same one for equal references."""
+        pipe = self.opened()
+        if pipe is None:
+            budgets: dict[str, Any] = {"vram": self.vram_bytes, "ram": self.ram_bytes, "keep": self.keep}
+            same = next((open_pipe for key, open_pipe in list(_open.items()) if key[0] == self._model()), None)
+            if same is not None:
+                pipe = same.within(**budgets)
+            else:
+                from ...pipelines import open_pipeline
+
+                cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
+                options: dict[str, Any] = {"dtype": self.dtype, "cache_dir": cache_dir, **dict(self.family)}
+                pipe = open_pipeline(self.path, self.device, **budgets, **options)
+            _open[self._key()] = pipe
+        object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
+        return pipe
+
+    def _key(self) -> tuple[tuple, tuple]:
+        return self._model(), (self.vram_bytes, self.ram_bytes, self.keep)
+
+    def _model(self) -> tuple:
+        """What settles which model runs, and where. Budgets are those of a run."""
+        return self.path, self.stamp, self.dtype, self.device, self.family
+
+    def __repr__(self) -> str:
+        return f"PipelineReference({Path(self.path).name}, {self.dtype})"
+
+
+def shared_inputs() -> list[io.Input]:
+    """What every loader asks for: budget, type, device."""
+    return [
+        io.Float.Input(
+            "vram_gb",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.1,
+            tooltip="VRAM that Ballast may use, in GB: weights and what they work in. 0 means all that is free, less "
+            "ComfyUI's reserve.",
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=["auto", "bfloat16", "float16", "float32"],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
+            "The VAE always runs in float32.",
+        ),
+        io.Boolean.Input(
+            "keep_loaded",
+            default=True,
+            optional=True,
+            advanced=True,
+            tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
+            "Text encoders and VAE leave when their node is done, unless ComfyUI runs with --highvram or --gpu-only.",
+        ),
+        io.Combo.Input(
+            "device",
+            options=["auto", "cpu", "sim", _GPU_OR_SIM],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
+            "which shows what would happen in VRAM on a machine that has none. gpu or sim is auto where ComfyUI uses a "
+            "GPU, else sim.",
+        ),
+    ]
+
+
+def ram_input() -> io.Input:
+    """What every loader asks for last, since saved graphs know inputs by their order."""
+    return io.Float.Input(
+        "ram_gb",
+        default=0.0,
+        min=0.0,
+        max=4096.0,
+        step=0.5,
+        optional=True,
+        advanced=True,
+        tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit is "
+        "read from disk in every step.",
+    )
+
+
+def make_reference(
+    node: type[io.ComfyNode],
+    path: Path,
+    stamp: str,
+    vram_gb: float,
+    dtype: str,
+    keep_loaded: bool,
+    device: str,
+    family: Mapping[str, str],
+    ram_gb: float,
+) -> PipelineReference:
+    """The reference of a loader's inputs, which the graph's later nodes are known by.
+
+    It is opened, which reads configs only, so that a bad folder fails here.
+    """
+    if told := complaint():
+        raise ImportError(told)
+    own = host.device()
+    if device == _GPU_OR_SIM:
+        device = "auto" if own is not None and own.type != "cpu" else "sim"
+    if device == "sim" and own is not None and own.type != "cpu":
+        # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
+        raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
+    if device == "sim" and (reason := simulated.supported()):
+        told = f"device is sim, but this runs on the CPU: {reason}."
+        log.warning("Ballast: %s", told)
+        show_text(node, told)
+        device = "cpu"
+    on = str(own or "auto") if device == "auto" else device
+    vram_bytes = int(vram_gb * 2**30) or None
+    ram_bytes = int(ram_gb * 2**30) or None
+    parts = tuple(family.items())
+    reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, parts, ram_bytes)
+    reference.open()
+    remember(node, reference)
+    return reference

@@ -1,0 +1,113 @@
+"""What surrounds a stage that runs in a node: the graph's order for the manager, words and a bar for the page."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import comfy.utils
+from comfy_api.latest import io
+from comfy_execution.utils import get_executing_context
+
+from ...memory.host import management as host
+from ...memory.sizes import format_bytes
+from .graph import coming_units
+from .progress import clear_failure, show_failure, show_text
+
+if TYPE_CHECKING:
+    from ...memory.timeline import Event
+    from ...memory.units.unit import ManagedModel
+    from ...pipelines import StagedPipeline
+
+_SECONDS = 0.25  # between two texts: people read them
+_LONGEST = 500  # characters of an error
+_NEWS = ("read", "place", "compile")  # that is shown at once
+
+
+def told(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """A node's `execute` that shows in the node why it failed, in the place of what it said before."""
+
+    @functools.wraps(execute)
+    def run(node: type[io.ComfyNode], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = execute(node, *args, **kwargs)
+        except BaseException as error:
+            line = " ".join(str(error).split()) or type(error).__name__
+            show_failure(node, "stopped" if host.is_interrupt(error) else f"failed: {line[:_LONGEST]}")
+            raise
+        clear_failure(node)
+        return result
+
+    return run
+
+
+@contextmanager
+def running(
+    node: type[io.ComfyNode], pipe: StagedPipeline, doing: str, idle: str = "", notes: Sequence[str] = ()
+) -> Iterator[list[str]]:
+    """For the time of a stage the manager knows what comes after it, and the node shows what it does.
+
+    Afterwards the node shows the notes, with those that the block added to what it was given, and what the stage took,
+    or `idle` where none ran.
+    """
+    said = list(notes)
+    manager = pipe.manager
+    stages = manager.timeline.stages
+    before = stages[-1] if stages else None
+    manager.schedule(coming_units(node))
+    manager.timeline.run = prompt_id()
+    try:
+        with manager.timeline.watched(_Page(node, pipe, doing)):
+            yield said
+    finally:
+        manager.schedule(None)
+    took = stages[-1].summary() if stages and stages[-1] is not before else idle
+    if took or said:
+        show_text(node, "\n".join(filter(None, [*said, took])))  # what is to be done is seen first, in a small node
+
+
+def prompt_id() -> str:
+    """The prompt that is running now, as the host names it."""
+    context = get_executing_context()
+    return context.prompt_id if context else ""
+
+
+class _Page:
+    """Shows each event of a stage in the node, as far as it can be read, and what is read from disk as a bar."""
+
+    def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, doing: str) -> None:
+        self._node, self._pipe, self._doing = node, pipe, doing
+        self._shown, self._at = "", 0.0
+        self._bar: comfy.utils.ProgressBar | None = None
+
+    def __call__(self, event: Event, unit: ManagedModel) -> None:
+        if event.kind == "read":
+            self._bar = comfy.utils.ProgressBar(max(1, event.bytes), node_id=self._node.hidden.unique_id)
+        elif event.kind in ("reading", "load") and self._bar:
+            self._bar.update_absolute(event.bytes)
+        words = describe(self._pipe, event, unit, self._doing)
+        now = time.monotonic()
+        if words and words != self._shown and (event.kind in _NEWS or now - self._at >= _SECONDS):
+            self._shown, self._at = words, now
+            show_text(self._node, words)
+
+
+def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
+    """Such as "Llama 3.1 8B: encoding, streamed, 8 of 32 blocks stay, 5.20 of 8.00 GB"; nothing for what leaves."""
+    title = pipe.titles.get(unit.name, unit.name)
+    if event.kind == "read":
+        return f"{title}: reading {format_bytes(event.bytes)}"
+    if event.kind == "reading":
+        return f"{title}: reading, {format_bytes(event.bytes)} of {format_bytes(unit.size_bytes)}"
+    if event.kind == "compile":
+        return f"{title}: compiling"
+    if event.kind not in ("place", "call", "ran", "compiled") or unit.placement is None:
+        return ""
+    how = unit.placement.describe()
+    if not unit.placement.on_device:
+        return f"{title}: {doing}, on the CPU"
+    budget = format_bytes(pipe.manager.budget.device_bytes)
+    return f"{title}: {doing}, {how}, {format_bytes(event.allocated_bytes)} of {budget}"

@@ -1,0 +1,259 @@
+"""Running a VAE in float32, in the way that fits: whole, in exact stripes, in blended tiles, on the CPU.
+
+`torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so)
+and so are the latents.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...memory import striped
+from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.host import management as host
+from ...memory.host.flags import host_flags
+from ...memory.manager import MemoryManager
+from ...memory.planning.forecast import Forecast, UnitForecast
+from ...memory.planning.rates import Rates
+from ...memory.probe import rates
+from ...memory.striped import StripedForecast
+from ...memory.units.unit import ManagedModel
+from ..encoding.conditioning import to_host
+from .policy import Way, WayName, choose, less
+from .precision import full_float32
+
+log = logging.getLogger("ballast")
+
+_TILE_PIXELS = 512
+CPU_SHARE = 1 / 8  # of spare RAM, for stripes on the CPU to work in; their maps lie in the rest
+
+
+# `call(module, tensor, device, way)`: what is run, of a tensor on the CPU or the device, or one in stripes.
+Call = Callable[[torch.nn.Module, torch.Tensor, torch.device, WayName], torch.Tensor]
+
+
+class Takes(Protocol):
+    """What each way takes for some tensor, found out when asked for; None where it cannot be."""
+
+    def whole(self, tensor: torch.Tensor) -> Forecast | None: ...
+
+    def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None: ...
+
+    def tiles(self, tensor: torch.Tensor) -> Forecast | None: ...
+
+
+@dataclass
+class VaeRun:
+    """Runs a VAE on pictures or latents, [B,...] on the CPU, in the way that fits `room_bytes` on the device.
+
+    `takes` is None where nothing is known beforehand. `stage` has the manager's own: `alone`, `vram`, `ram`. With
+    `splits` a batch may be run one by one.
+    """
+
+    name: str
+    manager: MemoryManager
+    vae: ManagedModel
+    call: Call
+    stage: dict[str, Any]
+    room_bytes: int
+    takes: Takes | None = None
+    splits: bool = True
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result for all, float32 on the CPU. Those of a batch that are done are kept when memory runs out."""
+        way = self.choose(tensor)
+        if self.splits and len(tensor) > 1 and way.name != "whole":
+            done, way = [], self.choose(tensor[:1])
+            for one in tensor.split(1):
+                made, way = self._step_down(one, way)
+                done.append(made)
+            return torch.cat(done)
+        return self._step_down(tensor, way)[0]
+
+    def choose(self, tensor: torch.Tensor, ram_bytes: int | None = None, speed: Rates | None = None) -> Way:
+        """The way that is tried first, with `ram_bytes` for feature maps; by default what could be had."""
+        if host_flags().vae_on_cpu:
+            return Way("cpu")
+        if self.takes is None:
+            return Way("whole")
+        room = max(0, self.manager.ram_room() - self.vae.size_bytes) if ram_bytes is None else ram_bytes
+        return choose(self._ways(self.takes, tensor, speed), self.room_bytes, room)
+
+    def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
+        """The ways with what they take; those after one that is chosen at once are not rehearsed."""
+        weights = self.vae.size_bytes
+        whole = takes.whole(tensor)
+        yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
+        speed = speed or rates(self.manager.device)
+        if (found := takes.stripes(tensor, self._striped_bytes(1.0))) is not None:
+            yield Way("stripes", weights + found.peak_bytes, found.host_peak_bytes, found.seconds(speed))
+        if (tiles := takes.tiles(tensor)) is not None:
+            work = tiles.units[self.vae.name]
+            yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
+        yield Way("cpu")
+
+    def _striped_bytes(self, share: float) -> int:
+        return max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+
+    def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
+        """RAM that a way takes beside weights, as far as that is known."""
+        if way.name == "cpu" and self.takes and (whole := self.takes.whole(tensor)):
+            return whole.units[self.vae.name].peak_bytes
+        if way.name == "stripes" and not way.ram_bytes and self.takes:  # stepped down to
+            found = self.takes.stripes(tensor, self._striped_bytes(way.share))
+            return found.host_peak_bytes if found else 0
+        return way.ram_bytes
+
+    def _step_down(self, tensor: torch.Tensor, way: Way) -> tuple[torch.Tensor, Way]:
+        while True:
+            try:
+                return self._run(tensor, way), way
+            except Exception as error:
+                short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
+                # Not every module's code can run in stripes.
+                lower = less(way) if short or way.name != "stripes" else Way("tiles")
+                if lower is None or host.is_interrupt(error) or not (short or way.name == "stripes"):
+                    raise
+                release_frames(error)
+                self.manager.make_room()
+                if short:
+                    log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
+                else:
+                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, str(error), lower.words)
+                way = lower
+
+    def _run(self, tensor: torch.Tensor, way: Way) -> torch.Tensor:
+        manager, budget = self.manager, self._striped_bytes(way.share)
+        forecast = None
+        if way.name == "whole" and self.takes is not None:
+            forecast = self.takes.whole(tensor)
+        elif way.name == "stripes":
+            forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
+        ram = self._ram_bytes(tensor, way)
+        strategy = "cpu" if way.name == "cpu" else "auto"
+        work = (self.name, tuple(tensor.shape), way.name)
+        with (
+            manager.stage(self.name, [self.vae], work=work, forecast=forecast, **self.stage),
+            manager.use(self.vae, strategy, alone=self.stage["alone"]) as module,
+        ):
+            device = manager.execution_device(strategy)
+            run = functools.partial(_call, self.call, module, device, way.name)
+            room = manager.make_ram_room(ram)
+            with full_float32():
+                if way.name == "stripes":
+                    made = _in_stripes(run, tensor, device, budget, room)
+                elif way.name == "cpu" and ram > room:
+                    made = _sparingly(run, tensor, room)
+                else:
+                    made = run(tensor)
+                return to_host(made.float())
+
+
+def _sparingly(run: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, ram_bytes: int) -> torch.Tensor:
+    """On the CPU in stripes, which take less RAM than the whole does; whole all the same if that fails."""
+    try:
+        return _in_stripes(run, tensor, torch.device("cpu"), int(CPU_SHARE * ram_bytes), ram_bytes)
+    except Exception as error:
+        if host.is_interrupt(error):
+            raise
+        log.warning("Ballast: on the CPU in stripes failed (%s); trying whole", str(error))
+        release_frames(error)
+    return run(tensor)
+
+
+def _in_stripes(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    device: torch.device,
+    budget_bytes: int,
+    ram_bytes: int,
+) -> torch.Tensor:
+    return striped.run(
+        run,
+        tensor.float(),
+        device=device,
+        budget_bytes=budget_bytes,
+        ram_bytes=ram_bytes,
+        on_stripe=host.throw_if_interrupted,
+    )
+
+
+def _call(
+    call: Call,
+    module: torch.nn.Module,
+    device: torch.device,
+    way: WayName,
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    _set_tiling(module, way == "tiles")
+    try:
+        return call(module, tensor, device, way)
+    finally:
+        _set_tiling(module, False)
+
+
+def run_decoder(
+    module: torch.nn.Module, latents: torch.Tensor, device: torch.device, arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Pixels of latents, by a VAE that is in place on a device."""
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
+    return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
+
+
+def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.device, way: WayName) -> torch.Tensor:
+    """Latents of pixels in -1..1: the mean of what the VAE says, so that the same picture gives the same latents."""
+    encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
+    found = encode(pixels.to(device, torch.float32))
+    return getattr(found, "latent_dist", found).mode()
+
+
+def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
+    """Switch a diffusers VAE's own tiling, where it has one, with tiles of at most 512 pixels."""
+    if not tiled:
+        if callable(disable := getattr(module, "disable_tiling", None)):
+            disable()
+        return
+    if not callable(enable := getattr(module, "enable_tiling", None)):
+        return
+    enable()
+    if "tile_sample_min_height" in inspect.signature(enable).parameters:
+        return  # the video VAEs' own tiles are 256 pixels or so
+    sample = getattr(module, "tile_sample_min_size", 0)
+    latent = getattr(module, "tile_latent_min_size", 0)
+    if sample > _TILE_PIXELS and latent:
+        module.tile_sample_min_size = _TILE_PIXELS  # type: ignore[assignment]
+        module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
+
+
+def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = False) -> torch.Tensor:
+    """The latents of one tile, or its pixels; all of them where the VAE knows no tiles."""
+    _set_tiling(module, True)
+    ratio = getattr(module, "spatial_compression_ratio", 8)
+    sides = []
+    for at, name in ((-2, "tile_sample_min_height"), (-1, "tile_sample_min_width")):
+        side = _tile_pixels(vars(module), name, ratio)
+        sides.append((side if pixels else side // ratio) or tensor.shape[at])
+    return tensor[..., : sides[0], : sides[1]]
+
+
+def _tile_pixels(facts: Mapping[str, Any], name: str, ratio: int) -> int:
+    """The side of a VAE's tiles, in the names that its kind has for it; 0 where it has none."""
+    if facts.get("tile_latent_min_size"):  # pictures, whose tiles are square
+        return facts["tile_latent_min_size"] * ratio
+    return facts.get(name, 0)
+
+
+def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:
+    """[B,3,H,W] or [B,3,F,H,W] in -1..1 -> [B,H,W,3], or [B,F,H,W,3] for a video, in 0..1."""
+    images = (pixels / 2 + 0.5).clamp(0, 1)
+    if images.ndim == 5:
+        return images.permute(0, 2, 3, 4, 1).contiguous() if video else images[:, :, 0].permute(0, 2, 3, 1).contiguous()
+    return images.permute(0, 2, 3, 1).contiguous()

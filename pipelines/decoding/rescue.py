@@ -1,0 +1,85 @@
+"""A latent is never lost: if decoding fails for good, it is in a file that ComfyUI's Load Latent opens."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..encoding.conditioning import to_host
+from ..sampling.latents import WrongLatentsError, check_finite, check_latents
+
+log = logging.getLogger("ballast")
+
+
+class DecodeError(RuntimeError):
+    """Decoding failed, and the latent is saved. The message says why, names the file, and what to do with it."""
+
+    __module__ = "ballast"  # see `DoesNotFitError`
+
+
+def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write latents in the format of ComfyUI's Save Latent, whole or not at all. OSError if the disk says no."""
+    from safetensors.torch import save
+
+    from ...memory.files import replace_file
+
+    # An empty tensor of this name says that they are not scaled.
+    tensors = {"latent_tensor": latents.detach().cpu().contiguous(), "latent_format_version_0": torch.tensor([])}
+    replace_file(path, save(tensors, dict(metadata or {})))
+
+
+def load_latents(path: Path) -> torch.Tensor:
+    """Latents that `save_latents` or ComfyUI's Save Latent wrote, as they are decoded. ValueError for another file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            if "latent_format_version_0" not in file.keys():  # noqa: SIM118
+                raise ValueError(f"{path} holds no latent of ComfyUI's format.")
+            latents = to_host(file.get_tensor("latent_tensor"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no latent, or damaged ({error}).") from error
+    check_latents(latents)
+    return latents
+
+
+@contextmanager
+def rescued(
+    latents: torch.Tensor,
+    folder: Path,
+    name: str,
+    metadata: Mapping[str, str],
+    advice: str,
+    is_interrupt: Callable[[BaseException], bool] = lambda error: False,
+) -> Iterator[None]:
+    """If the block, which decodes `latents`, fails, save them as `name`_00001_.latent, or a higher number, in `folder`.
+
+    Raises DecodeError then. What is no latent is not saved, nor that of another model, which a wrong wire brought here;
+    and interrupts are none of a failure's business.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_interrupt(error) or isinstance(error, WrongLatentsError) or not _worth_keeping(latents):
+            raise
+        path = next(p for n in itertools.count(1) if not (p := folder / f"{name}_{n:05}_.latent").exists())
+        try:
+            save_latents(latents, path, metadata)
+        except OSError as refused:
+            log.error("Ballast: the latent cannot be saved in %s: %s", folder, refused)
+            raise error from None
+        raise DecodeError(f"{error} The latent is not lost: it is in {path}. {advice}") from error
+
+
+def _worth_keeping(latents: object) -> bool:
+    try:
+        check_latents(latents)
+        check_finite(latents, "")  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""Building the structure of a module from a stranger's config: on `meta`, and never larger than its files can fill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...memory.files import one_line
+from ...memory.units.weights import read_header
+
+_CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
+_SMALL = 2**22  # elements; two of that size make no more than a GB or so of anything
+_aten = torch.ops.aten
+_INITIALIZES = frozenset(
+    overload
+    for packet in (_aten.normal_, _aten.uniform_, _aten.fill_, _aten.zero_, _aten.erfinv_, _aten.clamp_)
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+_TABLES_BYTES = 2 * 2**30  # the largest table that a model makes for itself has 1.8 GB
+
+
+@contextmanager
+def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
+    """What is built within has its parameters on `meta`, buffers and plain tensors real.
+
+    ValueError, in one line that names `where`, for whatever goes wrong, and for a config of absurd sizes: more layers
+    than the files have weights for, or tensors that are larger than all of them, none of which is ever allocated.
+    """
+    from accelerate import init_empty_weights
+
+    entries = [entry for path in files for entry in read_header(path).values()]
+    elements = sum(math.prod(entry["shape"]) for entry in entries)
+    limits = _Limits(_CALLS + _CALLS_PER_TENSOR * len(entries), max(_TABLES_BYTES, 8 * elements))
+    with one_line(where, f"built as {name}"), init_empty_weights(include_buffers=False), limits:
+        yield
+
+
+class _Limits(TorchDispatchMode):
+    """Counts what torch is asked to do, and looks at the size of each large result before it is made."""
+
+    def __init__(self, calls: int, most_bytes: int) -> None:
+        super().__init__()
+        self.calls, self.most_bytes = calls, most_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.calls -= 1
+        if self.calls < 0:
+            raise ValueError("its config asks for many more layers than there are weights")
+        if func in _INITIALIZES and args[0].is_meta:
+            return args[0]  # of no value, and torch takes its time
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if "device" in kwargs or any(tensor.numel() > _SMALL for tensor in given):
+            self._check(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
+        args, on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, on_meta))
+        try:
+            made = func(*args, **on_meta)
+        except NotImplementedError:  # what looks at values, or only moves them
+            return
+        if any(value.nbytes > self.most_bytes for value in tree_leaves(made) if isinstance(value, torch.Tensor)):
+            raise ValueError("its config asks for tensors larger than all of its weights")

@@ -1,0 +1,246 @@
+"""The components of a diffusers folder: which classes, which files, how each becomes a module. Reads configs only."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...memory.files import check_links, one_line, read_json
+from ...memory.units.unit import ManagedModel, Role
+from ...memory.units.weights import (
+    Stored,
+    check_unchanged,
+    file_identity,
+    find_weights,
+    read_header,
+    read_tensors,
+    stamps_of,
+    stored_dtype,
+    stored_tensors,
+)
+from .building import on_meta
+from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
+
+_LONGEST_TEXT = 2**24  # tokens
+_ENDLESS = int(1e30)  # transformers' own word for a tokenizer without a limit
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The type that a word means; None for "auto", which keeps the type that the files are stored in."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}. Use auto, {', '.join(DTYPES)}.")
+    return DTYPES.get(dtype)
+
+
+def check_runs(dtype: torch.dtype, where: Path) -> None:
+    """Raise ValueError for a type that weights are stored in and that nothing runs in."""
+    if dtype not in DTYPES.values():
+        raise ValueError(f"{where} is stored in {dtype}; give a dtype to run in, such as 'bf16'.")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One entry of `model_index.json`. `dtype` None means the type that the files are stored in."""
+
+    name: str
+    folder: Path
+    cls: type
+    dtype: torch.dtype | None = None
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it has weights; tokenizers, schedulers and the like have not."""
+        return issubclass(self.cls, nn.Module)
+
+    @property
+    def role(self) -> Role:
+        for prefix, role in (("text_encoder", "text_encoder"), ("transformer", "transformer"), ("unet", "transformer")):
+            if self.name.startswith(prefix):
+                return role  # type: ignore[return-value]
+        return "vae" if self.name == "vae" else "other"
+
+    @cached_property
+    def files(self) -> tuple[list[Path], str | None]:
+        """The weight files, checked to be whole, and their variant."""
+        found = find_weights(self.folder)
+        for path in found[0]:
+            read_header(path)
+        return found
+
+    @cached_property
+    def run_dtype(self) -> torch.dtype:
+        """The type that the weights run in."""
+        return self.dtype or stored_dtype(self.files[0])
+
+    def identity(self) -> list[str]:
+        """Digests of the files that the component is made of, for cache keys."""
+        if self.is_module:
+            return [file_identity(path) for path in (self.folder / "config.json", *self.files[0])]
+        return [file_identity(path) for path in files_beside_weights(self.folder)]
+
+    def create(self) -> Any:
+        """A component without weights: a tokenizer, a scheduler."""
+        # Of classes that choose others by what a folder says, which may then ask to run code of its own.
+        strict = {"trust_remote_code": False} if self.cls.__name__.startswith("Auto") else {}
+        with one_line(self.folder, f"read as {self.cls.__name__}"):
+            made = self.cls.from_pretrained(self.folder, local_files_only=True, **strict)  # type: ignore[attr-defined]
+        if getattr(made, "model_max_length", 0) > _LONGEST_TEXT:
+            made.model_max_length = _ENDLESS  # some pipelines fill up to there
+        return made
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Says which model it is: what its files are, and how they are run."""
+        config = file_identity(self.folder / "config.json")
+        return self.name, self.cls, self.run_dtype, config, stamps_of(self.files[0])
+
+    def unit(self, label: str) -> ManagedModel:
+        """The component as a managed model; nothing is loaded yet."""
+        places = self.stored  # now: a file that is changed later is another model's
+        return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: places)
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """Where the weights lie, by the names that the module may have for them."""
+        found = stored_tensors(self.files[0])
+        # Saved with a head, or by another class: LlamaForCausalLM has all that LlamaModel has under `model.`.
+        prefix = f"{getattr(self.cls, 'base_model_prefix', '')}."
+        return {name.removeprefix(prefix): at for name, at in found.items()} | found
+
+    def _build(self) -> nn.Module:
+        """The module's structure: parameters on `meta`, buffers and plain tensors real."""
+        from transformers import PreTrainedModel
+
+        with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
+            if issubclass(self.cls, PreTrainedModel):
+                config = self.cls.config_class.from_pretrained(self.folder)  # type: ignore[union-attr]
+                module = self.cls._from_config(config, dtype=self.run_dtype)
+            else:
+                module = self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined]
+        keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+            # transformers keeps these for float16 only, and has another list for both.
+            keep = keep if self.run_dtype == torch.float16 else set()
+            keep |= set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                fp32 = not keep.isdisjoint(name.split("."))
+                parameter.data = parameter.data.to(torch.float32 if fp32 else self.run_dtype)
+        stored = read_tensors(self.files[0], [name for name, _ in module.named_buffers()])
+        for name, value in stored.items():
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._buffers[key] = value.to(self.run_dtype) if value.is_floating_point() else value
+        return module.requires_grad_(False)
+
+    def _read(self) -> nn.Module:
+        from transformers import PreTrainedModel
+
+        for place in self.stored.values():
+            check_unchanged(place.path, place.stamp)
+        self._check_shapes()
+        dtype_argument = "dtype" if issubclass(self.cls, PreTrainedModel) else "torch_dtype"
+        with one_line(self.folder, f"read as {self.cls.__name__}"):
+            module, info = self.cls.from_pretrained(  # type: ignore[attr-defined]
+                self.folder,
+                local_files_only=True,
+                use_safetensors=True,
+                variant=self.files[1],
+                output_loading_info=True,
+                **{dtype_argument: self.run_dtype},
+            )
+        parameters = dict(module.named_parameters())
+        if missing := sorted(name for name in info["missing_keys"] if name in parameters):
+            raise ValueError(
+                f"{self.folder} lacks {len(missing)} weights of {self.cls.__name__}, such as {missing[0]}. "
+                "Download it again, or check that the folder holds this model."
+            )
+        return module
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError for weights of other shapes than the config says, which the libraries report at length."""
+        stored = self.stored
+        for name, parameter in self._build().named_parameters():
+            if name in stored and stored[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{stored[name].path} does not fit its config.json: {name} is {list(stored[name].shape)} and not "
+                    f"{list(parameter.shape)}. Download both again."
+                )
+
+
+def read_model_index(folder: Path) -> dict[str, Any]:
+    """`model_index.json` of a diffusers folder."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        where = "is not a folder" if not folder.is_dir() else "has no model_index.json"
+        raise FileNotFoundError(f"{folder} {where}. Give the folder of a diffusers pipeline.")
+    check_links([index], folder)
+    content = read_json(index)
+    if not isinstance(content.get("_class_name"), str):
+        raise ValueError(f"{index} names no pipeline class (_class_name). Download it again.")
+    return content
+
+
+def pipeline_class(name: str) -> type:
+    """The diffusers pipeline class of that name."""
+    import diffusers
+
+    found = named_class(diffusers, name)
+    if not (found and issubclass(found, diffusers.DiffusionPipeline)):
+        raise ValueError(
+            f"unknown pipeline class {name!r}: diffusers {diffusers.__version__} has none of that name. "
+            "A newer diffusers may."
+        )
+    return found
+
+
+def read_components(
+    folder: Path, index: dict[str, Any], dtype: torch.dtype | None, elsewhere: Mapping[str, Path] | None = None
+) -> dict[str, Component]:
+    """The components that a folder's index names, each with its class and its files found.
+
+    They lie in folders of their names, or `elsewhere`.
+    """
+    found = {}
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list) or len(entry) != 2 or None in entry:
+            continue
+        if not name.isidentifier():
+            raise ValueError(f"{folder / 'model_index.json'} names a component {name!r}, which is no folder name.")
+        path = (elsewhere or {}).get(name, folder / name)
+        if not path.is_dir():
+            raise FileNotFoundError(f"{folder} has no {name}/, which its model_index.json names. Download it again.")
+        # The decoder always runs in float32: half precision turns pictures black.
+        run_dtype = torch.float32 if name == "vae" else dtype
+        component = Component(name, path, component_class(*entry), run_dtype)
+        model = path if name in (elsewhere or {}) else folder
+        if component.is_module:
+            component.config.update(read_config(path, model))
+            if "quantization_config" in component.config:
+                raise ValueError(
+                    f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
+                    "Get the plain ones."
+                )
+            check_runs(component.run_dtype, path)
+        else:
+            check_settings(path, model)
+        found[name] = component
+    return found

@@ -1,0 +1,82 @@
+"""Which class runs a pipeline, and opening one."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..memory.units.weights import refuse_pickle
+from .encoding.embedding_cache import shared_cache
+from .families.hidream import HiDreamPipeline
+from .families.newbie import NewbiePipeline
+from .families.newbie.layouts import is_newbie
+from .families.pyramid_flow import PyramidFlowPipeline
+from .families.pyramid_flow.layouts import is_pyramid
+from .files.components import read_model_index
+from .generic import GenericPipeline
+from .staged import StagedPipeline
+
+# Pipelines with quirks of their own; every other one takes the generic path.
+FAMILIES: dict[str, type[StagedPipeline]] = {
+    "HiDreamImagePipeline": HiDreamPipeline,
+    "NewbiePipeline": NewbiePipeline,
+    "PyramidFlow": PyramidFlowPipeline,
+}
+_COMMON = ("folder", "dtype", "shared")  # arguments of every family's class
+
+
+def open_pipeline(
+    path: str | Path,
+    device: str | torch.device = "auto",
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    *,
+    keep: bool = False,
+    cache_dir: str | Path | None = None,
+    **family: Any,
+) -> StagedPipeline:
+    """Open a diffusers pipeline folder, or NewBie's. Reads configs and file headers, no weights.
+
+    `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
+    in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
+    `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
+    `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
+    file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
+    transformer, the file `vae` and the folder `text`.
+    Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
+    """
+    folder = Path(path).expanduser()
+    name = _family(folder)
+    cls: Any = FAMILIES.get(name, GenericPipeline)
+    known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
+    if unknown := sorted(family.keys() - set(known)):
+        raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
+    cache = shared_cache(Path(cache_dir) if cache_dir else None)
+    try:
+        return cls(folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **family)
+    except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
+        # Of code that took a config for whole.
+        raise ValueError(
+            f"{folder} cannot be opened: its configs lack something, or contradict each other "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}). Download them again."
+        ) from error
+
+
+def _family(path: Path) -> str:
+    if is_newbie(path):
+        return "NewbiePipeline"
+    if is_pyramid(path):
+        return "PyramidFlow"
+    if path.is_file():
+        refuse_pickle(path)
+        raise ValueError(
+            f"{path} holds no transformer of NewBie or of Pyramid-Flow. Give that, or a pipeline's folder."
+        )
+    return read_model_index(path)["_class_name"]
+
+
+__all__ = ["StagedPipeline", "open_pipeline"]

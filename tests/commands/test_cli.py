@@ -1,0 +1,95 @@
+"""The command line, on the bundled model and on tiny pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ballast.commands.main
+import numpy as np
+import pytest
+from ballast.memory import simulated
+from PIL import Image
+
+Folders = Callable[[str], Path]
+
+needs_sim = pytest.mark.skipif(simulated.supported() is not None, reason=str(simulated.supported()))
+
+
+@needs_sim
+def test_demo_draws_a_picture_and_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out, timeline = tmp_path / "demo.png", tmp_path / "timeline.png"
+    for _ in range(2):
+        status = ballast.commands.main.main(
+            ["demo", "--device", "sim", "--vram", "64MB", "--out", str(out), "--timeline", str(timeline)]
+        )
+        assert status == 0
+    table, bars = capsys.readouterr()
+    for word in ("encode", "sample", "decode", "text_encoder", "transformer", "vae", "peak", "bytes in", "seconds"):
+        assert word in table
+    for unit in ("text_encoder", "transformer", "vae"):
+        assert f"read {unit}:" in bars
+    picture = np.asarray(Image.open(out).convert("RGB")).astype(int)
+    red, _, blue = np.moveaxis(picture, -1, 0)
+    assert (red > blue)[:, : picture.shape[1] // 2].sum() > 4 * (red > blue)[:, picture.shape[1] // 2 :].sum()
+    assert Image.open(timeline).size == (1200, 480)
+    assert simulated.stats().allocated_bytes == 0
+
+
+@needs_sim
+def test_generate_below_the_size_of_the_model(
+    tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder, out = tiny_folders("hidream"), tmp_path / "boat.png"
+    arguments = ["generate", "--model", str(folder), "--prompt", "a boat", "--width", "48", "--height", "32"]
+    arguments += ["--steps", "2", "--guidance", "4", "--device", "sim", "--vram", "4.2MB", "--out", str(out)]
+    assert ballast.commands.main.main(arguments) == 0
+    assert "leafwise" in capsys.readouterr().out
+    assert Image.open(out).size == (48, 32)
+
+
+def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: Path) -> None:
+    shared = ["generate", "--model", str(tiny_folders("wan")), "--prompt", "a boat", "--width", "48", "--height", "32"]
+    shared += ["--frames", "9", "--steps", "2", "--guidance", "4", "--device", "cpu"]
+    assert ballast.commands.main.main([*shared, "--out", str(tmp_path / "boat.webp")]) == 0
+    assert Image.open(tmp_path / "boat.webp").n_frames == 9  # type: ignore[attr-defined]
+    assert ballast.commands.main.main([*shared, "--out", str(tmp_path / "frames" / "boat.png")]) == 0
+    assert len(list((tmp_path / "frames").iterdir())) == 9
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture) -> None:
+    assert ballast.commands.main.main(["generate", "--prompt", "a boat", "--model", "nowhere", "--out", "x.png"]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "nowhere is not a folder" in said
+    assert "\n" not in said
+
+
+def test_output_of_unknown_kind_is_refused_before_anything_runs(
+    tiny_folders: Folders, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["generate", "--prompt", "a boat", "--model", str(tiny_folders("lumina2")), "--out", "boat.mov"]
+    assert ballast.commands.main.main(arguments) == 1
+    assert "boat.mov" in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture) -> None:
+    status = ballast.commands.main.main(["doctor"])
+    said = capsys.readouterr().out
+    for word in ("torch", "device", "RAM", "pinning", "diffusers", "transformers", "ComfyUI", "cache"):
+        assert word in said
+    assert status == (1 if "MISS" in said else 0)
+
+
+def test_doctor_reads_the_contract_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ballast.commands.doctor import examine
+
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "9.9.9"\n')
+    source = "class LoadedModel:\n    def go(self):\n        return self.model.model_size() + self.model.brand_new(1)\n"
+    (tmp_path / "comfy" / "model_management.py").write_text(source)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    (finding,) = [finding for finding in examine() if finding.what == "ComfyUI"]
+    assert not finding.ok
+    assert "9.9.9" in finding.detail
+    assert "brand_new" in finding.detail
+    assert "model_size" not in finding.detail

@@ -1,0 +1,247 @@
+"""What a machine can do: measured when asked, once, and remembered; pinned memory within the host's account."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from ballast.memory import files, probe
+from ballast.memory.planning.rates import ASSUMED, Rates
+from ballast.memory.units import hostbuffer, reader
+from ballast.memory.units.weights import stored_tensors
+from safetensors.torch import save_file
+
+CUDA = torch.device("cuda:0")
+FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12}
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(hostbuffer, "_left_paged", set())
+    yield
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A pretend card; the list tells how often it was measured."""
+    measured: list[torch.device] = []
+
+    def measure(device: torch.device) -> dict[str, float]:
+        measured.append(device)
+        return dict(FOUND)
+
+    monkeypatch.setattr(probe, "_measure", measure)
+    monkeypatch.setattr(probe, "Accelerator", lambda device: SimpleNamespace(name="A card", empty_cache=lambda: None))
+    return measured
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_known", {})
+
+
+def test_simulated_card_is_as_fast_as_it_was_made(sim: ModuleType) -> None:
+    sim.enable(total="1GB", h2d_gbps=12, tflops=3)
+    assert probe.rates(torch.device("sim:0")) == Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated")
+    sim.enable(total="1GB")
+    assert probe.rates(torch.device("sim:0")).operations_per_second == math.inf
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
+    assert probe.rates(torch.device(kind)) == ASSUMED
+
+
+def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured")
+    assert probe.rates(CUDA) == probe.rates(CUDA) == expected
+    another_process(monkeypatch)
+    assert probe.rates(CUDA) == expected
+    assert len(card) == 1
+    assert (files.cache_home() / "rates.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"x": 1}', "\x00", '{"KEY": 3}', '{"KEY": {"pinned": "fast"}}', "NAN", "ZERO"]
+)
+def test_damaged_file_is_measured_again(
+    content: str, card: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe.rates(CUDA)
+    path = files.cache_home() / "rates.json"
+    key = next(iter(json.loads(path.read_text())))
+    bad = {"NAN": FOUND | {"paged": math.nan}, "ZERO": FOUND | {"operations": 0}}.get(content)
+    path.write_text(json.dumps({key: bad}) if bad else content.replace("KEY", key))
+    another_process(monkeypatch)
+    assert probe.rates(CUDA).pinned_bytes_per_second == 20e9
+    assert len(card) == 2
+    another_process(monkeypatch)
+    probe.rates(CUDA)
+    assert len(card) == 2
+
+
+def test_unwritable_directory_costs_nothing(
+    card: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert probe.rates(CUDA).source == "measured"
+    probe.observe_disk(2**30, 1.0)
+    assert probe.rates(CUDA).disk_bytes_per_second == 2**30
+    assert len(card) == 1
+
+
+def test_failing_probe_is_no_failure(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(device: torch.device) -> dict[str, float]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_measure", measure)
+        assert probe.rates(CUDA) == ASSUMED
+    assert probe.rates(CUDA).source == "measured"
+
+
+def test_nothing_is_pinned_where_it_gains_nothing(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hostbuffer.wants_pinned(CUDA)
+    probe.rates(CUDA)
+    assert hostbuffer.wants_pinned(CUDA)
+    monkeypatch.setitem(FOUND, "paged", 31e9)
+    (files.cache_home() / "rates.json").unlink()
+    another_process(monkeypatch)
+    probe.rates(CUDA)
+    assert not hostbuffer.wants_pinned(CUDA)
+    assert not hostbuffer.pin(hostbuffer.allocate(10), CUDA)
+
+
+def test_refused_pinning_is_not_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(FOUND, "pinned")
+        assert probe.rates(CUDA).pinned_bytes_per_second == 8e9
+        assert probe.rates(CUDA).pinned_bytes_per_second == 8e9
+    assert len(card) == 1
+    assert hostbuffer.wants_pinned(CUDA)
+    another_process(monkeypatch)
+    assert probe.rates(CUDA).pinned_bytes_per_second == 20e9
+
+
+def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "COPY_BYTES", 2**20)
+    for name in ("_TOKENS", "_WIDTH", "_INNER"):
+        monkeypatch.setattr(probe, name, 64)
+    found = probe._try_to_measure(torch.device("sim:0"))
+    assert found is not None
+    assert found.keys() == {"pinned", "paged", "operations"}
+    assert all(value > 0 for value in found.values())
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_disk_is_observed_in_large_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    probe.observe_disk(2**20, 1e-3)
+    probe.observe_disk(2**30, 0)
+    assert probe.rates(torch.device("cpu")) == ASSUMED
+    probe.observe_disk(2**30, 0.5)
+    another_process(monkeypatch)
+    assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 2**31
+    probe.observe_disk(2**30, 1)
+    assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 1.5 * 2**30
+    monkeypatch.setattr(probe, "OBSERVED_BYTES", 1000)
+    seen: list[int] = []
+    monkeypatch.setattr(reader, "observe_disk", lambda nbytes, seconds: seen.append(nbytes))
+    save_file({"x": torch.ones(1000)}, tmp_path / "a.safetensors")
+    stored = stored_tensors([tmp_path / "a.safetensors"])["x"]
+    reader.read([(reader.piece_of(stored, torch.bfloat16, 0), hostbuffer.allocate(2000))])
+    assert seen == [4000]
+
+
+# Pinned memory, in ComfyUI
+
+
+class Host(ModuleType):
+    """The host's pinning, as ComfyUI 0.33 has it."""
+
+    def __init__(self, cap: int) -> None:
+        super().__init__("comfy.model_management")
+        self.cap = cap
+        self.pinned: dict[int, int] = {}
+        self.types: set[str] = set()
+
+    def ensure_pin_registerable(self, size: int) -> bool:
+        return sum(self.pinned.values()) + size <= self.cap
+
+    def pin_memory(self, tensor: torch.Tensor) -> bool:
+        self.types.add(type(tensor).__name__)
+        if self.cap <= 0:
+            return False
+        self.pinned[tensor.data_ptr()] = tensor.nbytes
+        return True
+
+    def unpin_memory(self, tensor: torch.Tensor) -> bool:
+        assert self.pinned.pop(tensor.data_ptr()) == tensor.nbytes
+        tensor[0] = 1  # the memory is still there
+        return True
+
+
+@pytest.fixture
+def comfy(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
+    def use(cap: int) -> Host:
+        found = Host(cap)
+        monkeypatch.setitem(sys.modules, "comfy.model_management", found)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("pinned past the host"))
+        return found
+
+    return use
+
+
+def test_host_pins_and_unpins_before_the_memory_goes(comfy: Callable[[int], Host]) -> None:
+    found = comfy(10_000)
+    before = hostbuffer._pinned_bytes
+    flat, views = hostbuffer.pack([torch.ones(1000), torch.ones(5)])
+    assert hostbuffer.pin(flat, CUDA)
+    assert hostbuffer.pin(flat, CUDA)
+    assert found.pinned == {flat.data_ptr(): 4352}
+    assert found.types == {"Parameter"}
+    assert hostbuffer._pinned_bytes == before
+    hostbuffer.unpin(flat)
+    assert not found.pinned
+    assert hostbuffer.pin(flat, CUDA)
+    del flat
+    assert found.pinned
+    del views
+    gc.collect()
+    assert not found.pinned
+
+
+def test_cap_and_flag_of_the_host_are_obeyed(comfy: Callable[[int], Host]) -> None:
+    comfy(10_000)
+    kept = [hostbuffer.allocate(4096) for _ in range(3)]
+    assert [hostbuffer.pin(flat, CUDA) for flat in kept] == [True, True, False]
+    del kept
+    gc.collect()
+    comfy(-1)  # --disable-pinned-memory
+    assert not hostbuffer.pin(hostbuffer.allocate(100), CUDA)
+
+
+def test_host_that_does_not_pin_leaves_it_to_us(comfy: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    comfy(0)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", ModuleType("comfy.model_management"))
+    calls: list[str] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *args: calls.append("register") or 0,
+        cudaHostUnregister=lambda *args: calls.append("unregister") or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    flat = hostbuffer.allocate(100)
+    assert hostbuffer.pin(flat, CUDA)
+    del flat
+    gc.collect()
+    assert calls == ["register", "unregister"]

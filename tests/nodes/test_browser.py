@@ -1,0 +1,138 @@
+"""The pack in ComfyUI's page, in a headless Chromium on a real host: what its users see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host import HostServer, find_host, host_python
+from PIL import Image
+from places import ROOT
+
+SCRIPT = Path(__file__).parent / "browser.mjs"
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LANGUAGES = {"en-US": "en", "zh-CN": "zh"}
+PARTS = {"en-US": ["templates", "run", "workflows", "nodes"], "zh-CN": ["run", "nodes"]}
+
+pytestmark = pytest.mark.host
+each_locale = pytest.mark.parametrize("locale", LANGUAGES)
+
+
+def environment() -> dict[str, str]:
+    """That of the script: with CHROMIUM, and with playwright-core in NODE_PATH."""
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), "")
+    modules = [os.environ.get("NODE_PATH", ""), str(Path.home() / "browser" / "node_modules")]
+    return os.environ | {"CHROMIUM": found, "NODE_PATH": os.pathsep.join(filter(None, modules))}
+
+
+def missing() -> str | None:
+    """Why no page can be opened here; None if one can."""
+    if find_host() is None:
+        return "no ComfyUI: set COMFYUI_PATH, or put one in ~/ComfyUI"
+    ran = subprocess.run([host_python(), "-c", "import torchsde, aiohttp, diffusers"], capture_output=True, timeout=120)
+    if ran.returncode:
+        return f"{host_python()} lacks what ComfyUI or this pack needs: set COMFYUI_PYTHON"
+    if not environment()["CHROMIUM"]:
+        return "no Chromium: install one, or set CHROMIUM"
+    if shutil.which("node") is None:
+        return "no node in PATH"
+    ran = subprocess.run(["node", "-e", "require('playwright-core')"], capture_output=True, env=environment())
+    return "no playwright-core: npm install playwright-core, and set NODE_PATH" if ran.returncode else None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HostServer]:
+    if reason := missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="ballast_page_") as base:
+        (Path(base) / "input").mkdir()
+        Image.new("RGB", (96, 64), "teal").save(Path(base) / "input" / "example.png")
+        with HostServer(base=base, arguments=("--cpu", "--preview-method", "auto")) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def pages(server: HostServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script sees, by locale. Its screenshots stay in pytest's folder."""
+    url = f"http://127.0.0.1:{server.port}"
+    seen = {}
+    for locale in LANGUAGES:
+        command = ["node", str(SCRIPT), url, locale, str(tmp_path_factory.mktemp("page")), *PARTS[locale]]
+        ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, env=environment())
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        seen[locale] = json.loads(ran.stdout)
+    return seen
+
+
+def texts(locale: str) -> dict[str, Any]:
+    return json.loads((ROOT / "locales" / LANGUAGES[locale] / "nodeDefs.json").read_text("utf-8"))
+
+
+def test_template_browser_lists_the_workflows(pages: dict[str, Any]) -> None:
+    templates = pages["en-US"]["templates"]
+    assert sorted(templates["names"]) == sorted(file.stem for file in WORKFLOWS)
+    assert all(templates["pictures"]), "each has its thumbnail"
+
+
+@pytest.mark.parametrize("name", [file.stem for file in WORKFLOWS])
+def test_workflow_opens(name: str, pages: dict[str, Any]) -> None:
+    opened = pages["en-US"]["workflows"][name]
+    assert opened["nodes"] == len(json.loads((ROOT / "workflows" / f"{name}.json").read_text("utf-8"))["nodes"])
+    assert opened["missing"] == opened["failed"] == opened["unlinked"] == []
+    assert opened["said"] == "", "no dialog about what is missing"
+
+
+def test_demo_runs_and_its_picture_appears(pages: dict[str, Any]) -> None:
+    ran = pages["en-US"]["run"]
+    assert ran["status"] == "success"
+    shown = {picture["type"]: picture for picture in ran["pictures"]}
+    assert shown["SaveImage"]["sizes"] == [[64, 64]]
+    assert shown["SaveImage"]["colours"][0] > 8, "more than one surface"
+    assert shown["PreviewImage"]["sizes"] == [[900, 450]]
+
+
+@each_locale
+def test_a_template_can_be_read_on_a_laptop_before_and_after_its_run(locale: str, pages: dict[str, Any]) -> None:
+    ran = pages[locale]["run"]
+    assert ran["zoom"] >= 0.6
+    assert ran["overlaps"] == []
+
+
+def test_a_chinese_page_is_chinese(pages: dict[str, Any]) -> None:
+    for locale, chinese in (("en-US", False), ("zh-CN", True)):
+        ran = pages[locale]["run"]
+        assert {"BallastSampler", "BallastVAEDecode", "BallastFreeVRAM", "BallastVRAMReport"} <= ran["texts"].keys()
+        for text in (*ran["texts"].values(), ran["note"], ran["error"]):
+            assert bool(re.search(r"[\u4e00-\u9fff]", text)) == chinese, text
+
+
+@each_locale
+def test_names_are_those_of_the_language(locale: str, pages: dict[str, Any]) -> None:
+    seen, wanted = pages[locale]["nodes"], texts(locale)
+    assert seen.keys() == wanted.keys()
+    for node_id, text in wanted.items():
+        node = seen[node_id]
+        assert node["title"] == text["display_name"]
+        assert node["description"] == text["description"]
+        assert node["outputs"] == [slot["name"] for slot in text["outputs"].values()]
+        for slot, entry in text["inputs"].items():
+            assert node["inputs"][slot] == entry["name"], (node_id, slot)
+            assert node["widgets"].get(slot, entry["name"]) == entry["name"], (node_id, slot)
+
+
+@each_locale
+def test_help_panel_shows_the_page_of_the_language(locale: str, pages: dict[str, Any]) -> None:
+    for node_id, text in texts(locale).items():
+        panel = pages[locale]["nodes"][node_id]["help"]
+        assert panel.startswith(text["display_name"])
+        names = [slot["name"] for group in ("inputs", "outputs") for slot in text[group].values()]
+        assert all(re.search(rf"^\s*{re.escape(name)}(\s|$)", panel, re.MULTILINE) for name in names), node_id

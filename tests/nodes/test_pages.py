@@ -1,0 +1,244 @@
+"""What the page shows beside the nodes: names and tooltips in English and Chinese, help pages, and the two READMEs."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from ballast.nodes import BallastExtension
+from places import ROOT
+
+LOCALES, DOCS = ROOT / "locales", ROOT / "web" / "docs"
+NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtension().get_node_list())}
+LANGUAGES = ("en", "zh")
+# The page would show a `display_name` of an input in every language, so these have none.
+ENGLISH_NAMES = {
+    ("BallastTextEncode", "pipeline"): "pipeline or clip",
+    ("BallastVAEDecode", "pipeline"): "pipeline or vae",
+    ("BallastFreeVRAM", "host_models"): "ComfyUI's models",
+}
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+SOURCES = [path for folder in ("memory", "nodes", "pipelines") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+each_node = pytest.mark.parametrize("node_id", NODES)
+each_language = pytest.mark.parametrize("language", LANGUAGES)
+
+
+def english() -> dict[str, Any]:
+    """The English texts, which are those of the schemas."""
+    texts: dict[str, Any] = {}
+    for node_id, node in NODES.items():
+        schema = node.GET_SCHEMA()
+        texts[node_id] = {"display_name": schema.display_name, "description": schema.description}
+        texts[node_id]["inputs"] = {
+            slot.id: {
+                "name": ENGLISH_NAMES.get((node_id, slot.id)) or slot.display_name or slot.id,
+                "tooltip": slot.tooltip,
+            }
+            for slot in schema.inputs
+        }
+        texts[node_id]["outputs"] = {
+            str(index): {"name": slot.display_name or slot.id, "tooltip": slot.tooltip}
+            for index, slot in enumerate(schema.outputs)
+        }
+    return texts
+
+
+def locale(language: str) -> dict[str, Any]:
+    return json.loads((LOCALES / language / "nodeDefs.json").read_text("utf-8"))
+
+
+def help_page(node_id: str, language: str) -> str:
+    """The page asks for NODE/LANGUAGE.md, then for NODE.md: so English is what every other language falls back to."""
+    path = DOCS / f"{node_id}.md" if language == "en" else DOCS / node_id / f"{language}.md"
+    return path.read_text("utf-8")
+
+
+def keys(tree: Any) -> Any:
+    return {name: keys(value) for name, value in tree.items()} if isinstance(tree, dict) else None
+
+
+def leaves(tree: Any) -> list[str]:
+    return [leaf for value in tree.values() for leaf in leaves(value)] if isinstance(tree, dict) else [tree]
+
+
+# Names and tooltips
+
+
+def test_english_is_what_the_schemas_say() -> None:
+    """UPDATE_LOCALES=1 rewrites it."""
+    file = LOCALES / "en" / "nodeDefs.json"
+    text = json.dumps(english(), indent=2) + "\n"
+    if os.environ.get("UPDATE_LOCALES"):
+        file.write_text(text, "ascii")
+    assert json.loads(file.read_text("ascii")) == english()
+
+
+@each_language
+def test_every_text_is_there_and_no_other(language: str) -> None:
+    texts = locale(language)
+    assert keys(texts) == keys(english())
+    for text in leaves(texts):
+        assert text and text == text.strip()
+        assert not re.search(r"[@{}|]", text), f"the page would read {text!r} as a formula"
+
+
+@each_node
+def test_chinese_is_chinese(node_id: str) -> None:
+    texts = locale("zh")[node_id]
+    said = [
+        texts["description"],
+        *(slot["tooltip"] for group in ("inputs", "outputs") for slot in texts[group].values()),
+    ]
+    for text in said:
+        assert CHINESE.search(text) and text.endswith("\u3002"), text
+    names = [slot["name"] for slot in texts["inputs"].values()]
+    assert len(set(names)) == len(names)
+
+
+def test_inputs_have_no_name_that_hides_the_translated_one() -> None:
+    named = {
+        (node_id, slot.id) for node_id, node in NODES.items() for slot in node.GET_SCHEMA().inputs if slot.display_name
+    }
+    assert not named, "give it in ENGLISH_NAMES"
+
+
+def test_languages_are_those_that_are_tested() -> None:
+    assert sorted(path.relative_to(LOCALES).as_posix() for path in LOCALES.rglob("*.json")) == [
+        f"{language}/nodeDefs.json" for language in LANGUAGES
+    ]
+
+
+# Help pages
+
+
+@each_language
+@each_node
+def test_help_page_names_every_input_and_output(node_id: str, language: str) -> None:
+    text, texts = help_page(node_id, language), locale(language)[node_id]
+    assert text.startswith(f"# {texts['display_name']}\n")
+    inputs = [(slot, entry["name"]) for slot, entry in texts["inputs"].items()]
+    outputs = [
+        (english()[node_id]["outputs"][index]["name"], entry["name"]) for index, entry in texts["outputs"].items()
+    ]
+    for slot, name in (*inputs, *outputs):
+        row = f"| {name} |" if language == "en" else f"| {name} `{slot}` |"
+        assert f"\n{row}" in text, row
+    rows = re.findall(r"^\| .* \|$", text.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) >= len(inputs) + len(outputs) + 4, "two tables, each with a head"
+
+
+@each_node
+def test_help_page_is_short_and_the_same_in_both_languages(node_id: str) -> None:
+    texts = [help_page(node_id, language) for language in LANGUAGES]
+    assert all(len(text) < 6000 for text in texts)
+    for pattern in (r"^#+ ", r"^\| ", r"^(?:- |\d\. )"):
+        assert len({len(re.findall(pattern, text, re.MULTILINE)) for text in texts}) == 1, pattern
+    assert quoted(texts[0]) == quoted(texts[1])
+
+
+def test_there_is_no_help_page_of_another_node() -> None:
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.is_file()}
+    assert pages == {f"{node_id}.md" for node_id in NODES} | {f"{node_id}/zh.md" for node_id in NODES}
+
+
+# Messages
+
+
+def quoted(text: str) -> list[str]:
+    """The messages in tables: what stands in backticks in the first column, and is more than one word."""
+    cells = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell) if " " in message]
+
+
+def printed() -> list[str]:
+    """All texts of the pack, with an ellipsis for what is filled in."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("ascii"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(v.value if isinstance(v, ast.Constant) else "\u2026" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%s|\{\w*\}", "\u2026", node.value))
+    return found
+
+
+def in_order(parts: list[str], text: str) -> bool:
+    at = 0
+    for part in parts:
+        at = text.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("language", ["README.md", "README.zh-CN.md", *LANGUAGES])
+def test_quoted_messages_are_printed(language: str) -> None:
+    if language.endswith(".md"):
+        texts = [(ROOT / language).read_text("utf-8").replace("Ballast: ", "")]
+    else:
+        texts = [help_page(node_id, language) for node_id in NODES]
+    sources = printed()
+    for message in quoted("\n".join(texts)):
+        parts = [part.strip() for part in message.split("\u2026")]
+        assert any(in_order(parts, source) for source in sources), message
+
+
+# The READMEs
+
+
+def figures(text: str) -> list[str]:
+    """Numbers, in the order in which tables and code have them."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return re.findall(r"\d[\d.]*", "\n".join([*lines, *re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)]))
+
+
+def test_the_chinese_readme_is_that_of_the_english_one() -> None:
+    texts = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md")}
+    one, other = texts.values()
+    assert "](README.zh-CN.md)" in one.split("\n## ")[0]
+    assert "](README.md)" in other.split("\n## ")[0]
+    for pattern in (r"^#+ ", r"^\| ", r"^- ", r"^!\[", r"^```"):
+        assert len(re.findall(pattern, one, re.MULTILINE)) == len(re.findall(pattern, other, re.MULTILINE)), pattern
+    assert figures(one) == figures(other)
+    assert len(CHINESE.findall(other)) > 2000
+    assert not CHINESE.search(one.replace("\u7b80\u4f53\u4e2d\u6587", ""))
+
+
+def test_what_to_pick_says_what_the_planner_does() -> None:
+    """The rows of models are pinned by the tests of their plans."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    table = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    head = next(row for row in table if row[0] == "model")
+    planned = {row[0]: dict(zip(head, row, strict=True)) for row in table if len(row) == len(head)}
+    picks = [row for row in table if re.fullmatch(r"\d+ GB", row[0])]
+    assert [row[0] for row in picks] == ["6 GB", "8 GB", "12 GB", "16 GB", "24 GB"]
+    for card, first, also, _ in picks:
+        for pick in (first, *also.split("; ")):
+            model, figures = pick.rsplit(": ", 1)
+            assert planned[model][card] == figures, pick
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    heads = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", text, re.M)]
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in heads, target
+        elif not target.startswith("http"):
+            assert (ROOT / unquote(target.split("#")[0])).is_file(), target
+
+
+def test_only_these_files_are_not_ascii() -> None:
+    kinds = {".py", ".mjs", ".toml", ".txt", ".ini", ".json"}
+    for path in (file for file in ROOT.rglob("*") if file.suffix in kinds):
+        top = path.relative_to(ROOT).parts[0]
+        if not top.startswith(".") and top not in ("locales", "web", "build"):
+            assert path.read_bytes().isascii(), path

@@ -1,0 +1,102 @@
+"""HiDream-I1 at the published sizes, rehearsed: what the README promises for cards of 4 to 24 GB."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import ballast
+import full_size
+import pytest
+from ballast.memory.planning.rates import ASSUMED
+from ballast.memory.planning.residency import block_lists
+from ballast.memory.planning.runplan import seconds
+from ballast.memory.sizes import format_bytes
+from ballast.pipelines.families.hidream.variants import VARIANTS
+from places import ROOT
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Plans of the published sizes at 1024 x 1024, with 64 GB of RAM, at assumed rates."""
+    root = tmp_path_factory.mktemp("full")
+    folder = full_size.build("hidream", root / "hidream")
+
+    @functools.cache
+    def pipe(variant: str) -> Any:
+        return ballast.open_pipeline(folder, device="cpu", cache_dir=root / "cache", variant=variant)
+
+    def plan(variant: str, gigabytes: int) -> Any:
+        return pipe(variant).plan(width=1024, height=1024, vram=f"{gigabytes}GB", ram="64GB", rates=ASSUMED)
+
+    plan.pipe = pipe  # type: ignore[attr-defined]
+    return plan
+
+
+def test_captions_are_a_list_of_their_own(planned: Callable[..., Any]) -> None:
+    """49 projections, which run once a step, stream like the 16 and the 32 blocks after them."""
+    module = planned.pipe("full").denoisers[0].module  # type: ignore[attr-defined]
+    lists = {name: len(blocks) for name, blocks in block_lists(module)}
+    assert lists == {"double_stream_blocks": 16, "single_stream_blocks": 32, "caption_projection": 49}
+
+
+def test_readme_tells_what_the_planner_says(planned: Callable[..., Any]) -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for variant, numbers in VARIANTS.items():
+        plans = [planned(variant, gigabytes) for gigabytes in (4, 6, 8, 12, 16, 24)]
+        cells = [f"{format_bytes(plan.peak_vram_bytes)}, {seconds(plan.step_seconds)}" for plan in plans]
+        guidance = f"{numbers.guidance:g}" if numbers.guidance > 1 else "none"
+        row = f"| HiDream-I1 {variant.title()} | {numbers.steps}, {guidance} | 31.9 GB | {' | '.join(cells)} |"
+        assert row in readme, row
+        assert all(plan.fits for plan in plans)
+    for gigabytes in (8, 12, 24):  # the table that `ballast plan` prints
+        plan = planned("full", gigabytes)
+        assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in readme
+
+
+def test_readme_tells_what_too_little_ram_costs(planned: Callable[..., Any]) -> None:
+    pipe = planned.pipe("dev")  # type: ignore[attr-defined]
+    plan = pipe.plan(width=1024, height=1024, vram="8GB", ram="30GB", rates=ASSUMED)
+    assert plan.sampling.label.startswith("streamed from disk")
+    said = f"HiDream-I1 Dev in 8 GB then takes {seconds(plan.step_seconds)} a step with an SSD of 3 GB/s"
+    assert ASSUMED.disk_bytes_per_second == 3e9
+    assert said in " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
+def test_encoders_run_in_4_gb(planned: Callable[..., Any]) -> None:
+    """Each whole where it fits, T5 and Llama streamed."""
+    encode = planned("full", 4).stages[0]
+    assert encode.name == "encode"
+    assert all(unit.fits and unit.peak_vram_bytes <= 4 * GIB for unit in encode.units)
+    assert {unit.unit: unit.placement for unit in encode.units} == {
+        "text_encoder": "resident",
+        "text_encoder_2": "resident",
+        "text_encoder_3": "streamed",
+        "text_encoder_4": "streamed",
+    }
+
+
+def test_encoders_peak_at_llama_where_they_are_whole(planned: Callable[..., Any]) -> None:
+    """14 GB, not the 24 GB of all four; diffusers leaves Llama there and then brings T5 beside it."""
+    encode = planned("full", 24).stages[0]
+    assert {unit.placement for unit in encode.units} == {"resident"}
+    largest = max(unit.weights_bytes for unit in encode.units)
+    assert largest == pytest.approx(13.98 * GIB, rel=0.001)
+    assert encode.peak_vram_bytes <= 1.01 * largest
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_runs_in_8_gb(variant: str, planned: Callable[..., Any]) -> None:
+    """The plan says so, and why, with seconds."""
+    plan = planned(variant, 8)
+    assert plan.fits and plan.peak_vram_bytes <= 8 * GIB
+    assert plan.sampling.placement == "streamed"
+    assert plan.steps == VARIANTS[variant].steps
+    assert 0 < plan.step_seconds < plan.step_seconds * plan.steps < plan.total_seconds
+    said = str(plan)
+    assert "31.9 GB of weights do not fit 8.00 GB" in said and "pass through two slots" in said
+    assert " s a step, " in said and f" for {plan.steps}." in said
+    assert "an upper bound, for any routing among its experts" in said

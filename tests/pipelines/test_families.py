@@ -1,0 +1,192 @@
+"""Every family, staged on the simulated device, against the unmodified pipeline run whole on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ballast.memory import manager
+from ballast.memory.streaming.placement import clear_strays
+from ballast.memory.streaming.stream import Streamed
+from torch.utils._pytree import tree_map_only
+
+REQUIRED = [
+    "flux", "sd3", "hidream", "lumina2", "wan", "ltx", "qwenimage", "zimage", "sana", "pixart_sigma", "chroma",
+    "cogvideox", "hunyuan_video", "auraflow", "mochi",
+]  # fmt: skip
+Folders = Callable[[str], Path]
+
+
+def test_all_asked_families_are_there() -> None:
+    assert set(REQUIRED) <= set(tiny.FAMILIES)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """Equal latents and pictures, no byte left after any stage, no weight copied back, never two units at once."""
+    folder = tiny_folders(name)
+    expected_latents, expected_picture = tiny.stock(folder)
+    pipe, encode, sample, decode = tiny.stages(name, folder, "sim")
+    units = (*pipe.encoders, *pipe.denoisers, pipe.decoder)
+    copied_back: list[int] = []
+    weights_copied_back: list[tuple[int, ...]] = []
+
+    def watch(transfer: Any) -> None:
+        if transfer.direction == "d2h":
+            copied_back.append(transfer.nbytes)
+            held = [t for u in units if u.placement for t in (*u.module.parameters(), *u.module.buffers())]
+            if transfer.storage_ptr in {t.untyped_storage().data_ptr() for t in held if t.device.type == "sim"}:
+                weights_copied_back.append(transfer.tensor_shape)
+
+    peaks = []
+    with sim.watch(watch):
+        cond = encode()
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+        sim.reset_stats()
+        latents = sample(cond)
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+        sim.reset_stats()
+        picture = decode(latents)
+        assert sim.stats().allocated_bytes == 0
+        peaks.append(sim.stats().peak_bytes)
+
+    assert latents.shape == expected_latents.shape
+    assert picture.shape == expected_picture.shape
+    torch.testing.assert_close(latents, expected_latents.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(picture, expected_picture, atol=1e-5, rtol=0)
+    assert copied_back, "the conditioning and the latents are copied back"
+    assert not weights_copied_back
+    largest = max(unit.size_bytes + unit.working_bytes for unit in units)
+    assert max(peaks) >= largest * 0.98
+    for event in manager("sim").timeline.events:
+        assert len(event.residents) <= 1, f"{event.residents} at once"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_guidance_off_equals_stock(name: str, tiny_folders: Folders) -> None:
+    expected, _ = tiny.stock(tiny_folders(name), guidance=1.0)
+    _, encode, sample, _ = tiny.stages(name, tiny_folders(name), "cpu")
+    torch.testing.assert_close(sample(encode(), guidance=1.0), expected.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_whole_run_peaks_at_its_largest_stage(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """The peak of a run is that of the stock pipeline's largest stage alone: its unit and its activations."""
+    _, encode, sample, decode = tiny.stages(name, tiny_folders(name), "sim")
+    cond = encode()
+    decode(sample(cond))
+    whole = torch.sim.max_memory_allocated()  # type: ignore[attr-defined]
+    assert whole <= 1.02 * max(
+        _stock_sampling_peak(name, tiny_folders(name), cond, sim), *_stock_peaks(name, tiny_folders(name), sim)
+    )
+
+
+def _stock_sampling_peak(name: str, folder: Path, cond: Any, sim: ModuleType) -> int:
+    """Peak of the stock pipeline with only its transformer on the device, given the embeddings there."""
+    family = tiny.FAMILIES[name]
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    none = {part: None for part in index if part.startswith(("text_encoder", "tokenizer"))}
+    pipe = tiny.DiffusionPipeline.from_pretrained(folder, **none)
+    pipe.set_progress_bar_config(disable=True)
+    if family.prepare is not None:
+        family.prepare(pipe)
+    pipe.transformer.to("sim")
+    sim.reset_stats()
+    texts = {key: None for key in ("prompt", "negative_prompt") if key in inspect.signature(pipe.__call__).parameters}
+    with torch.inference_mode():
+        pipe(
+            **texts,
+            **cond.to(torch.device("sim:0")),
+            num_inference_steps=2,
+            generator=torch.Generator("cpu").manual_seed(0),
+            width=family.size[0],
+            height=family.size[1],
+            output_type="latent",
+            **{family.guidance_name: family.guidance},
+            **({"num_frames": family.frames} if family.frames else {}),
+            **family.call_kwargs,
+        )
+    clear_strays(pipe.transformer, torch.device("sim:0"))
+    return sim.stats().peak_bytes
+
+
+def _stock_peaks(name: str, folder: Path, sim: ModuleType) -> list[int]:
+    """For each encoder and the decoder of the stock pipeline, the peak when it alone is on the device and runs."""
+    calls: dict[str, tuple[Callable, tuple, dict]] = {}
+    modules: dict[str, torch.nn.Module] = {}
+
+    def record(part: str, function: Callable) -> Callable:
+        def recording(*args: object, **kwargs: object) -> object:
+            calls[part] = (function, args, dict(kwargs))
+            return function(*args, **kwargs)
+
+        return functools.wraps(function)(recording)
+
+    from_pretrained = tiny.DiffusionPipeline.from_pretrained
+
+    def open_recorded(*args: object, **kwargs: object) -> tiny.DiffusionPipeline:
+        pipe = from_pretrained(*args, **kwargs)
+        for part, module in pipe.components.items():
+            if isinstance(module, torch.nn.Module) and part != "transformer":
+                modules[part] = module
+                method = "decode" if part == "vae" else "forward"
+                setattr(module, method, record(part, getattr(module, method)))
+        return pipe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny.DiffusionPipeline, "from_pretrained", open_recorded)
+        tiny.stock(folder)
+    peaks = []
+    for part, (function, args, kwargs) in calls.items():
+        modules[part].to("sim")
+        with torch.inference_mode():
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("sim"), (args, kwargs))
+            sim.reset_stats()
+            function(*moved[0], **moved[1])
+        peaks.append(sim.stats().peak_bytes)
+        modules[part].to("cpu")
+        clear_strays(modules[part], torch.device("sim:0"))
+    return peaks
+
+
+@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
+@pytest.mark.parametrize("name", REQUIRED)
+def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    expected, _ = tiny.stock(tiny_folders(name))
+    _, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
+    latents = sample(encode(), strategy=strategy)
+    torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == [strategy]
+
+
+@pytest.mark.parametrize("name", ["lumina2", "hidream", "wan", "cogvideox"])
+def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """With room for more than the ring and less than the whole: some blocks stay, from the first step on."""
+    expected, _ = tiny.stock(tiny_folders(name))
+    pipe, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
+    cond = encode()
+    (dit,) = pipe.denoisers
+    least = Streamed.least_bytes(dit.module)
+    if least >= dit.size_bytes:
+        pytest.skip("too few blocks to stream")
+    sample(cond)
+    assert dit.forecast is not None
+    pipe.vram_bytes = (least + dit.size_bytes) // 2 + dit.forecast.peak_bytes
+    for _ in range(2):
+        latents = sample(cond)
+        torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
+        record = manager("sim").timeline.stages[-1]
+        assert record.units["transformer"].placement == "streamed"
+        assert record.peak_bytes <= pipe.vram_bytes
+    assert sim.stats().allocated_bytes == 0

@@ -1,0 +1,314 @@
+"""Model folders of the published sizes without weights, for planning memory at full size on a CPU.
+
+    folder = full_size.build("flux", tmp_path / "flux")
+
+A folder has the published configs and sparse files of weights: real headers, and zeros that take no disk. The
+tokenizers are those of the tiny families. Two models that no diffusers pipeline runs are there as bare modules:
+
+    module, arguments = full_size.BARE["newbie"]()
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import tiny
+import tiny_parts
+import torch
+from accelerate import init_empty_weights
+from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
+from transformers import PreTrainedModel
+
+# What the published configs say and the classes do not have as defaults.
+CLIP_L = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "projection_dim": 768,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+LONG_CLIP_L = {**CLIP_L, "max_position_embeddings": 248}
+LONG_CLIP_BIG_G = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+    "max_position_embeddings": 218,
+    "hidden_act": "gelu",
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+T5_XXL = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+UMT5_XXL = {**T5_XXL, "vocab_size": 256384}
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+QWEN_VL_7B = {
+    "tie_word_embeddings": False,
+    "text_config": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "tokens_per_second": 2,
+    },
+}
+FLUX_VAE = {
+    "sample_size": 1024,
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+HIDREAM = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 16,
+    "num_single_layers": 32,
+    "attention_head_dim": 128,
+    "num_attention_heads": 20,
+    "caption_channels": [4096, 4096],
+    "text_emb_dim": 2048,
+    "axes_dims_rope": [64, 32, 32],
+    "llama_layers": [*range(32), *[31] * 16],
+}
+# The classes are those of the tiny family of the same name.
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "hidream": {
+        "text_encoder": LONG_CLIP_L,
+        "text_encoder_2": LONG_CLIP_BIG_G,
+        "text_encoder_3": T5_XXL,
+        "text_encoder_4": LLAMA_8B,
+        "transformer": HIDREAM,
+        "vae": FLUX_VAE,
+    },
+    "flux": {
+        "text_encoder": CLIP_L,
+        "text_encoder_2": T5_XXL,
+        "transformer": {"guidance_embeds": True},
+        "vae": FLUX_VAE,
+    },
+    "wan": {"text_encoder": UMT5_XXL, "transformer": {}, "vae": {}},
+    "qwenimage": {"text_encoder": QWEN_VL_7B, "transformer": {}, "vae": {}},
+}
+UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+FULL_SIZE = tuple(PARTS)
+
+SCHEDULERS: dict[str, Callable[[], diffusers.SchedulerMixin]] = {
+    "hidream": lambda: diffusers.UniPCMultistepScheduler(**UNIPC_FLOW),
+    "flux": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    "wan": lambda: diffusers.UniPCMultistepScheduler(**UNIPC_FLOW),
+    "qwenimage": lambda: diffusers.FlowMatchEulerDiscreteScheduler(
+        shift=1.0, use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+    ),
+}
+_SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write one of FULL_SIZE in the diffusers layout and return the folder."""
+    pipe: Any = tiny.FAMILIES[name].build()
+    pipe.register_modules(scheduler=SCHEDULERS[name]())
+    pipe.save_config(folder)
+    for part, component in pipe.components.items():
+        if isinstance(component, nn.Module):
+            dtype = torch.float32 if (name, part) == ("wan", "vae") else torch.bfloat16
+            shard = "10GB" if (name, part) == ("flux", "transformer") else "5GB"
+            _save(empty(type(component), PARTS[name][part]), folder / part, dtype, shard)
+        elif component is not None:
+            component.save_pretrained(folder / part)
+    return folder
+
+
+def build_newbie(folder: Path) -> Path:
+    """NewBie in the folders that the fork of diffusers has, with Gemma's and Jina's published sizes."""
+    import transformers
+    from ballast.pipelines.families.newbie.gemma import GEMMA_3_4B
+    from ballast.pipelines.families.newbie.sizes import PUBLISHED
+    from ballast.pipelines.families.newbie.transformer import NewbieTransformer2DModel
+
+    _save(empty(NewbieTransformer2DModel, PUBLISHED), folder / "transformer", torch.bfloat16, "10GB")
+    _save(empty(transformers.Gemma3TextModel, GEMMA_3_4B), folder / "text_encoder", torch.bfloat16, "5GB")
+    with init_empty_weights(include_buffers=False):
+        jina = transformers.JinaEmbeddingsV3Model(transformers.JinaEmbeddingsV3Config(), add_pooling_layer=False)
+    _save(jina, folder / "text_encoder_2", torch.bfloat16, "5GB")
+    _save(empty(diffusers.AutoencoderKL, FLUX_VAE), folder / "vae", torch.float32, "5GB")
+    for name in ("tokenizer", "tokenizer_2"):
+        tiny_parts.tokenizer().save_pretrained(folder / name)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "NewbiePipeline"}), encoding="utf-8")
+    return folder
+
+
+def build_pyramid(folder: Path, variant: str = "768p") -> Path:
+    """Pyramid-Flow's miniFlux in its folders."""
+    import transformers
+    from ballast.pipelines.families.pyramid_flow.flux import PyramidFluxTransformer3DModel
+    from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
+
+    parts: dict[str, tuple[type, dict[str, Any], str]] = {
+        f"diffusion_transformer_{variant}": (PyramidFluxTransformer3DModel, {}, "PyramidFluxTransformer"),
+        "causal_video_vae": (CausalVideoVAE, {}, "CausalVideoVAE"),
+    }
+    for name, (cls, config, published) in parts.items():
+        _save(empty(cls, config), folder / name, torch.bfloat16, "10GB")
+        path = folder / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"_class_name": published}), encoding="utf-8")
+    _save(empty(transformers.CLIPTextModel, CLIP_L), folder / "text_encoder", torch.bfloat16, "5GB")
+    _save(empty(transformers.T5EncoderModel, T5_XXL), folder / "text_encoder_2", torch.bfloat16, "5GB")
+    tiny_parts.tokenizer(77).save_pretrained(folder / "tokenizer")
+    tiny_parts.tokenizer().save_pretrained(folder / "tokenizer_2")
+    return folder
+
+
+def empty(cls: type, config: Mapping[str, Any]) -> Any:
+    """A module of diffusers or transformers with its parameters on `meta`."""
+    with init_empty_weights(include_buffers=False):
+        if not issubclass(cls, PreTrainedModel):
+            return cls(**config)
+        module = cls(cls.config_class(**config))
+    module.tie_weights()
+    return module
+
+
+def _save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str) -> None:
+    """The config of a module and its weights, sharded and named as its library does; tied ones once."""
+    if isinstance(module, PreTrainedModel):
+        module.config.architectures, module.config.dtype = [type(module).__name__], dtype
+        module.config.save_pretrained(folder)
+        stem = "model"
+    else:
+        module.save_config(folder)
+        stem = "diffusion_pytorch_model"
+    tensors = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
+    pattern = stem + "{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=shard_size)
+    for file, names in split.filename_to_tensors.items():
+        _write_sparse(folder / file, {name: tensors[name] for name in sorted(names)})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_sparse(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file with a whole header, and zeros that the file system need not store."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype = _SAFETENSORS_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _bare(cls: type, config: Mapping[str, Any]) -> Any:
+    """A module in bfloat16, ready to run."""
+    module = empty(cls, config)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return module.eval().requires_grad_(False)
+
+
+class _WholeText(Lumina2RotaryPosEmbed):
+    """Takes every text token for a real one: the stock class reads the mask's values, and on `meta` there are none."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return super().forward(hidden_states, torch.ones(attention_mask.shape, dtype=torch.int64, device="cpu"))
+
+
+def newbie() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """NewBie's transformer in bfloat16, and one guided step of a picture of 1024x1024 with 256 text tokens."""
+    config = {"hidden_size": 2304, "num_layers": 36, "num_attention_heads": 24, "num_kv_heads": 8, "in_channels": 16}
+    axes = {"axes_dim_rope": (32, 32, 32), "axes_lens": (1024, 512, 512)}
+    module = _bare(diffusers.Lumina2Transformer2DModel, {**config, **axes, "cap_feat_dim": 2560})
+    module.rope_embedder.__class__ = _WholeText
+    with torch.device("meta"):
+        return module, {
+            "hidden_states": torch.empty(2, 16, 128, 128, dtype=torch.bfloat16),
+            "timestep": torch.empty(2, dtype=torch.bfloat16),
+            "encoder_hidden_states": torch.empty(2, 256, 2560, dtype=torch.bfloat16),
+            "encoder_attention_mask": torch.empty(2, 256, dtype=torch.int64),
+        }
+
+
+def pyramid() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Pyramid-Flow's miniFlux in bfloat16, and one guided step of the twelfth latent frame of a video of 640x384.
+
+    Two frames of full size, one of half and nine of a quarter make 2700 tokens. The reference's mask, which hides later
+    frames and padding, is left out.
+    """
+    config = {"patch_size": 1, "in_channels": 64, "num_layers": 8, "num_single_layers": 16, "attention_head_dim": 64}
+    text = {"num_attention_heads": 30, "joint_attention_dim": 4096, "pooled_projection_dim": 768}
+    rest = {"guidance_embeds": False, "axes_dims_rope": (16, 24, 24)}
+    module = _bare(diffusers.FluxTransformer2DModel, {**config, **text, **rest})
+    tokens = sum((384 // 16 >> level) * (640 // 16 >> level) * frames for level, frames in enumerate((2, 1, 9)))
+    with torch.device("meta"):
+        return module, {
+            "hidden_states": torch.empty(2, tokens, 64, dtype=torch.bfloat16),
+            "encoder_hidden_states": torch.empty(2, 128, 4096, dtype=torch.bfloat16),
+            "pooled_projections": torch.empty(2, 768, dtype=torch.bfloat16),
+            "timestep": torch.empty(2, dtype=torch.bfloat16),
+            "img_ids": torch.empty(tokens, 3),
+            "txt_ids": torch.empty(128, 3),
+        }
+
+
+BARE: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]] = {"newbie": newbie, "pyramid": pyramid}

@@ -1,0 +1,123 @@
+"""Modules to stream: blocks of linear layers, and tiny real models with the arguments of one call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ballast.memory.streaming.stream import Streamed
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
+
+SIM = "sim:0"  # a device only once the fixture has made it one
+
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Two layers; may raise, wait for the device or call something in its middle."""
+
+    def __init__(self, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.down = nn.Linear(width, width, bias=False)
+        self.middle: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.up(x.to(self.up.weight.dtype))).to(x.dtype)
+        if self.middle:
+            self.middle()
+        return x + self.down(inner)
+
+
+class Blocks(nn.Module):
+    """Equal blocks, and nothing else that computes; called in another order or with some left out if told so."""
+
+    def __init__(self, count: int = 16, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+        for i in range(len(self.blocks)) if order is None else order:
+            x = self.blocks[i](x)
+        return x * self.scale[: x.shape[-1]] if x.shape[-1] == WIDTH else x
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+
+
+def budget(module: nn.Module, share: float) -> int:
+    """The least that can be, and a share of the rest."""
+    least = Streamed.least_bytes(module)
+    return least + int(share * (nbytes(module) - least))
+
+
+def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.inference_mode():
+        return module(*args, **kwargs)
+
+
+def noise(rows: int = 4, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(SIM)
+
+
+class Captured(Exception):
+    pass
+
+
+@functools.cache
+def model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny real model and the arguments of one call of it, on the CPU."""
+    torch.manual_seed(0)
+    ids = {"input_ids": torch.arange(1, 9)[None]}
+    if name == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 6, "num_heads": 4}
+        return T5EncoderModel(T5Config(vocab_size=50, **sizes)).eval().requires_grad_(False), ids
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    if name == "clip":
+        return CLIPTextModel(CLIPTextConfig(vocab_size=50, **sizes)).eval().requires_grad_(False), ids
+    if name == "llama":
+        return LlamaModel(LlamaConfig(vocab_size=50, **sizes)).eval().requires_grad_(False), {**ids, "use_cache": False}
+    family = tiny.FAMILIES[name]
+    pipe = family.build()
+    pipe.set_progress_bar_config(disable=True)
+    seen: dict[str, Any] = {}
+    forward = pipe.transformer.forward
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        seen.update(inspect.signature(forward).bind(*args, **kwargs).arguments)
+        raise Captured
+
+    if family.prepare is not None:
+        family.prepare(pipe)
+    pipe.transformer.forward = captured
+    with pytest.raises(Captured):
+        pipe(
+            prompt="a red boat",
+            num_inference_steps=2,
+            width=family.size[0],
+            height=family.size[1],
+            **family.call_kwargs,
+        )
+    pipe.transformer.forward = forward
+    return pipe.transformer, seen
+
+
+def on_device(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(on_device(item) for item in value)
+    return value.to(SIM) if isinstance(value, torch.Tensor) else value
+
+
+def output(module: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    return run(module, **{key: on_device(value) for key, value in arguments.items()})[0].cpu()
