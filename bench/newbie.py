@@ -1,7 +1,7 @@
 """`ballast bench newbie`: the rows of an article about NewBie-image-Exp0.1's memory, and ours in 8, 6 and 4 GB.
 
 Measured on a GPU, with random weights of the published sizes. Without one the planner predicts: the stages are
-rehearsed on shapes, and the seconds are for its assumed rates.
+of a dry run on shapes, and the seconds are for its assumed rates.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ import torch, ballast
 torch.set_num_threads(2)
 name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 if name in full_size.BARE:
-    from ballast.memory.planning.dry_run import rehearse
+    from ballast.memory.planning.dry_run import dry_run
     module, arguments = full_size.BARE[name]()
     begun = time.perf_counter()
     def run(device):
         on_device = lambda value: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
         module(**{key: on_device(value) for key, value in arguments.items()})
-    rehearse({name: module}, run)
+    dry_run({name: module}, run)
 else:
     size = {"wan": dict(width=832, height=480, frames=81), "qwenimage": dict(width=1328, height=1328)}
     pipe = ballast.open_pipeline(full_size.build(name, folder / name), device="cpu", cache_dir=folder / "cache")

@@ -196,7 +196,7 @@ class GenericPipeline(StagedPipeline):
         import transformers
 
         return {
-            "format": 1,  # to be raised when rehearsals come to other results
+            "format": 1,  # to be raised when dry runs come to other results
             "pipeline": self.name,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "config": self._config,

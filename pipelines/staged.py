@@ -393,7 +393,7 @@ class StagedPipeline(VaeStages):
         """Checked arguments of `_denoise`, before anything is loaded."""
 
     def _stands_for(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `_denoise` to rehearse: the same for all runs that work in the same, and quickly done."""
+        """The arguments of `_denoise` for a dry run: the same for all runs that work in the same, and quickly done."""
         return alike(arguments)
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Finds out what a stage will work in, by running it on shapes: no device, no weights, seconds at full size.
 
-The stage's own code runs as it is, on a simulated card of its own (`simulated.rehearsal`); its modules are structures
+The stage's own code runs as it is, on a simulated card of its own (`simulated.dry`); its modules are structures
 on `meta`. Code that looks at values which follow from the weights (the routing of a mixture of experts) needs a
 stand-in.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..simulated.card import Card
-from ..simulated.dry import DEVICE, rehearsal
+from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
 from ..streaming.placement import leafwise_slots
@@ -30,7 +30,7 @@ StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module'
 _COMPARED_ELEMENTS = 4096  # masks and ids up to this size make a call another one when they differ
 
 
-def rehearse(
+def dry_run(
     modules: Mapping[str, nn.Module],
     run: Callable[[torch.device], Any],
     stand_ins: StandIns | None = None,
@@ -41,17 +41,17 @@ def rehearse(
     `modules` are the structures of its units by name, used up by this; `run` is called with the device to work on, and
     calls the modules' `method`. RuntimeError, among others, where the code needs values that there are none of.
     """
-    with torch.inference_mode(), rehearsal() as card:
+    with torch.inference_mode(), dry_card() as card:
         book = _Book(card)
         for name, module in modules.items():
-            _Rehearsed(name, module, method, book, stand_ins or {})
+            _DryModule(name, module, method, book, stand_ins or {})
         result = run(DEVICE)
         book.close_interval()
         return book.forecast(), result
 
 
 def lay_weights(module: nn.Module, card: Card) -> None:
-    """Put a module's weights on the card of a rehearsal, free of charge."""
+    """Put a module's weights on the card of a dry run, free of charge."""
     made: dict[int, SimTensor] = {}
     for slot in list(slots(module)):
         if id(slot.tensor) not in made:
@@ -129,7 +129,7 @@ class _Call:
     settled: bool
 
 
-class _Rehearsed:
+class _DryModule:
     """Takes the place of a module's method: runs each kind of call once, and later ones from memory."""
 
     def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:

@@ -259,4 +259,4 @@ class Card:
             self.latest = max(self.latest, when)
 
 
-card = Card(None)  # the one in use; `rehearsal` puts another in its place for a while
+card = Card(None)  # the one in use; `dry_card` puts another in its place for a while

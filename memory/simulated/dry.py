@@ -24,7 +24,7 @@ one_at_a_time = threading.RLock()  # who puts another card in the place of the o
 
 
 @contextmanager
-def rehearsal() -> Iterator[state.Card]:
+def dry_card() -> Iterator[state.Card]:
     """Let what this thread makes on `meta` be tensors of a simulated card, which is counted and has no cap.
 
     Small tensors keep their values there, large ones have shapes only (see `shapes`). The card's seconds of compute

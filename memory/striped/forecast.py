@@ -1,4 +1,4 @@
-"""What a run in stripes will take, found out by rehearsing it on shapes: no device, no weights, no RAM for maps."""
+"""What a run in stripes will take, found out by a dry run on shapes: no device, no weights, no RAM for maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..planning.dry_run import lay_weights
 from ..planning.rates import Rates
-from ..simulated.dry import DEVICE, rehearsal
+from ..simulated.dry import DEVICE, dry_card
 from .run import Traffic, run
 
 
@@ -40,12 +40,12 @@ class StripedForecast:
 def forecast(
     module: nn.Module, function: Callable[..., Any], *tensors: torch.Tensor, budget_bytes: int
 ) -> tuple[StripedForecast, Any]:
-    """Rehearse `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
+    """Dry run of `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
 
     `module` is the structure, with parameters on `meta`, whose weights `function` uses; it is used up by this.
     `tensors` are on the CPU; their values do not matter. RuntimeError, among others, where values do matter.
     """
-    with torch.inference_mode(), rehearsal() as card:
+    with torch.inference_mode(), dry_card() as card:
         lay_weights(module, card)
         traffic = Traffic()
         result = run(function, *tensors, device=DEVICE, budget_bytes=budget_bytes, traffic=traffic)

@@ -14,7 +14,7 @@ from ..sizes import format_bytes
 
 log = logging.getLogger("ballast")
 
-_SHAPES = torch.empty(0, device="meta")  # what shapes are worked out with; made outside of any rehearsal
+_SHAPES = torch.empty(0, device="meta")  # what shapes are worked out with; made outside of any dry run
 _SPARE = 16  # one part in so many stays unspoken for: allocators round up, and small tensors are not counted
 
 
@@ -25,8 +25,8 @@ class OutOfRamError(RuntimeError):
 class Room:
     """The bytes of one run: a budget on the device for maps and stripes, and RAM for what exceeds it.
 
-    `host_peak_bytes` is the most RAM that maps took, `h2d_bytes` and `d2h_bytes` what crossed. In a rehearsal the
-    device is `meta` (see `simulated.rehearsal`), and maps in RAM are shapes that take none.
+    `host_peak_bytes` is the most RAM that maps took, `h2d_bytes` and `d2h_bytes` what crossed. In a dry run the
+    device is `meta` (see `simulated.dry`), and maps in RAM are shapes that take none.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Room:
         self._was_short = True
 
     def steps(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The stripes of a pass, or the blocks of one. A rehearsal does one of those that are alike, and counts all."""
+        """The stripes of a pass, or the blocks of one. A dry run does one of those that are alike, and counts all."""
         alike = len(spans) - 2
         for index, span in enumerate(spans):
             if self._on_stripe:
@@ -75,7 +75,7 @@ class Room:
                 self._repeated_operations += (alike - 1) * (self.operations() - before[2])
 
     def operations(self) -> float:
-        """Of a rehearsal, so far: its card does one a second."""
+        """Of a dry run, so far: its card does one a second."""
         return state.card.stats().compute_seconds + self._repeated_operations
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, axis: int, on_device: bool) -> Buffer:
@@ -138,5 +138,5 @@ def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that has a shape and nothing else, in a rehearsal too."""
+    """A tensor that has a shape and nothing else, in a dry run too."""
     return _SHAPES.new_empty(tuple(shape), dtype=dtype)

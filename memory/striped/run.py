@@ -20,7 +20,7 @@ from .tensor import StripedTensor, striped
 class Traffic:
     """What a run took beside the device: the most RAM for maps, and bytes to the device and from it.
 
-    `operations` only in a rehearsal.
+    `operations` only in a dry run.
     """
 
     host_peak_bytes: int = 0

@@ -87,7 +87,7 @@ class VaeRun:
         return choose(self._ways(self.takes, tensor, speed), self.room_bytes, room)
 
     def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
-        """The ways with what they take; those after one that is chosen at once are not rehearsed."""
+        """The ways with what they take; those after one that is chosen at once have no dry run."""
         weights = self.vae.size_bytes
         whole = takes.whole(tensor)
         yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)

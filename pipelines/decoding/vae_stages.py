@@ -29,7 +29,7 @@ class VaeStages(ABC):
     is_video = False
     latent_dimensions = 4
     decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
-    stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a rehearsal has none of
+    stand_ins: ClassVar[StandIns] = {}  # for code that looks at values that a dry run has none of
     forecasts: Path  # where they are kept
     decoder_config: dict[str, Any]
     decoder: ManagedModel
@@ -111,5 +111,5 @@ class VaeStages(ABC):
         return given
 
     def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
-        """As much of the latents as shows, in a rehearsal, what decoding all of them takes."""
+        """As much of the latents as shows, in a dry run, what decoding all of them takes."""
         return latents

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline take: rehearsed on shapes, or remembered from when they were."""
+"""What the stages of a pipeline take: by a dry run on shapes, or remembered from an earlier one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...memory.planning.dry_run import rehearse
+from ...memory.planning.dry_run import dry_run
 from ...memory.planning.forecast import Forecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ballast")
 
-_not_rehearsable: set[str] = set()  # keys, so that what failed once is not tried before every run
+_no_dry_run: set[str] = set()  # keys, so that what failed once is not tried before every run
 
 _BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
-_REHEARSED_STEPS = 4  # after which multistep solvers hold all that they ever hold
+_DRY_STEPS = 4  # after which multistep solvers hold all that they ever hold
 
 
 def alike(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to rehearse, the same for all runs that work in the same: guidance on or off, and a few steps."""
+    """The arguments of a dry run, the same for all runs that work in the same: guidance on or off, and a few steps."""
     stands_for = dict(arguments)
     for name in ("guidance_scale", "true_cfg_scale", "guider"):
         if isinstance(scale := arguments.get(name), int | float):
             stands_for[name] = 2.0 if scale > 1 else scale
     if arguments.get("sigmas") is None and arguments.get("timesteps") is None:
-        stands_for["num_inference_steps"] = min(_REHEARSED_STEPS, arguments["num_inference_steps"])
+        stands_for["num_inference_steps"] = min(_DRY_STEPS, arguments["num_inference_steps"])
     return stands_for
 
 
@@ -63,7 +63,7 @@ def shape_of(tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the libraries' warnings about long prompts and the like: they belong to a run, not to its rehearsal."""
+    """Without the libraries' warnings about long prompts and the like: they belong to a run, not to its dry run."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -86,9 +86,9 @@ def forecast_sampling(
     on_step: bool,
     noise: torch.Tensor | None,
 ) -> Forecast | None:
-    """What sampling will work in, from the cache or by a rehearsal; None where it cannot be rehearsed."""
-    rehearsed = functools.partial(rehearse_sampling, pipe, cond, arguments, on_step, noise)
-    forecast = forecast_stage(pipe, key, "sample", pipe.denoisers, rehearsed)
+    """What sampling will work in, from the cache or by a dry run; None where there can be none."""
+    dry = functools.partial(dry_run_sampling, pipe, cond, arguments, on_step, noise)
+    forecast = forecast_stage(pipe, key, "sample", pipe.denoisers, dry)
     return forecast and of_steps(forecast, arguments["num_inference_steps"])
 
 
@@ -97,20 +97,20 @@ def forecast_stage(
     key: str | None,
     stage: str,
     units: Sequence[ManagedModel],
-    rehearsed: Callable[[], tuple[Forecast, Any]],
+    dry: Callable[[], tuple[Forecast, Any]],
 ) -> Forecast | None:
-    """The forecast of a stage, from the cache or by a rehearsal; None where it cannot be rehearsed."""
+    """The forecast of a stage, from the cache or by a dry run; None where there can be none."""
     if key and (found := forecast_cache.get(pipe.forecasts, key, {stage: names_of(units)})):
         return found[stage]
-    if key in _not_rehearsable:
+    if key in _no_dry_run:
         return None
     try:
         with quietly():
-            forecast, _ = rehearsed()
+            forecast, _ = dry()
     except Exception as error:
-        log.info("Ballast: %s of %s cannot be rehearsed, and is measured as it runs (%s)", stage, pipe.name, error)
+        log.info("Ballast: %s of %s has no dry run, and is measured as it runs (%s)", stage, pipe.name, error)
         if key:
-            _not_rehearsable.add(key)
+            _no_dry_run.add(key)
         return None
     if key:
         forecast_cache.put(pipe.forecasts, key, {stage: forecast})
@@ -121,25 +121,25 @@ def names_of(units: Sequence[ManagedModel]) -> list[str]:
     return [unit.name for unit in units]
 
 
-def rehearse_stage(
+def dry_run_stage(
     pipe: VaeStages,
     modules: dict[str, nn.Module],
     run: Callable[[torch.device], Any],
     method: str = "forward",
 ) -> tuple[Forecast, Any]:
-    """`rehearse`, while no stage runs."""
-    with pipe.manager.between_stages():  # a rehearsal counts what is done on the simulated device meanwhile, too
-        return rehearse(modules, run, pipe.stand_ins, method)
+    """`dry_run`, while no stage runs."""
+    with pipe.manager.between_stages():  # a dry run counts what is done on the simulated device meanwhile, too
+        return dry_run(modules, run, pipe.stand_ins, method)
 
 
 def of_steps(forecast: Forecast, steps: int) -> Forecast:
-    """The same for more steps than were rehearsed. Per step nothing changes."""
+    """The same for more steps than the dry run had. Per step nothing changes."""
     more_bytes = _BYTES_A_STEP * max(0, steps - forecast.steps)
     units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
     return replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
 
 
-def rehearse_sampling(
+def dry_run_sampling(
     pipe: StagedPipeline, cond: Conditioning, arguments: Mapping[str, Any], on_step: bool, noise: torch.Tensor | None
 ) -> tuple[Forecast, torch.Tensor]:
     modules = {unit.name: unit.skeleton() for unit in pipe.denoisers}
@@ -150,5 +150,5 @@ def rehearse_sampling(
         report = (lambda step, steps, latents: None) if on_step else None
         return to_host(pipe._denoise(cond, given, report, device, modules).float())
 
-    forecast, latents = rehearse_stage(pipe, modules, sample)
+    forecast, latents = dry_run_stage(pipe, modules, sample)
     return replace(forecast, steps=stands_for["num_inference_steps"], result=tuple(latents.shape)), latents

@@ -1,4 +1,4 @@
-"""Plans of a pipeline's run: each stage is rehearsed on shapes, then its units are placed on paper."""
+"""Plans of a pipeline's run: each stage has a dry run on shapes, then its units are placed on paper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from . import forecast_cache
-from .forecasts import names_of, of_steps, quietly, rehearse_sampling, rehearse_stage, sampling_key
+from .forecasts import dry_run_sampling, dry_run_stage, names_of, of_steps, quietly, sampling_key
 
 if TYPE_CHECKING:
     from ..staged import StagedPipeline
@@ -146,25 +146,25 @@ def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
     if forecasts is None:
         try:
             with quietly():
-                forecasts = _rehearse_run(pipe, asked)
+                forecasts = _dry_run(pipe, asked)
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{pipe.title} cannot be planned at {asked.size}: the rehearsal ends with an error ({why})."
+                f"{pipe.title} cannot be planned at {asked.size}: the dry run ends with an error ({why})."
             ) from error
         if key:
             forecast_cache.put(pipe.forecasts, key, forecasts)
     return forecasts
 
 
-def _rehearse_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
+def _dry_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
     forecasts, cond = {}, asked.cond
     if cond is None:
         modules = {unit.name: unit.skeleton() for unit in pipe.encoders}
-        forecasts["encode"], cond = rehearse_stage(
+        forecasts["encode"], cond = dry_run_stage(
             pipe,
             modules,
             lambda device: Conditioning.of(pipe._encode(asked.prompt, asked.negative_prompt, {}, device, modules)),
         )
-    forecasts["sample"], _ = rehearse_sampling(pipe, cond, asked.arguments, True, None)
+    forecasts["sample"], _ = dry_run_sampling(pipe, cond, asked.arguments, True, None)
     return forecasts

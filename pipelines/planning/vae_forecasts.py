@@ -1,4 +1,4 @@
-"""What decoding and encoding pictures take, in each of the ways: rehearsed on shapes, or remembered."""
+"""What decoding and encoding pictures take, in each of the ways: by a dry run on shapes, or remembered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...memory.striped import StripedForecast
 from ..decoding.decode import Call, first_tile
 from ..decoding.policy import WayName
 from ..encoding.embedding_cache import cache_key
-from .forecasts import forecast_stage, quietly, rehearse_stage, shape_of
+from .forecasts import dry_run_stage, forecast_stage, quietly, shape_of
 
 if TYPE_CHECKING:
     from ..decoding.vae_stages import VaeStages
@@ -45,13 +45,13 @@ class VaeTakes:
 
     def whole(self, tensor: torch.Tensor) -> Forecast | None:
         """Of the tensor at once."""
-        rehearsed = functools.partial(self.rehearse, tensor)
-        return forecast_stage(self._pipe, self._key("whole", tensor), self._name, [self._pipe.decoder], rehearsed)
+        dry = functools.partial(self.dry_run, tensor)
+        return forecast_stage(self._pipe, self._key("whole", tensor), self._name, [self._pipe.decoder], dry)
 
     def tiles(self, tensor: torch.Tensor) -> Forecast | None:
         """Of one tile, in the seconds of all."""
-        rehearsed = functools.partial(self.rehearse, tensor, tile=True)
-        return forecast_stage(self._pipe, self._key("tiles", tensor), self._name, [self._pipe.decoder], rehearsed)
+        dry = functools.partial(self.dry_run, tensor, tile=True)
+        return forecast_stage(self._pipe, self._key("tiles", tensor), self._name, [self._pipe.decoder], dry)
 
     def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None:
         """In exact stripes within a budget beside the weights."""
@@ -61,7 +61,7 @@ class VaeTakes:
         if key not in _striped:
             try:
                 with quietly(), self._pipe.manager.between_stages():
-                    found = self._rehearse_stripes(sample, budget_bytes)
+                    found = self._dry_run_stripes(sample, budget_bytes)
             except Exception as error:
                 log.info("Ballast: %s of %s cannot run in stripes (%s)", self._name, self._pipe.name, error)
                 found = None
@@ -80,14 +80,14 @@ class VaeTakes:
             operations=found.operations * times,
         )
 
-    def rehearse(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
+    def dry_run(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
         """The forecast, with `tile` that of one tile in the seconds of all, and the result."""
         module = self._pipe.decoder.skeleton()
         sample = self._sample(tensor)
         if tile:
             sample = first_tile(module, sample, pixels=self._name == "encode")
         call = functools.partial(_on, self._call, module, sample)
-        forecast, result = rehearse_stage(self._pipe, {self._pipe.decoder.name: module}, call, method=self._name)
+        forecast, result = dry_run_stage(self._pipe, {self._pipe.decoder.name: module}, call, method=self._name)
         times = tensor.numel() / sample.numel()
         beside = 0
         if tile and not self._pipe.decodes_to_host:
@@ -103,7 +103,7 @@ class VaeTakes:
         }
         return replace(forecast, units=units), result
 
-    def _rehearse_stripes(self, sample: torch.Tensor, budget_bytes: int) -> StripedForecast:
+    def _dry_run_stripes(self, sample: torch.Tensor, budget_bytes: int) -> StripedForecast:
         module = self._pipe.decoder.skeleton()
 
         def run(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
 
 def check_step(latents: torch.Tensor, step: int, steps: int) -> None:
     """Raise ValueError, naming the step, if it made NaN or infinite values. Waits for the device."""
-    if latents.device.type == "meta":  # a rehearsal
+    if latents.device.type == "meta":  # a dry run
         return
     if not math.isfinite(float(latents.sum(dtype=torch.float32))):  # no tensor of their size is made for it
         raise ValueError(_NOT_FINITE.format(what=f"step {step} of {steps} made"))

@@ -244,7 +244,7 @@ def test_decode_is_really_float32(copied: Path, sim: ModuleType) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(pipe.decoder.module), "decode", record)
         pipe.decode(torch.randn(1, 4, 4, 6, dtype=torch.bfloat16))
-    assert set(map(str, seen)) == {str((torch.float32, {torch.float32}))}, "in the rehearsal too"
+    assert set(map(str, seen)) == {str((torch.float32, {torch.float32}))}, "in the dry run too"
 
 
 def test_keep_leaves_the_transformer_for_the_next_run(folder: Path, sim: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for the routing of HiDream-I1's mixture of experts, for rehearsals on shapes."""
+"""A stand-in for the routing of HiDream-I1's mixture of experts, for dry runs on shapes."""
 
 from __future__ import annotations
 

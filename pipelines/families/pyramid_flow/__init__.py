@@ -220,7 +220,7 @@ class PyramidFlowPipeline(StagedPipeline):
             for unit in units:
                 done = noise[:, :, :unit] if unit else None
                 latents = generate(velocity, noise[:, :, : unit + 1], draw, settings, first=done, **run)
-            latents = noise  # of the right shape; no more is wanted of a rehearsal
+            latents = noise  # of the right shape; no more is wanted of a dry run
         else:
             latents = generate(velocity, noise, draw, settings, first=first, **run)
         return to_vae(latents.float(), self.layout.kind)

@@ -1,4 +1,4 @@
-"""Rehearsals: any process can run a model on shapes; small values stay known, bytes and operations are counted."""
+"""Dry runs: any process can run a model on shapes; small values stay known, bytes and operations are counted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from ballast.memory.planning.dry_run import rehearse
+from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.simulated.card import Card
-from ballast.memory.simulated.dry import rehearsal
+from ballast.memory.simulated.dry import dry_card
 from ballast.memory.units.unit import ManagedModel
 from places import TESTS
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 
 @pytest.fixture
 def card() -> Iterator[Card]:
-    with torch.inference_mode(), rehearsal() as card:
+    with torch.inference_mode(), dry_card() as card:
         yield card
 
 
@@ -67,7 +67,7 @@ def test_simulated_device_is_as_it_was(sim: Any) -> None:
     kept = torch.ones(4, device="sim")
     before, stream = sim.stats(), torch.sim.current_stream()  # type: ignore[attr-defined]
     ready = stream.ready
-    with torch.inference_mode(), rehearsal():
+    with torch.inference_mode(), dry_card():
         torch.ones(1000, 1000, device="meta") @ torch.ones(1000, 1000, device="meta")
     assert sim.stats() == before
     assert (torch.sim.current_stream(), stream.ready) == (stream, ready)  # type: ignore[attr-defined]
@@ -79,8 +79,8 @@ def test_simulated_device_is_as_it_was(sim: Any) -> None:
 def test_no_device_is_registered_in_a_process_that_only_plans() -> None:
     code = (
         "import conftest, torch\n"
-        "from ballast.memory.simulated.dry import rehearsal\n"
-        "with torch.inference_mode(), rehearsal() as card: torch.ones(8, device='meta').add(1)\n"
+        "from ballast.memory.simulated.dry import dry_card\n"
+        "with torch.inference_mode(), dry_card() as card: torch.ones(8, device='meta').add(1)\n"
         "assert card.peak_bytes() == 64\n"
         "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'"
     )
@@ -115,7 +115,7 @@ def test_calls_are_told_apart_by_their_masks_and_tables_count_once() -> None:
             mask = (torch.arange(8, device=device) < ones).long()[None]
             runs.append(module(torch.zeros(8, 64, device=device), mask).shape)
 
-    forecast, _ = rehearse({"dit": module}, run)
+    forecast, _ = dry_run({"dit": module}, run)
     dit = forecast.units["dit"]
     assert runs == [(8, 64), (4, 64), (8, 64), (4, 64), (8, 64)]
     assert dit.calls == 5
@@ -146,6 +146,6 @@ def test_full_size_flux_takes_no_memory_and_says_what_it_works_in() -> None:
                 txt_ids=torch.zeros(512, 3),
             )
 
-    forecast, _ = rehearse({"flux": module}, run)
+    forecast, _ = dry_run({"flux": module}, run)
     assert forecast.units["flux"].working_bytes == pytest.approx(468 * 2**20, rel=0.02)
     assert forecast.units["flux"].operations == pytest.approx(74.4e12, rel=0.01)

@@ -17,7 +17,7 @@ import pytest
 import striped_vaes
 import torch
 from ballast.memory import striped
-from ballast.memory.planning.dry_run import rehearse
+from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.rates import ASSUMED
 from ballast.memory.striped import grids
 from ballast.memory.striped.heights import stripe_height, stripes
@@ -340,7 +340,7 @@ def test_flux_at_published_size() -> None:
     assert large.host_peak_bytes < 24 * GB
     vae = flux()
     latents = torch.empty(1, 16, 256, 256)
-    whole, _ = rehearse({"vae": vae}, lambda device: vae.decode(latents.to(device)).sample.cpu(), method="decode")
+    whole, _ = dry_run({"vae": vae}, lambda device: vae.decode(latents.to(device)).sample.cpu(), method="decode")
     assert whole.units["vae"].peak_bytes > 6 * 1.5 * GB
     assert small.operations < 2 * whole.units["vae"].operations
     assert small.seconds(ASSUMED) > small.operations / ASSUMED.operations_per_second

@@ -193,7 +193,7 @@ def test_float32_is_not_rounded_meanwhile(pipe: Any, sim: ModuleType, monkeypatc
         seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark))
         return forward(self, *args, **more)
 
-    pipe.decode(latents())  # which rehearses
+    pipe.decode(latents())  # with a dry run
     monkeypatch.setattr(type(pipe.decoder.module), "decode", noted)
     pipe.decode(latents())
     assert seen == [(False, False)]

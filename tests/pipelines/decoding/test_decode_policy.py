@@ -40,7 +40,7 @@ def test_what_is_not_known_is_tried() -> None:
 def test_later_ways_are_not_worked_out() -> None:
     def ways() -> Iterator[Way]:
         yield Way("whole", 10)
-        raise AssertionError("it fits: nothing else is rehearsed")
+        raise AssertionError("it fits: nothing else has a dry run")
 
     assert choose(ways(), 10, 0).name == "whole"
 

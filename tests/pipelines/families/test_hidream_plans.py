@@ -1,4 +1,4 @@
-"""HiDream-I1 at the published sizes, rehearsed: what the README promises for cards of 4 to 24 GB."""
+"""HiDream-I1 at the published sizes, by a dry run: what the README promises for cards of 4 to 24 GB."""
 
 from __future__ import annotations
 

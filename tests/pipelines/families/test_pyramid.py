@@ -61,7 +61,7 @@ def test_videos_are_the_references(
     facts = json.loads((DATA / "generate.json").read_text("utf-8"))
     monkeypatch.setattr(
         "ballast.pipelines.families.pyramid_flow.SeededNoise", lambda *_: Recorded(golden)
-    )  # once more to rehearse
+    )  # once more for the dry run
     pipe = ballast.open_pipeline(folders[kind], device="sim")
     run: dict[str, Any] = {"width": facts["width"], "height": facts["height"], "frames": 8 * (facts["temp"] - 1) + 1}
     run |= {"first_frame_steps": facts["num_inference_steps"], "video_steps": facts["video_num_inference_steps"]}

@@ -13,7 +13,7 @@ import places
 import pytest
 import torch
 from ballast.memory.errors import release_frames
-from ballast.memory.planning.dry_run import rehearse
+from ballast.memory.planning.dry_run import dry_run
 from ballast.pipelines.families.pyramid_flow.loop import (
     GuidedVelocity,
     History,
@@ -333,7 +333,7 @@ def test_runs_on_shapes_for_a_plan() -> None:
         return run(torch.randn(1, 16, 4, 8, 16), Settings((1, 1, 1), (1, 1, 1)), velocity, device=device)
 
     pull = _Pull()
-    forecast, latents = rehearse({"transformer": pull}, sample)
+    forecast, latents = dry_run({"transformer": pull}, sample)
     assert latents.shape == (1, 16, 4, 8, 16)
     assert forecast.units["transformer"].calls == 12
 

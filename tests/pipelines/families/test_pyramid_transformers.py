@@ -11,7 +11,7 @@ from typing import Any
 import places
 import pytest
 import torch
-from ballast.memory.planning.dry_run import rehearse
+from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.residency import block_lists
 from ballast.memory.streaming.placement import Leafwise, Resident
 from ballast.memory.streaming.stream import Streamed
@@ -268,7 +268,7 @@ def test_memory_grows_as_the_frames_do(kind: Kind, sim: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fewer", "peak"), [("flux", {}, 1.40e9), ("mmdit", {"num_layers": 2}, 0.96e9)])
-def test_published_size_is_rehearsed(kind: Kind, fewer: dict[str, int], peak: float) -> None:
+def test_published_size_has_a_dry_run(kind: Kind, fewer: dict[str, int], peak: float) -> None:
     """1280 x 768 at its last stage, after 15 latent frames: 11 888 tokens."""
     with torch.device("meta"):
         module: Any = TRANSFORMERS[kind].make(**TRANSFORMERS[kind].config(fewer))
@@ -290,7 +290,7 @@ def test_published_size_is_rehearsed(kind: Kind, fewer: dict[str, int], peak: fl
         (velocity,) = module(clips, time, made(2, 128, 4096), mask, pooled, return_dict=False)
         assert velocity.shape == (2, 16, 1, 96, 160)
 
-    forecast, _ = rehearse({"transformer": module}, run)
+    forecast, _ = dry_run({"transformer": module}, run)
     unit = forecast.units["transformer"]
     print(f"{kind}: {unit.peak_bytes / 1e9:.3f} GB")
     assert 0.9 * peak < unit.peak_bytes <= peak

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ballast.memory import manager
 from ballast.memory.errors import release_frames
-from ballast.memory.simulated.dry import rehearsal
+from ballast.memory.simulated.dry import dry_card
 from ballast.memory.units.unit import ManagedModel
 from ballast.memory.units.weights import stored_tensors
 from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
@@ -341,7 +341,7 @@ def test_published_sizes_are_foretold() -> None:
     """A dry run of a tile of 256 pixels on shapes. The reference keeps 1358 MiB there, padding and all."""
     assert cache_bytes(PUBLISHED, 256, 256) == 1132.125 * MIB
     assert cache_bytes(PUBLISHED, 512, 512) == 4 * 1132.125 * MIB
-    with torch.inference_mode(), rehearsal() as card:
+    with torch.inference_mode(), dry_card() as card:
         with torch.device("meta"):
             module = CausalVideoVAE()
         given = torch.zeros(1, 16, 3, 32, 32, device="meta")

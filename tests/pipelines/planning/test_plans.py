@@ -19,7 +19,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import ManagedModel, manager
-from ballast.memory.planning.dry_run import rehearse
+from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import make_plan
 from ballast.memory.planning.rates import ASSUMED
@@ -53,7 +53,7 @@ def crowded(folder: Path, target: Path) -> Path:
 
 @pytest.fixture
 def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans without what decoding takes in stripes, which needs a rehearsal for each budget: see test_decode."""
+    """Plans without what decoding takes in stripes, which needs a dry run for each budget: see test_decode."""
     monkeypatch.setattr(VaeTakes, "stripes", lambda *_: None)
 
 
@@ -162,7 +162,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
         }
         module(**made)
 
-    forecast, _ = rehearse({name: module}, run)
+    forecast, _ = dry_run({name: module}, run)
     for vram in (3 * 2**30, 8 * 2**30, 24 * 2**30):
         plan = make_plan(name, sizes, forecast.units[name], ASSUMED, vram, 2**40)
         assert plan.fits and plan.peak_vram_bytes <= vram
@@ -249,7 +249,7 @@ def test_damaged_forecasts_are_made_again(damage: str, tiny_folders: Folders, tm
 
 
 @pytest.mark.parametrize("name", ["flux", "hidream", "wan", "pixart_sigma"])
-def test_plan_holds_for_more_steps_than_are_rehearsed(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+def test_plan_holds_for_more_steps_than_the_dry_run_has(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     family = tiny.FAMILIES[name]
     pipe = ballast.open_pipeline(tiny_folders(name), device="sim")
     cond = conditioning(name, tiny_folders(name))
@@ -261,7 +261,7 @@ def test_plan_holds_for_more_steps_than_are_rehearsed(name: str, tiny_folders: F
     assert predicted <= 1.05 * manager("sim").timeline.stages[-1].peak_bytes
 
 
-def test_steps_and_scale_of_guidance_need_no_new_rehearsal(tiny_folders: Folders, sim: ModuleType) -> None:
+def test_steps_and_scale_of_guidance_need_no_new_dry_run(tiny_folders: Folders, sim: ModuleType) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
     cond = conditioning("flux", tiny_folders("flux"))
     size: dict[str, Any] = {"width": 32, "height": 32, "cond": cond, "vram": "1GB"}
