@@ -25,7 +25,7 @@ from ..memory import simulated
 from ..memory.accelerator import resolve_device
 from ..memory.errors import DoesNotFitError, release_frames
 from ..memory.manager import MemoryManager
-from ..memory.planning.rates import ASSUMED
+from ..memory.rates import ASSUMED
 from ..memory.sizes import format_bytes
 from ..memory.units.unit import ManagedModel
 from ..memory.units.weights import stored_tensors

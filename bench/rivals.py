@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.planning.residency import block_lists
 from ..memory.streaming.placement import Resident
 from ..memory.streaming.stream import Streamed
+from ..memory.units.structure import block_lists
 from .stream import budget
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..memory.planning.rates import Rates
     from ..memory.planning.runplan import RunPlan
+    from ..memory.rates import Rates
 
 _PICTURES = (".png", ".jpg", ".webp")
 _SIZE = 1200, 420  # of the picture of one budget among several

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,17 +25,15 @@ from .errors import release_frames
 from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
+from .planning.runplan import StagePlan
 from .report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage
-from .units.unit import ROLES, ManagedModel, Role
+from .units.unit import ManagedModel
+from .vocabulary import ROLES, STRATEGIES, Role
 from .watch import Watch
-
-if TYPE_CHECKING:
-    from .planning.runplan import StagePlan
-
-STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
+from .work import WorkBook
 
 _managers: dict[torch.device, MemoryManager] = {}
 _managers_lock = threading.Lock()
@@ -92,8 +90,8 @@ class MemoryManager:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._residents = Residents(self.accelerator, self._books, _all_units)
         self.budget, self.timeline = self._residents.budget, self._residents.timeline
-        self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher] = weakref.WeakKeyDictionary()
-        self._told: list[HostPatcher] = []  # all that the host may still have in its list
+        self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher[ManagedModel]] = weakref.WeakKeyDictionary()
+        self._told: list[HostPatcher[ManagedModel]] = []  # all that the host may still have in its list
         self._unloading: Literal["", "asked", "done"] = ""  # of copies in RAM, on the host's request
         self._unloaded_at = 0.0
         self._clock = itertools.count(1)
@@ -246,7 +244,7 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             self._residents.ran(unit, failed)
-            if unit.leases == 0 and (evict or unit.is_leaving):
+            if unit.leases == 0 and (evict or self._residents.is_leaving(unit)):
                 self._residents.evict(unit)
             if unit.leases == 0 and unit.placement is None:
                 self._residents.keep_ram_budget(unit)
@@ -301,6 +299,11 @@ class MemoryManager:
         with self._lock:
             self._residents.fit(units, strategy)
 
+    @property
+    def work(self) -> WorkBook:
+        """What the units do, and what that takes beside their weights."""
+        return self._residents.work
+
     def strike(self, unit: ManagedModel) -> None:
         """Take the next use of a unit off the schedule."""
         with self._lock:
@@ -333,7 +336,7 @@ class MemoryManager:
         with self._lock:
             if unit.leases and not unit.pinned:
                 self.shrink(unit, unit.resident_bytes)
-                unit.is_leaving = True
+                self._residents.leave_soon(unit)
             else:
                 self.evict(unit)
 
@@ -410,4 +413,4 @@ class MemoryManager:
             if unit.key is not None:
                 self._told.append(self._patchers[unit])
         self._patchers[unit].target_bytes = unit.resident_bytes
-        host.list_unit(self._patchers[unit], unit.working_bytes)
+        host.list_unit(self._patchers[unit], self.work.working_bytes(unit))

@@ -15,7 +15,7 @@ from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .timeline import OnDevice, StageRecord
-    from .units.unit import Role
+    from .vocabulary import Role
 
 INK, MUTED, _GRID, _PAPER = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff"
 GROUND = "#f8fafc"

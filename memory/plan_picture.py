@@ -14,7 +14,7 @@ from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .planning.runplan import RunPlan
-    from .units.unit import Role
+    from .vocabulary import Role
 
 _ROLES: dict[str, Role] = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 _LEAST_SHARE = 0.085  # of the width, for a part so short that it would vanish

@@ -1,9 +1,7 @@
-"""Measures how fast this machine is, once, and remembers it in the user's cache directory. Only when asked."""
+"""Measures how fast a device of this machine is, once. Only when asked."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import platform
@@ -11,29 +9,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from . import simulated
+from . import simulated, speeds
 from .accelerator import Accelerator
 from .errors import is_out_of_memory
-from .files import cache_home, replace_file
-from .planning.rates import ASSUMED, Rates
+from .rates import ASSUMED, Rates
 from .simulated import card as simulated_card
 from .units import hostbuffer
 
 log = logging.getLogger("ballast")
 
 COPY_BYTES = 256 * 2**20
-OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
 _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
 _MUCH_FASTER = 1.5
 _KEYS = ("pinned", "paged", "operations")
 
 _lock = threading.Lock()
-_known: dict[str, dict[str, float]] = {}  # in this process, in case the file cannot be written
 
 
 def rates(device: torch.device) -> Rates:
@@ -47,70 +40,18 @@ def rates(device: torch.device) -> Rates:
         h2d = card._rates["h2d"]
         return Rates(h2d, h2d, ASSUMED.disk_bytes_per_second, card.flops or math.inf, "simulated")
     if device.type not in ("cuda", "xpu"):
-        return replace(ASSUMED, disk_bytes_per_second=_disk_rate())
+        return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
     key = f"{platform.node()}, {Accelerator(device).name}"
     with _lock:
-        found = _known.get(key) or _remembered(key) or _try_to_measure(device)
+        found = speeds.remembered(key, _KEYS) or _try_to_measure(device)
         if not found:
-            return replace(ASSUMED, disk_bytes_per_second=_disk_rate())
-        if key not in _known:
-            _remember(key, found)
+            return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
+        speeds.note(key, found, file="pinned" in found)  # refused pinning need not be so the next time
     pinned, paged = found.get("pinned", found["paged"]), found["paged"]
     # Clearly faster, since copies from paged memory overlap with nothing.
     if "pinned" in found and paged >= _MUCH_FASTER * pinned:
         hostbuffer.leave_paged(device)
-    return Rates(pinned, paged, _disk_rate(), found["operations"], "measured")
-
-
-def observe_disk(nbytes: int, seconds: float) -> None:
-    """Note that reading so many bytes of weights took so long. Reads of less than 256 MB are not counted."""
-    if nbytes < OBSERVED_BYTES or seconds <= 0:
-        return
-    with _lock:
-        _remember(_disk_key(), {"disk": (_disk_rate(nbytes / seconds) + nbytes / seconds) / 2})
-
-
-def _disk_rate(otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
-    found = _known.get(_disk_key()) or _remembered(_disk_key(), ("disk",))
-    return found["disk"] if found else otherwise
-
-
-def _disk_key() -> str:
-    return f"{platform.node()}, disk"
-
-
-# Remembering; what cannot be read or written is measured again in the next process
-
-
-def _file() -> Path:
-    return cache_home() / "rates.json"
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(_file().read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _remembered(key: str, keys: tuple[str, ...] = _KEYS) -> dict[str, float] | None:
-    entry = _read().get(key)
-    return entry if _is_whole(entry, keys) else None
-
-
-def _is_whole(entry: Any, keys: tuple[str, ...]) -> bool:
-    return isinstance(entry, dict) and all(
-        type(entry.get(key)) in (int, float) and 0 < entry[key] < 1e30 for key in keys
-    )
-
-
-def _remember(key: str, entry: dict[str, float]) -> None:
-    _known[key] = entry
-    if "paged" in entry and "pinned" not in entry:
-        return  # pinning was refused, which need not be so the next time
-    with contextlib.suppress(OSError):
-        replace_file(_file(), json.dumps(_read() | {key: entry}, indent=1).encode())
+    return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured")
 
 
 # Measuring

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .sizes import format_bytes
-from .units.unit import ManagedModel, Role, Tier
+from .units.unit import ManagedModel
+from .vocabulary import Role, Tier
 
 
 @dataclass(frozen=True)

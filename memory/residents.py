@@ -18,21 +18,16 @@ from .budget import Budget, spare_ram_bytes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_evictions, choose_shrinks
-from .planning.fit import (
-    fitting_placements,
-    make_placement,
-    need_bytes,
-    sizes_of,
-    weights_to_hold,
-    why_no_ram,
-    why_nothing_fits,
-)
+from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import window_bytes
 from .schedule import Schedule
+from .streaming.choice import make_placement
 from .streaming.placement import Resident
 from .streaming.stream import Streamed
 from .timeline import OnDevice, Timeline
-from .units.unit import ROLES, ManagedModel, Role
+from .units.unit import ManagedModel
+from .vocabulary import ROLES, Role
+from .work import WorkBook
 
 
 class Residents:
@@ -47,11 +42,16 @@ class Residents:
         self.timeline = Timeline(accelerator, self._on_device)
         self.disk_bytes_read = 0
         self.device_bytes_in = 0
-        self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        self.work = WorkBook()
+        self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
+        self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()  # with so much held
+        # The working memory that a placement was made for.
+        self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
-        alone, refit = unit.leases == 1, anew or unit.is_misfit
+        alone = unit.leases == 1
+        refit = anew or self._fitted_for.get(unit) != self.work.working_bytes(unit)
         if alone and (self._is_outdated(unit, strategy) or (anew and self._lies_wrong(unit))):
             self.evict(unit)
         for other in self.evictable(unit):
@@ -64,7 +64,7 @@ class Residents:
                 self._make_room(unit, unit.placement.name)
                 self._resize(unit)
             self._complete(unit)
-        unit.is_misfit = False
+        self._fitted_for[unit] = self.work.working_bytes(unit)
 
     def fit(self, units: Collection[ManagedModel], strategy: str) -> None:
         """Let a stage of these units begin within its budget, whatever runs before it have left on the device."""
@@ -86,7 +86,7 @@ class Residents:
         if (before := self._called.pop(unit, None)) is not None:
             peak = self._came(unit, "ran")
             if not failed and not (unit.placement and unit.placement.name == "leafwise"):
-                self._replan(unit, peak - before)
+                self.work.took(unit, peak - before)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Let blocks of a unit leave that do not run. Returns the bytes really freed."""
@@ -102,10 +102,19 @@ class Residents:
         """Take a unit off the device, leased or not."""
         if unit.placement is None:
             return
-        placement, unit.placement, unit.is_leaving = unit.placement, None, False
+        placement, unit.placement = unit.placement, None
+        self._leaving.discard(unit)
         left = placement.resident_bytes
         placement.remove()
         self.timeline.record("evict", unit, left)
+
+    def leave_soon(self, unit: ManagedModel) -> None:
+        """Let a unit leave as soon as it does not run."""
+        self._leaving.add(unit)
+
+    def is_leaving(self, unit: ManagedModel) -> bool:
+        """Whether a unit is to leave as soon as it does not run."""
+        return unit in self._leaving
 
     def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
         """Evict what may leave, in order, until so many bytes are free. Returns those really freed."""
@@ -163,7 +172,7 @@ class Residents:
 
     def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
         cached = {unit for unit in droppable if unit.is_cached}
-        for unit in choose_evictions(droppable, capacity_bytes, wanted, self.schedule.uses(), cached):
+        for unit in choose_evictions(droppable, capacity_bytes, wanted, self._coming(), cached):
             self.timeline.record("drop", unit, unit.drop())
 
     def _ram_left(self, unit: ManagedModel) -> int:
@@ -208,12 +217,14 @@ class Residents:
         kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self.evictable(unit))
-            wanted = min(need_bytes(unit, "resident"), self.budget.vram_limit or sys.maxsize)
+            wanted = min(self.work.demand(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
             self.budget.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
             if not kinds:
                 pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
-                why = why_nothing_fits(unit, pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit))
+                why = why_nothing_fits(
+                    self.work.demand(unit), pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit)
+                )
                 raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
             try:
@@ -278,24 +289,25 @@ class Residents:
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
         room, free = self._room_bytes(unit), self.accelerator.free_bytes()
-        return fitting_placements(unit, room, free, stated=self.budget.vram_limit is not None)
+        return fitting_placements(self.work.demand(unit), room, free, stated=self.budget.vram_limit is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
-        return weights_to_hold(unit, kind, self._room_bytes(unit))
+        return self.work.demand(unit).weights_to_hold(kind, self._room_bytes(unit))
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
         if kind == "cpu":
             return
         need = self._weights(unit, kind)
-        self._shrink_for(Use(unit, need, unit.working_bytes))
-        self.budget.ask_host(need - unit.resident_bytes + unit.working_bytes)
+        working = self.work.working_bytes(unit)
+        self._shrink_for(Use(unit, need, working))
+        self.budget.ask_host(need - unit.resident_bytes + working)
 
     def _shrink_for(self, use: Use) -> None:
         """Let units give up, by the policy, what a use needs of the budget."""
         evictable = {u: u.resident_bytes for u in self.evictable() if u is not use.unit}
         others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not use.unit)
-        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self.schedule.uses())
+        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming())
         for other, missing in leaving.items():
             if missing == evictable[other] or self.shrink(other, missing) < missing:
                 self.evict(other)
@@ -318,6 +330,9 @@ class Residents:
             unit.placement.complete()
             self._came(unit, "place")
 
+    def _coming(self) -> list[Use] | None:
+        return self.schedule.uses(self.work.working_bytes)
+
     # What is told
 
     def _on_device(self) -> tuple[OnDevice, ...]:
@@ -331,12 +346,6 @@ class Residents:
         if not unit.in_ram:
             self.disk_bytes_read += came
         return self.timeline.record(kind, unit, came).peak_bytes
-
-    def _replan(self, unit: ManagedModel, measured_bytes: int) -> None:
-        """Note what a call took. If that was not known before, more blocks stay, or fewer, when there is another."""
-        known = unit.working_bytes
-        unit.worked_in(measured_bytes * unit.terms.parts)
-        unit.is_misfit = unit.working_bytes != known
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
         """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""

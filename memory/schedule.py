@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .planning.eviction import Use
 from .units.unit import ManagedModel
@@ -27,9 +27,12 @@ class Schedule:
                 del coming[: index + 1]
                 return
 
-    def uses(self) -> list[Use] | None:
-        """What is coming and still there, as the policy looks at it; None when it is not known."""
+    def uses(self, working_bytes: Callable[[ManagedModel], int]) -> list[Use] | None:
+        """What is coming and still there, as the policy looks at it; None when it is not known.
+
+        `working_bytes` tells what a unit takes beside its weights.
+        """
         if self._coming is None:
             return None
         units = [unit for ref in self._coming if (unit := ref()) is not None]
-        return [Use(unit, unit.size_bytes, unit.working_bytes) for unit in units]
+        return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in units]

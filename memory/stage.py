@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from .accelerator import Accelerator
 from .batch import batch_of, in_parts, joined
+from .budget import Budget
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
-from .planning.ladder import Terms, describe, next_terms
+from .planning.ladder import Attempt, describe, next_attempt
+from .planning.runplan import StagePlan
 from .sizes import format_bytes
+from .timeline import Timeline
 from .units.calls import Forward, interpose
 from .units.unit import ManagedModel
-
-if TYPE_CHECKING:
-    from .manager import MemoryManager
-    from .planning.runplan import StagePlan
+from .work import Work, WorkBook
 
 log = logging.getLogger("ballast")
 
 
+class Device(Protocol):
+    """What a stage asks of the manager of its device, which says what each of these does."""
+
+    device: torch.device
+    accelerator: Accelerator
+    budget: Budget
+    timeline: Timeline
+
+    @property
+    def work(self) -> WorkBook: ...
+    @property
+    def budget_bytes(self) -> int: ...
+
+    def adopt(self, unit: ManagedModel) -> ManagedModel: ...
+    def units(self) -> list[ManagedModel]: ...
+    def execution_device(self, strategy: str) -> torch.device: ...
+    def fit(self, units: Sequence[ManagedModel], strategy: str) -> None: ...
+    def strike(self, unit: ManagedModel) -> None: ...
+    def acquire(
+        self, unit: ManagedModel, strategy: str, *, instead_of: Collection[ManagedModel], anew: bool
+    ) -> None: ...
+    def release(self, unit: ManagedModel, *, failed: bool) -> None: ...
+    def evict(self, unit: ManagedModel) -> None: ...
+    def make_room(self) -> None: ...
+    def leave(self, units: Sequence[ManagedModel], keep: bool) -> None: ...
+
+
 @contextmanager
 def run_stage(
-    manager: MemoryManager,
+    manager: Device,
     name: str,
     units: Sequence[ManagedModel],
     strategy: str,
@@ -48,9 +76,8 @@ def run_stage(
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
-            unit.work = work
-            unit.forecast = forecast.units.get(unit.name) if forecast else None
-            unit.terms = Terms(strategy, share=0.0 if flags.least else 1.0)
+            attempt = Attempt(strategy, share=0.0 if flags.least else 1.0)
+            manager.work.begin(unit, Work(work, forecast.units.get(unit.name) if forecast else None, attempt))
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         manager.fit(units, strategy)
@@ -73,7 +100,7 @@ def run_stage(
 class _Calls:
     """The calls of one unit in a stage: each under a lease, made again on lower terms when memory runs out."""
 
-    def __init__(self, manager: MemoryManager, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
+    def __init__(self, manager: Device, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
         self.first = True
         self.placement: str | None = None  # chosen at the first call, and kept for the others
@@ -87,49 +114,54 @@ class _Calls:
             try:
                 return self._run_once(forward, args, kwargs)
             except Exception as error:
-                if not is_out_of_memory(error) or self.unit.terms.strategy == "cpu":
+                if not is_out_of_memory(error) or self.attempt.strategy == "cpu":
                     raise
                 release_frames(error)
                 self._step_down(args, kwargs, error)
 
     def _run_once(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         failed = True
-        strategy, anew = self.placement or self.unit.terms.strategy, self.placement is None
+        strategy, anew = self.placement or self.attempt.strategy, self.placement is None
         self.manager.acquire(self.unit, strategy, instead_of=self._others(), anew=anew)
         self.placement = self.unit.placement.name if self.unit.placement else None
         try:
-            if self.unit.terms.parts == 1:
+            if self.attempt.parts == 1:
                 result = forward(*args, **kwargs)
             else:
-                parts = in_parts(args, kwargs, self.unit.batch_dims, self.unit.terms.parts)
+                parts = in_parts(args, kwargs, self.unit.batch_dims, self.attempt.parts)
                 result = joined([forward(*some, **named) for some, named in parts])
             failed = False
             return result
         finally:
             self.manager.release(self.unit, failed=failed)
 
+    @property
+    def attempt(self) -> Attempt:
+        """How the calls are tried now."""
+        return self.manager.work.of(self.unit).attempt
+
     def _others(self) -> list[ManagedModel]:
-        others = self.manager.units() if self.alone or self.unit.terms.alone else self.stage
+        others = self.manager.units() if self.alone or self.attempt.alone else self.stage
         return [unit for unit in others if unit is not self.unit]
 
     def _step_down(self, args: tuple, kwargs: dict, error: BaseException) -> None:
-        unit, manager = self.unit, self.manager
+        unit, manager, attempt = self.unit, self.manager, self.attempt
         placement = unit.placement.name if unit.placement else None
-        if placement == "streamed" and unit.resident_bytes <= sizes_of(unit).least_streamed_bytes:
-            unit.terms = replace(unit.terms, share=0.0)  # there is nothing left to give up there
+        sizes, batch = sizes_of(unit), batch_of(args, kwargs, unit.batch_dims)
+        if placement == "streamed" and unit.resident_bytes <= sizes.least_streamed_bytes:
+            attempt = replace(attempt, share=0.0)  # there is nothing left to give up there
         manager.evict(unit)
-        lower = next_terms(
-            unit.terms, placement, len(sizes_of(unit).blocks) > 0, batch_of(args, kwargs, unit.batch_dims)
-        )
+        lower = next_attempt(attempt, placement, len(sizes.blocks) > 0, batch)
         if lower is None:
-            how, works_in = describe(unit.terms, placement), format_bytes(unit.working_bytes)
+            how, works_in = describe(attempt, placement), format_bytes(manager.work.working_bytes(unit))
             raise DoesNotFitError(
                 f"{unit.name} ran out of memory on {manager.device} even {how}: it works in {works_in} "
                 f"beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
                 f"fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
-        unit.terms, self.placement = lower, None
+        manager.work.retry(unit, lower)
+        self.placement = None
         gc.collect()
         manager.make_room()
         manager.budget.ask_host(manager.accelerator.total_bytes())

@@ -13,7 +13,8 @@ from .accelerator import Accelerator
 from .planning.runplan import seconds as in_seconds
 from .report import format_table
 from .sizes import format_bytes
-from .units.unit import ManagedModel, Role, Tier
+from .units.unit import ManagedModel
+from .vocabulary import Role, Tier
 
 if TYPE_CHECKING:
     from PIL.Image import Image

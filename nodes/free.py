@@ -12,7 +12,7 @@ from ..memory.accelerator import Accelerator, resolve_device
 from ..memory.host import management as host
 from ..memory.manager import managers
 from ..memory.sizes import format_bytes
-from ..memory.units.unit import Role
+from ..memory.vocabulary import Role
 from .shared.progress import show_text
 from .shared.running import told
 

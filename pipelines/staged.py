@@ -19,9 +19,9 @@ from ..memory.host import management as host
 from ..memory.host.flags import host_flags
 from ..memory.manager import STRATEGIES, MemoryManager, manager
 from ..memory.planning.forecast import Forecast
-from ..memory.planning.rates import Rates
 from ..memory.planning.runplan import RunPlan, StagePlan
 from ..memory.probe import rates as measured_rates
+from ..memory.rates import Rates
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.units.unit import ManagedModel
 from .decoding.vae_stages import VaeStages
@@ -357,7 +357,7 @@ class StagedPipeline(VaeStages):
         raise AssertionError("unreachable")
 
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
-        working = max((unit.working_bytes for unit in units), default=0)
+        working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)
         return DoesNotFitError(
             f"{stage} ran out of memory on {self.manager.device} even leafwise: it works in {format_bytes(working)} "
             f"beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. Choose a smaller size or "

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..units.unit import Role
+from ..vocabulary import Role
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..vocabulary import Role
+from .contract import unknown_members
 from .flags import host_flags
 from .patcher import HostPatcher
-
-if TYPE_CHECKING:
-    from ..units.unit import Role
 
 log = logging.getLogger("ballast")
 
@@ -159,8 +158,6 @@ def lists_units(on: torch.device) -> bool:
 def _why_unfit(mm: ModuleType) -> str:
     if not mm.__file__:
         return "this ComfyUI has no source to read"
-    from .contract import unknown_members  # once, and not while ComfyUI starts
-
     unknown = unknown_members(Path(mm.__file__).parents[1])
     return f"this ComfyUI asks models for {', '.join(sorted(unknown))}, unknown here" if unknown else ""
 

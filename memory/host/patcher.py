@@ -11,15 +11,11 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ..accelerator import Accelerator
-
-if TYPE_CHECKING:
-    from ..manager import MemoryManager
-    from ..units.unit import ManagedModel
 
 log = logging.getLogger("ballast")
 
@@ -41,7 +37,39 @@ def _never_raises(default: Any) -> Callable[[Method], Method]:
     return wrap
 
 
-class HostPatcher:
+class Listed(Protocol):
+    """A unit that the host is told of."""
+
+    name: str
+    label: str
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights on the device now."""
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM taken by weights now."""
+
+
+Unit = TypeVar("Unit", bound=Listed)
+AnyUnit = TypeVar("AnyUnit", bound=Listed, contravariant=True)
+
+
+class Mover(Protocol[AnyUnit]):
+    """Who moves units for the host: the manager of their device."""
+
+    def shrink(self, unit: AnyUnit, bytes: int) -> int:
+        """Free so many bytes of a unit, or as many as can be. Returns those freed."""
+
+    def grow(self, unit: AnyUnit, bytes: int) -> int:
+        """Let up to so many bytes more of a unit stay. Returns those taken."""
+
+    def let_go(self, unit: AnyUnit) -> None:
+        """Take a unit off the device, as soon as it does not run."""
+
+
+class HostPatcher(Generic[Unit]):
     """One unit in the host's list of loaded models. Sizes are bytes on the device.
 
     Its declared size is what the unit shall hold there (`target_bytes`), not its file: the host would move everybody
@@ -50,7 +78,7 @@ class HostPatcher:
 
     parent = None
 
-    def __init__(self, manager: MemoryManager, unit: ManagedModel, load_device: torch.device) -> None:
+    def __init__(self, manager: Mover[Unit], unit: Unit, load_device: torch.device) -> None:
         self._manager = weakref.ref(manager)
         self._unit = weakref.ref(unit)
         self._name = f"{unit.label} {unit.name}".strip()
@@ -62,7 +90,7 @@ class HostPatcher:
         self.is_being_listed = False  # by the manager, which has just decided what stays
 
     @property
-    def unit(self) -> ManagedModel | None:
+    def unit(self) -> Unit | None:
         """The unit, as long as its pipeline lives."""
         return self._unit()
 

@@ -20,9 +20,7 @@ from ..simulated.card import Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
-from ..streaming.placement import leafwise_slots
-from ..streaming.ring import split_blocks
-from ..units.unit import Slot, slots
+from ..units.structure import Slot, leafwise_slots, slots, split_blocks
 from .forecast import Forecast, UnitForecast
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Terms:
-    """How a unit runs: by `strategy`, with everything else gone if `alone`, with a `share` of the blocks that could
+class Attempt:
+    """How a call is tried: by `strategy`, with everything else gone if `alone`, with a `share` of the blocks that could
     stay, with its batch in so many `parts`."""
 
     strategy: str = "auto"
@@ -24,30 +24,30 @@ class Terms:
 _LEAST_SHARE = 0.25
 
 
-def next_terms(terms: Terms, placement: str | None, streams: bool, batch: int) -> Terms | None:
-    """The terms to try after those that ran out of memory; None when there is nothing left to give up.
+def next_attempt(attempt: Attempt, placement: str | None, streams: bool, batch: int) -> Attempt | None:
+    """What to try after an attempt that ran out of memory; None when there is nothing left to give up.
 
     `placement` is how the unit sat, None if it could not be placed at all; `streams` whether it can be streamed,
     `batch` how many parts its call could be run in.
     """
-    if not terms.alone:
-        return replace(terms, alone=True)  # the same once more, with what share there is
-    if streams and terms.share and placement != "leafwise":
-        share = terms.share / 2 if terms.share > _LEAST_SHARE else 0.0
-        return replace(terms, strategy="streamed", share=share)
-    if terms.parts < batch:
-        return replace(terms, parts=min(batch, 2 * terms.parts))
-    if placement != "leafwise" and terms.strategy != "leafwise":
-        return replace(terms, strategy="leafwise")
+    if not attempt.alone:
+        return replace(attempt, alone=True)  # the same once more, with what share there is
+    if streams and attempt.share and placement != "leafwise":
+        share = attempt.share / 2 if attempt.share > _LEAST_SHARE else 0.0
+        return replace(attempt, strategy="streamed", share=share)
+    if attempt.parts < batch:
+        return replace(attempt, parts=min(batch, 2 * attempt.parts))
+    if placement != "leafwise" and attempt.strategy != "leafwise":
+        return replace(attempt, strategy="leafwise")
     return None
 
 
-def describe(terms: Terms, placement: str | None = None) -> str:
-    """What the terms mean, for a message; `placement` is how the unit sat under them, where that is known."""
-    if "leafwise" in (terms.strategy, placement):
+def describe(attempt: Attempt, placement: str | None = None) -> str:
+    """An attempt in words, for a message; `placement` is how the unit sat then, where that is known."""
+    if "leafwise" in (attempt.strategy, placement):
         how = "layer by layer"
-    elif terms.share == 1:
+    elif attempt.share == 1:
         how = "with everything else gone"
     else:
-        how = f"with {terms.share:.0%} of the blocks that could stay" if terms.share else "with no block staying"
-    return how if terms.parts == 1 else f"{how}, the batch in {terms.parts} parts"
+        how = f"with {attempt.share:.0%} of the blocks that could stay" if attempt.share else "with no block staying"
+    return how if attempt.parts == 1 else f"{how}, the batch in {attempt.parts} parts"

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..rates import Rates
 from ..sizes import format_bytes
-from ..streaming.placement import PlacementName
 from ..units.reader import BATCH_BYTES
+from ..vocabulary import PlacementName
 from .forecast import UnitForecast
-from .rates import Rates
 from .residency import RING_SLOTS, WINDOWS, BlockSize, blocks_to_stream, least_streamed_bytes, ring_bytes
 
 _STEPS_TO_STEADY = 4

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from torch import nn
-
 RING_SLOTS = 2  # more gain nothing when residency is spread
 WINDOWS = 3  # one more than blocks can be asked for at a time: another can then always be read
-_SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
 
 
 class HasSizes(Protocol):
@@ -92,23 +89,3 @@ def _trimmed(block_bytes: Sequence[int], chosen: list[int], least: int) -> list[
             spare -= block_bytes[i]
             kept.discard(i)
     return sorted(kept)
-
-
-def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The lists of blocks of a module, at whatever depth, none inside another, in the order of the module.
-
-    A list counts if its members are called (so not lists of lists) and hold a part of the weights worth streaming.
-    """
-    total = sum(p.nbytes for p in module.parameters())
-    found: list[tuple[str, nn.ModuleList]] = []
-    for path, owner in module.named_modules():
-        inside = any(path.startswith(f"{name}.") for name, _ in found)
-        if isinstance(owner, nn.ModuleList) and path and not inside and all(_is_called(member) for member in owner):
-            size = sum(p.nbytes for p in owner.parameters())
-            if size and size >= _SMALL_SHARE * total:
-                found.append((path, owner))
-    return found
-
-
-def _is_called(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward

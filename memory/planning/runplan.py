@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..rates import ASSUMED, Rates
 from ..report import format_table
 from ..sizes import format_bytes
 from .planner import Candidate, Plan
-from .rates import ASSUMED, Rates
 
 if TYPE_CHECKING:
     from PIL.Image import Image

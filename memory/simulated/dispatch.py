@@ -207,7 +207,6 @@ def plan(func: Any) -> Handler:
         handler = _with_device
     else:
         handler = _plain
-    handlers[func] = handler
     return handler
 
 
@@ -230,3 +229,6 @@ def _allocations(values: Any) -> list[state.Allocation]:
         elif isinstance(value, (tuple, list)):
             found += _allocations(value)
     return found
+
+
+handlers.plan = plan

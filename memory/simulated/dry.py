@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from . import card as state
 from . import shapes
 from .clock import Stream
-from .dispatch import composite, plan
+from .dispatch import composite
 from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
@@ -51,7 +51,7 @@ class _Operators(TorchDispatchMode):
         here = any(kind is SimTensor for kind in types)
         if not here and DEVICE not in (*args, kwargs.get("device")):
             return func(*args, **kwargs)
-        handler = handlers.get(func) or plan(func)
+        handler = handlers[func]
         if handler is composite:
             with self:  # its parts make tensors too
                 return handler(func, args, kwargs)

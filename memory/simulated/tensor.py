@@ -20,13 +20,19 @@ Handler = Callable[[Any, tuple, dict], Any]
 
 _MARK = "_ballast_allocation"
 _make = torch.Tensor._make_wrapper_subclass
-handlers: dict[Any, Handler] = {}  # by operator, filled as operators are met
 
 
-def _plan(func: Any) -> Handler:
-    from .dispatch import plan  # which needs this module
+class _Handlers(dict[Any, Handler]):
+    """How each operator is run: planned when it is first met, by `plan`, which `dispatch` gives."""
 
-    return plan(func)
+    plan: Callable[[Any], Handler]
+
+    def __missing__(self, func: Any) -> Handler:
+        self[func] = self.plan(func)
+        return self[func]
+
+
+handlers = _Handlers()
 
 
 class SimTensor(torch.Tensor):
@@ -45,7 +51,7 @@ class SimTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return (handlers.get(func) or _plan(func))(func, args, kwargs or {})
+        return handlers[func](func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -7,30 +7,22 @@ unit runs where its weights are. `streamed`, in `stream`: some blocks resident, 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..units.calls import Forward, interpose
 from ..units.loading import find_stored
-from ..units.unit import Slot, own_slots, slots
+from ..units.structure import Slot, leafwise_slots, slots
 from ..units.weights import Stored
-from .ring import Block, Queues, split_blocks
+from ..vocabulary import PlacementName
+from .queues import Queues
+from .ring import Block, blocks_of
+from .strays import clear_strays
 from .supply import Supply
-
-PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
-
-_LruCache = type(functools.lru_cache(len))
-
-# Modules that read their children's weights themselves, so that these must come along with them.
-WHOLE_MODULES = ["MultiheadAttention"]
 
 
 @contextlib.contextmanager
@@ -175,7 +167,7 @@ class Resident(Placement):
     def shrink(self, bytes: int) -> int:
         before = self.resident_bytes
         if not self._blocks:  # known once one has left
-            self._blocks = split_blocks(self.module, self.host_slots)[0]
+            self._blocks = blocks_of(self.module, self.host_slots)[0]
             for block in self._blocks:
                 block.resident = True
         for block in self._blocks:
@@ -245,85 +237,6 @@ class _Coming:
                 self._placement.resident_bytes = held
 
 
-def leafwise_slots(module: nn.Module) -> tuple[list[Slot], list[tuple[nn.Module, list[Slot]]]]:
-    """What stays on the device under `Leafwise`, and what comes for the calls of which module.
-
-    The top module's own few tensors stay, since its `forward` is already running when a unit is placed on demand, and
-    so do buffers that are in no file: small tables, which models read from elsewhere too.
-    """
-    stays: list[Slot] = list(own_slots(module))
-    comes: list[tuple[nn.Module, list[Slot]]] = []
-    inside: set[nn.Module] = set()
-    for child in module.children():
-        for owner in child.modules():
-            if owner in inside:
-                continue
-            whole = type(owner).__name__ in WHOLE_MODULES
-            holders = list(owner.modules()) if whole else [owner]
-            inside.update(holders)
-            own: list[Slot] = []
-            for holder in holders:
-                unsaved = holder._non_persistent_buffers_set
-                for slot in own_slots(holder):
-                    (stays if slot.key in unsaved else own).append(slot)
-            if own:
-                comes.append((owner, own))
-    return stays, comes
-
-
 class Cpu(Placement):
     name = "cpu"
     on_device = False
-
-
-def clear_strays(module: nn.Module, device: torch.device) -> None:
-    """Move to the host what a run left on the device outside parameters and buffers.
-
-    Models keep tensors in lists, deques, dicts and plain objects (rotary tables, the feature caches of causal VAEs) and
-    behind `functools.lru_cache`; `module.to()` knows none of them.
-    """
-    if callable(clear := getattr(module, "clear_cache", None)):
-        clear()
-    for cls in {cls for owner in module.modules() for cls in type(owner).__mro__}:
-        if not cls.__module__.startswith(("torch.", "builtins")):
-            _clear_function_caches(vars(cls))
-            _clear_function_caches(vars(sys.modules.get(cls.__module__, object)))
-    seen: set[int] = set()
-    for owner in module.modules():
-        for name, value in vars(owner).items():
-            if not name.startswith(("_parameters", "_buffers", "_modules")):
-                moved = _to_host(value, device, seen)
-                if moved is not value:
-                    vars(owner)[name] = moved
-
-
-def _clear_function_caches(namespace: Mapping[str, Any]) -> None:
-    for function in list(namespace.values()):
-        # Either the cached function itself, or one wrapped in another, which then holds it in its closure.
-        cells = [
-            cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()
-        ]  # empty ones raise
-        for cached in (function, *(cell.cell_contents for cell in cells)):
-            if isinstance(cached, _LruCache):
-                cached.cache_clear()
-
-
-def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
-    """`value` with every tensor on `device` replaced by its host copy; the same object if it could be kept."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu() if value.device == device else value
-    if id(value) in seen or isinstance(value, nn.Module | type | ModuleType):
-        return value
-    seen.add(id(value))
-    if isinstance(value, tuple):
-        items = [_to_host(item, device, seen) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    elif isinstance(value, dict | list | deque):
-        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            moved = _to_host(item, device, seen)
-            if moved is not item:
-                value[key] = moved
-    elif hasattr(value, "__dict__"):
-        _to_host(vars(value), device, seen)
-    return value

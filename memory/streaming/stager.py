@@ -19,11 +19,12 @@ import torch
 
 from ..host import management as host
 from ..planning.residency import WINDOWS
-from ..probe import observe_disk
+from ..speeds import observe_disk
 from ..units import hostbuffer
 from ..units.reader import BATCH_BYTES, READERS, Piece, batches, piece_of, read_batch
 from ..units.weights import Stored
-from .ring import Block, Queues, RingSlot
+from .queues import Queues
+from .ring import Block, RingSlot
 
 Part = Piece | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
 

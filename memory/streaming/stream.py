@@ -22,7 +22,7 @@ from ..sizes import format_bytes
 from ..units.weights import Stored
 from .order import Order
 from .placement import Placement, outside_inference
-from .ring import Block, RingSlot, split_blocks
+from .ring import Block, RingSlot, blocks_of
 
 
 class Streamed(Placement):
@@ -62,7 +62,7 @@ class Streamed(Placement):
         self._order = Order(self._blocks, lambda block: not block.resident)
 
     def _divide(self) -> None:
-        self._blocks, self._rest = split_blocks(self.module, self.host_slots)
+        self._blocks, self._rest = blocks_of(self.module, self.host_slots)
 
     @staticmethod
     def least_bytes(module: nn.Module) -> int:

@@ -11,7 +11,8 @@ from ..planning.residency import WINDOWS
 from ..units import hostbuffer
 from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
-from .ring import Block, Queues, RingSlot
+from .queues import Queues
+from .ring import Block, RingSlot
 from .stager import Stager, parts_of
 
 

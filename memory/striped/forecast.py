@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..planning.dry_run import lay_weights
-from ..planning.rates import Rates
+from ..rates import Rates
 from ..simulated.dry import DEVICE, dry_card
 from .run import Traffic, run
 

@@ -46,11 +46,9 @@ class Map:
             source._follow()
 
     def _follow(self) -> None:
-        from .keeping import settle  # which needs this module
-
         self._followers += 1
         if self.heavy and self._followers > 1:
-            settle(self)
+            self.room.settle(self)
 
     @property
     def length(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -33,10 +34,12 @@ class Room:
         self,
         device: torch.device,
         budget_bytes: int,
+        settle: Callable[[Any], None],
         ram_bytes: int | None = None,
         on_stripe: Callable[[], None] | None = None,
     ) -> None:
         self.device = device
+        self.settle = settle  # see `keeping`: called with a map once several others follow from it
         self._ram_bytes = ram_bytes
         self._on_stripe = on_stripe
         self.budget_bytes = budget_bytes - budget_bytes // _SPARE

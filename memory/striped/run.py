@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import release_frames
 from .grids import LargeGrids
-from .keeping import to_host
+from .keeping import settle, to_host
 from .room import Room
 from .tensor import StripedTensor, striped
 
@@ -48,7 +48,7 @@ def run(
 
     `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
     """
-    room = Room(torch.empty(0, device=device).device, budget_bytes, ram_bytes, on_stripe)
+    room = Room(torch.empty(0, device=device).device, budget_bytes, settle, ram_bytes, on_stripe)
     try:
         with torch.inference_mode(), LargeGrids(room):
             result = function(*(striped(tensor, room) for tensor in tensors))

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..streaming.ring import split_blocks
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .reader import piece_of, read
-from .unit import slots
+from .structure import slots, split_blocks
 from .weights import Stored
 
 

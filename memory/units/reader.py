@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..probe import observe_disk
+from ..speeds import observe_disk
 from .hostbuffer import bytes_of
 from .weights import Stamp, Stored, check_unchanged
 

@@ -10,60 +10,39 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from ..errors import release_frames
-from ..planning.forecast import UnitForecast
-from ..planning.ladder import Terms
-from .weights import is_unchanged
-
-if TYPE_CHECKING:
-    from ..planning.planner import UnitSizes
-    from ..streaming.placement import Placement
-    from .weights import Stored
-
-Role = Literal["text_encoder", "transformer", "vae", "other"]
-Tier = Literal["disk", "host", "device"]
-ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
-
+from ..vocabulary import ROLES, PlacementName, Role, Tier
+from .loading import Interruptible, find_stored, load_stored
+from .structure import Slot, slots
+from .weights import Stored, is_unchanged
 
 # To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
 building = threading.RLock()
 
 
-@dataclass
-class Slot:
-    """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`."""
+class Placed(Protocol):
+    """How a unit sits on a device. `streaming.placement` has those that there are, and says what each of these does."""
 
-    holder: dict[str, Any]
-    key: str
-    tensor: torch.Tensor
+    name: ClassVar[PlacementName]
+    on_device: ClassVar[bool]
+    resident_bytes: int
+    host_slots: list[Slot]
 
-    def set(self, tensor: torch.Tensor) -> None:
-        if isinstance(self.tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=False)
-        self.holder[self.key] = tensor
+    @property
+    def host_bytes(self) -> int: ...
 
-    def restore(self) -> None:
-        self.holder[self.key] = self.tensor
-
-
-def slots(module: nn.Module) -> Iterator[Slot]:
-    """Every parameter and buffer of a module, tied ones as often as they are held."""
-    for owner in module.modules():
-        yield from own_slots(owner)
-
-
-def own_slots(module: nn.Module) -> Iterator[Slot]:
-    """The parameters and buffers that a module holds itself, without those of its children."""
-    for holder in (module._parameters, module._buffers):
-        for key, tensor in holder.items():
-            if tensor is not None:
-                yield Slot(holder, key, tensor)
+    def describe(self) -> str: ...
+    def grow(self, bytes: int) -> int: ...
+    def shrink(self, bytes: int) -> int: ...
+    def complete(self) -> None: ...
+    def settle(self) -> None: ...
+    def take_bytes_in(self) -> int: ...
+    def remove(self) -> None: ...
 
 
 class ManagedModel:
@@ -93,19 +72,11 @@ class ManagedModel:
         self.label = label
         self.key = key
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
-        self.placement: Placement | None = None
+        self.placement: Placed | None = None
         self.pinned = False
         self.leases = 0
         self.last_use = 0
-        self.sizes: UnitSizes | None = None  # found out once, while the weights are not on the device
-        self.work: Hashable = None  # what it is going to do: sizes differ in the memory they work in
-        self.forecast: UnitForecast | None = None  # what that works in, where it was found out beforehand
-        self.terms = Terms()
-        self.is_misfit = False  # whether its placement was made for other work
-        self.is_leaving = False  # as soon as it does not run
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
-        self._working: dict[Hashable, int] = {}
-        self._off: dict[Hashable, int] = {}  # how far a first call was above its forecast
         self._build = build
         self._read = read
         self._stored = stored
@@ -164,19 +135,6 @@ class ManagedModel:
         return self._size_bytes
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes that the present `work` takes beside the weights, forecast or measured; 0 if it is not known."""
-        forecast = self.forecast.working_bytes + self._off.get(self.work, 0) if self.forecast else 0
-        return max(forecast, self._working.get(self.work, 0))
-
-    def worked_in(self, measured_bytes: int) -> None:
-        """Note what one call of the present `work` has taken."""
-        if self.forecast and self.work not in self._working:
-            # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
-            self._off[self.work] = max(0, measured_bytes - self.forecast.first_bytes)
-        self._working[self.work] = max(self._working.get(self.work, 0), measured_bytes)
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes of weights on the device now."""
         return self.placement.resident_bytes if self.placement else 0
@@ -209,8 +167,6 @@ class ManagedModel:
         """
         if self._on_host or self._read is None:
             return 0
-        from .loading import Interruptible, load_stored  # which need this module
-
         try:
             if self._stored is None or not load_stored(self.module, self._stored(), look):
                 with building, torch.inference_mode(), Interruptible(look):
@@ -226,8 +182,6 @@ class ManagedModel:
 
         None where only `load` can read them. Raises ValueError if a file is damaged.
         """
-        from .loading import find_stored  # which needs this module
-
         stored = self._stored() if self._stored else {}
         return stored if stored and find_stored(self.module, stored) is not None else None
 

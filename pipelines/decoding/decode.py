@@ -21,8 +21,8 @@ from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.planning.rates import Rates
 from ...memory.probe import rates
+from ...memory.rates import Rates
 from ...memory.striped import StripedForecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import to_host

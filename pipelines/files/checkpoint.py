@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...memory.units.unit import ManagedModel, Role, building
+from ...memory.units.unit import ManagedModel, building
 from ...memory.units.weights import Stored, file_identity, read_header, stamps_of, stored_dtype, stored_tensors
+from ...memory.vocabulary import Role
 from .building import on_meta
 from .components import check_runs
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...memory.files import check_links, one_line, read_json
-from ...memory.units.unit import ManagedModel, Role
+from ...memory.units.unit import ManagedModel
 from ...memory.units.weights import (
     Stored,
     check_unchanged,
@@ -24,6 +24,7 @@ from ...memory.units.weights import (
     stored_dtype,
     stored_tensors,
 )
+from ...memory.vocabulary import Role
 from .building import on_meta
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 

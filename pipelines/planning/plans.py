@@ -12,9 +12,9 @@ import torch
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.planner import make_plan
-from ...memory.planning.rates import ASSUMED, Rates
 from ...memory.planning.runplan import RunPlan, StagePlan
 from ...memory.probe import rates as measured_rates
+from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning

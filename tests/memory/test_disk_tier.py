@@ -21,7 +21,7 @@ from ballast.memory.streaming import ring, stager
 from ballast.memory.streaming.placement import Resident
 from ballast.memory.streaming.stream import RING_SLOTS, Streamed
 from ballast.memory.units import hostbuffer, reader
-from ballast.memory.units.unit import slots
+from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import Stored, stored_tensors
 from ballast.pipelines.files.components import read_components, read_model_index
 from hypothesis import HealthCheck, given, settings

@@ -13,7 +13,7 @@ import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager
 from ballast.memory.manager import MemoryManager
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.units.unit import Role
+from ballast.memory.vocabulary import Role
 from diffusers import AutoencoderKL, Lumina2Transformer2DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,7 +126,7 @@ def test_cap_below_the_unit_and_above_its_largest_leaf_runs_leafwise(mgr: Memory
     with mgr.use(a) as module:
         expected = module(tokens()).last_hidden_state.cpu()
     mgr.free()
-    sim.enable(total=sizes_of(a).leaf_bytes + a.working_bytes + 20_000)
+    sim.enable(total=sizes_of(a).leaf_bytes + mgr.work.working_bytes(a) + 20_000)
     assert a.size_bytes > sim.stats().total_bytes
     with mgr.use(a) as module:
         assert a.placement is not None and a.placement.name == "leafwise"

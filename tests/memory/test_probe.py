@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from ballast.memory import files, probe
-from ballast.memory.planning.rates import ASSUMED, Rates
+from ballast.memory import files, probe, speeds
+from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.units import hostbuffer, reader
 from ballast.memory.units.weights import stored_tensors
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12}
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(speeds, "_known", {})
     monkeypatch.setattr(hostbuffer, "_left_paged", set())
     yield
 
@@ -45,7 +45,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(speeds, "_known", {})
 
 
 def test_simulated_card_is_as_fast_as_it_was_made(sim: ModuleType) -> None:
@@ -95,7 +95,7 @@ def test_unwritable_directory_costs_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         assert probe.rates(CUDA).source == "measured"
-    probe.observe_disk(2**30, 1.0)
+    speeds.observe_disk(2**30, 1.0)
     assert probe.rates(CUDA).disk_bytes_per_second == 2**30
     assert len(card) == 1
 
@@ -145,15 +145,15 @@ def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.
 
 
 def test_disk_is_observed_in_large_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    probe.observe_disk(2**20, 1e-3)
-    probe.observe_disk(2**30, 0)
+    speeds.observe_disk(2**20, 1e-3)
+    speeds.observe_disk(2**30, 0)
     assert probe.rates(torch.device("cpu")) == ASSUMED
-    probe.observe_disk(2**30, 0.5)
+    speeds.observe_disk(2**30, 0.5)
     another_process(monkeypatch)
     assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 2**31
-    probe.observe_disk(2**30, 1)
+    speeds.observe_disk(2**30, 1)
     assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 1.5 * 2**30
-    monkeypatch.setattr(probe, "OBSERVED_BYTES", 1000)
+    monkeypatch.setattr(speeds, "OBSERVED_BYTES", 1000)
     seen: list[int] = []
     monkeypatch.setattr(reader, "observe_disk", lambda nbytes, seconds: seen.append(nbytes))
     save_file({"x": torch.ones(1000)}, tmp_path / "a.safetensors")

@@ -21,7 +21,7 @@ import torch
 from ballast.memory import DoesNotFitError, budget, manager, simulated
 from ballast.memory import manager as manager_of
 from ballast.memory.units import hostbuffer
-from ballast.memory.units.unit import slots
+from ballast.memory.units.structure import slots
 from ballast.pipelines import StagedPipeline
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

@@ -198,7 +198,7 @@ def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager)
     free = run_graph(prompt)  # what sampling works in is known from now on
     ours.free()
     first, second = transformers(ours)
-    size, works = first.size_bytes, max(first.working_bytes, second.working_bytes)
+    size, works = first.size_bytes, max(map(ours.work.working_bytes, (first, second)))
     ours.limit(vram=size + size // 2 + works)
     before = ours.device_bytes_in
     results = run_graph(prompt)
@@ -216,7 +216,7 @@ def test_what_later_nodes_need_stays(ours: MemoryManager) -> None:
     prompt = alternating(NAMES, 4)
     kept = run_graph(prompt)
     ours.free()
-    size, works = transformers(ours)[0].size_bytes, max(unit.working_bytes for unit in transformers(ours))
+    size, works = transformers(ours)[0].size_bytes, max(map(ours.work.working_bytes, transformers(ours)))
     ours.limit(vram=2 * size + size // 8 + works)
     before = ours.device_bytes_in
     run_graph(prompt)

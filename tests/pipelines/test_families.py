@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
-from ballast.memory.streaming.placement import clear_strays
+from ballast.memory.streaming.strays import clear_strays
 from ballast.memory.streaming.stream import Streamed
 from torch.utils._pytree import tree_map_only
 
@@ -66,7 +66,7 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
     torch.testing.assert_close(picture, expected_picture, atol=1e-5, rtol=0)
     assert copied_back, "the conditioning and the latents are copied back"
     assert not weights_copied_back
-    largest = max(unit.size_bytes + unit.working_bytes for unit in units)
+    largest = max(unit.size_bytes + manager("sim").work.working_bytes(unit) for unit in units)
     assert max(peaks) >= largest * 0.98
     for event in manager("sim").timeline.events:
         assert len(event.residents) <= 1, f"{event.residents} at once"

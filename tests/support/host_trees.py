@@ -153,6 +153,7 @@ def scenario(mm: Any) -> dict[str, Any]:
     from ballast.memory.host import management as host
     from ballast.memory.manager import manager
     from ballast.memory.units.unit import ManagedModel
+    from ballast.memory.work import Work
 
     ours = manager("sim")
     unit = ManagedModel.from_module("blocks", "transformer", Blocks())
@@ -197,7 +198,8 @@ def scenario(mm: Any) -> dict[str, Any]:
     note("loaded once more by the host")
     mm.unload_all_models()
     note("all unloaded")
-    unit.work, unit._working = "a", {"a": MB}
+    ours.work.begin(unit, Work("a"))
+    ours.work.took(unit, MB)
     ours.limit(vram=5 * MB)
     note("streamed", equal=run("streamed"))
     with ours.use(unit, "streamed") as module:

@@ -21,6 +21,7 @@ from ballast.memory.host.flags import HostFlags
 from ballast.memory.host.patcher import HostPatcher
 from ballast.memory.manager import manager
 from ballast.memory.units.unit import ManagedModel
+from ballast.memory.work import Work
 from host_trees import Blocks, find_trees
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,7 +89,8 @@ def make_guest(sim: ModuleType) -> Iterator[Make]:
         sim.enable(total=64 * MB)
         manager("sim").limit(vram=5 * MB)
         unit = ManagedModel.from_module("blocks", "transformer", Blocks())
-        unit.work, unit._working = "a", {"a": MB}
+        manager("sim").work.begin(unit, Work("a"))
+        manager("sim").work.took(unit, MB)
         patcher = HostPatcher(manager("sim"), unit, torch.device("sim:0"))
         patcher.target_bytes = 4 * MB
         kept.append((unit, patcher))

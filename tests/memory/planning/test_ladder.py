@@ -15,7 +15,7 @@ import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager
 from ballast.memory.batch import batch_of, in_parts, joined
 from ballast.memory.planning.forecast import Forecast, UnitForecast
-from ballast.memory.planning.ladder import Terms, describe, next_terms
+from ballast.memory.planning.ladder import Attempt, describe, next_attempt
 from torch import nn
 
 Folders = Callable[[str], Path]
@@ -23,11 +23,11 @@ BATCHED = ["sd3", "hidream", "pixart_sigma", "sana", "auraflow", "ltx", "cogvide
 
 
 def test_order_of_what_is_given_up() -> None:
-    terms: Terms | None = Terms()
+    attempt: Attempt | None = Attempt()
     seen, placement = [], "resident"
-    while terms := next_terms(terms, placement, streams=True, batch=2):
-        placement = terms.strategy if terms.strategy != "auto" else placement
-        seen.append((terms.alone, terms.strategy, terms.share, terms.parts))
+    while attempt := next_attempt(attempt, placement, streams=True, batch=2):
+        placement = attempt.strategy if attempt.strategy != "auto" else placement
+        seen.append((attempt.alone, attempt.strategy, attempt.share, attempt.parts))
     assert seen == [
         (True, "auto", 1.0, 1),
         (True, "streamed", 0.5, 1),
@@ -36,9 +36,9 @@ def test_order_of_what_is_given_up() -> None:
         (True, "streamed", 0.0, 2),
         (True, "leafwise", 0.0, 2),
     ]
-    assert next_terms(Terms(alone=True), "resident", streams=False, batch=1) == Terms("leafwise", True)
-    assert next_terms(Terms("leafwise", True), "leafwise", streams=True, batch=1) is None
-    assert describe(Terms("streamed", True, 0.25)) == "with 25% of the blocks that could stay"
+    assert next_attempt(Attempt(alone=True), "resident", streams=False, batch=1) == Attempt("leafwise", True)
+    assert next_attempt(Attempt("leafwise", True), "leafwise", streams=True, batch=1) is None
+    assert describe(Attempt("streamed", True, 0.25)) == "with 25% of the blocks that could stay"
 
 
 def captured(name: str, folder: Path) -> tuple[Any, Any, list[tuple[tuple, dict]]]:
@@ -130,24 +130,24 @@ def test_each_rung_is_reached_and_gives_the_same(sim: ModuleType, caplog: pytest
     with torch.inference_mode():
         expected = module(x, scale)
     work = UnitForecast(live_bytes=x.nbytes, working_bytes=1, first_bytes=1, leafwise_bytes=1, calls=1, operations=1.0)
-    reached: list[Terms | None] = []
+    reached: list[Attempt | None] = []
     for total in range(5 * x.nbytes + 9 * BLOCK, x.nbytes, -BLOCK):
         sim.enable(total=total)
         unit = ManagedModel.from_module("dit", "transformer", module)
-        terms: Terms | None = None
+        attempt: Attempt | None = None
         try:
             with manager("sim").stage("sample", [unit], forecast=Forecast(0, {"dit": work})):
                 result = unit.module(x.to("sim"), scale.to("sim")).cpu()
             torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
-            terms = unit.terms
+            attempt = manager("sim").work.of(unit).attempt
         except DoesNotFitError as error:
             assert "even layer by layer, the batch in 2 parts" in str(error)
         assert sim.stats().allocated_bytes == 0
-        if terms not in reached:
-            reached.append(terms)
-    assert reached[0] == Terms()
+        if attempt not in reached:
+            reached.append(attempt)
+    assert reached[0] == Attempt()
     assert reached[-1] is None
-    rungs = [(terms.strategy, terms.share, terms.parts) for terms in reached if terms]
+    rungs = [(attempt.strategy, attempt.share, attempt.parts) for attempt in reached if attempt]
     assert {("streamed", 0.5, 1), ("streamed", 0.0, 1), ("streamed", 0.0, 2), ("leafwise", 0.0, 2)} <= set(rungs)
     order = [("auto", 1.0, 1), ("streamed", 0.5, 1), ("streamed", 0.25, 1), ("streamed", 0.0, 1), ("streamed", 0.0, 2)]
     assert rungs == [rung for rung in [*order, ("leafwise", 0.0, 2)] if rung in rungs]

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.planner import Plan, UnitSizes, make_plan, step_seconds
-from ballast.memory.planning.rates import Rates
 from ballast.memory.planning.residency import BlockSize, streamed_blocks
+from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
 from hypothesis import given
 from hypothesis import strategies as st

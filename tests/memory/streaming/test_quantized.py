@@ -9,7 +9,7 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import make_plan
-from ballast.memory.planning.rates import ASSUMED
+from ballast.memory.rates import ASSUMED
 from ballast.memory.streaming.placement import Leafwise, Placement, Resident
 from ballast.memory.streaming.stream import Streamed
 from torch import nn

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from ballast.memory.planning.residency import block_lists, streamed_blocks
+from ballast.memory.planning.residency import streamed_blocks
 from ballast.memory.streaming import ring
 from ballast.memory.streaming.placement import Resident
 from ballast.memory.streaming.stream import RING_SLOTS, Streamed
 from ballast.memory.units import hostbuffer
+from ballast.memory.units.structure import block_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamed_models import SIM, WIDTH, Block, Blocks, budget, model, nbytes, noise, output, run

@@ -18,7 +18,7 @@ import striped_vaes
 import torch
 from ballast.memory import striped
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.planning.rates import ASSUMED
+from ballast.memory.rates import ASSUMED
 from ballast.memory.striped import grids
 from ballast.memory.striped.heights import stripe_height, stripes
 from ballast.memory.striped.moments import Tally

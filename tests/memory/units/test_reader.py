@@ -16,10 +16,9 @@ import pytest
 import tiny
 import torch
 from ballast.memory import ManagedModel
-from ballast.memory.streaming.ring import split_blocks
 from ballast.memory.units import hostbuffer, loading, reader
 from ballast.memory.units.reader import Piece, batches, read
-from ballast.memory.units.unit import slots
+from ballast.memory.units.structure import slots, split_blocks
 from ballast.memory.units.weights import stored_tensors
 from ballast.pipelines.files.components import Component, read_components, read_model_index
 from hypothesis import given

@@ -18,7 +18,7 @@ from ballast.memory import residents
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
 from ballast.memory.simulated.card import card
-from ballast.memory.units.unit import slots
+from ballast.memory.units.structure import slots
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode

@@ -9,10 +9,10 @@ from typing import Any
 import ballast
 import full_size
 import pytest
-from ballast.memory.planning.rates import ASSUMED
-from ballast.memory.planning.residency import block_lists
 from ballast.memory.planning.runplan import seconds
+from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
+from ballast.memory.units.structure import block_lists
 from ballast.pipelines.families.hidream.variants import VARIANTS
 from places import ROOT
 

@@ -8,8 +8,8 @@ from typing import Any
 import ballast
 import full_size
 import pytest
-from ballast.memory.planning.rates import ASSUMED
 from ballast.memory.planning.runplan import seconds
+from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
 from places import ROOT
 

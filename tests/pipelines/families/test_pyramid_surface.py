@@ -17,8 +17,8 @@ import full_size
 import pyramid_folders
 import pytest
 import torch
-from ballast.memory.planning.rates import ASSUMED
 from ballast.memory.planning.runplan import seconds
+from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode

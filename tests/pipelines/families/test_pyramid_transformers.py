@@ -12,9 +12,9 @@ import places
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.planning.residency import block_lists
 from ballast.memory.streaming.placement import Leafwise, Resident
 from ballast.memory.streaming.stream import Streamed
+from ballast.memory.units.structure import block_lists
 from ballast.memory.units.weights import stored_tensors
 from ballast.pipelines.families.pyramid_flow.frames import patches, unpatched
 from ballast.pipelines.families.pyramid_flow.kinds import Kind, kind_of

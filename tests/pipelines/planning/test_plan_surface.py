@@ -18,8 +18,8 @@ import pytest
 import tiny
 from ballast.memory import manager
 from ballast.memory.plan_picture import draw_plan, draw_plans
-from ballast.memory.planning.rates import ASSUMED, Rates
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
+from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline

@@ -22,7 +22,7 @@ from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import make_plan
-from ballast.memory.planning.rates import ASSUMED
+from ballast.memory.rates import ASSUMED
 from ballast.pipelines.families.hidream import HiDreamPipeline
 from ballast.pipelines.planning import forecast_cache
 from ballast.pipelines.planning.vae_forecasts import VaeTakes

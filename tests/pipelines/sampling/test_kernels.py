@@ -14,9 +14,9 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.planning.residency import block_lists
 from ballast.memory.streaming.placement import Leafwise
 from ballast.memory.streaming.stream import Streamed
+from ballast.memory.units.structure import block_lists
 from ballast.pipelines.generic import GenericPipeline
 from ballast.pipelines.sampling.kernels import check_attention, compiles, held_uncompiled, kernels
 from diffusers.models import attention_dispatch

@@ -1,0 +1,80 @@
+"""What was measured of this machine's speed, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .files import cache_home, replace_file
+from .rates import ASSUMED
+
+OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
+
+_lock = threading.RLock()
+_known: dict[str, dict[str, float]] = {}  # in this process, in case the file cannot be written
+
+
+def remembered(key: str, names: Sequence[str]) -> dict[str, float] | None:
+    """What was noted under a key, if all these numbers are there."""
+    with _lock:
+        return _known.get(key) or _in_file(key, names)
+
+
+def note(key: str, numbers: Mapping[str, float], file: bool = True) -> None:
+    """Remember numbers under a key, in this process and, with `file`, in later ones."""
+    with _lock:
+        if _known.get(key) == numbers:
+            return
+        _known[key] = dict(numbers)
+        if file:
+            with contextlib.suppress(OSError):
+                replace_file(_file(), json.dumps(_read() | {key: _known[key]}, indent=1).encode())
+
+
+def observe_disk(nbytes: int, seconds: float) -> None:
+    """Note that reading so many bytes of weights took so long. Reads of less than 256 MB are not counted."""
+    if nbytes < OBSERVED_BYTES or seconds <= 0:
+        return
+    with _lock:
+        note(_disk_key(), {"disk": (disk_rate(nbytes / seconds) + nbytes / seconds) / 2})
+
+
+def disk_rate(otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
+    """Bytes per second that weights come from disk at, as far as that was seen."""
+    found = remembered(_disk_key(), ("disk",))
+    return found["disk"] if found else otherwise
+
+
+def _disk_key() -> str:
+    return f"{platform.node()}, disk"
+
+
+# What cannot be read or written is measured again in the next process.
+
+
+def _file() -> Path:
+    return cache_home() / "rates.json"
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = json.loads(_file().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _in_file(key: str, names: Sequence[str]) -> dict[str, float] | None:
+    entry = _read().get(key)
+    return entry if _is_whole(entry, names) else None
+
+
+def _is_whole(entry: Any, names: Sequence[str]) -> bool:
+    return isinstance(entry, dict) and all(
+        type(entry.get(name)) in (int, float) and 0 < entry[name] < 1e30 for name in names
+    )

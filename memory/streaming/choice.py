@@ -1,0 +1,21 @@
+"""The placement of a name."""
+
+from __future__ import annotations
+
+import torch
+
+from ..units.unit import ManagedModel
+from .placement import Cpu, Leafwise, Placement, Resident
+from .stream import Streamed
+
+
+def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
+    """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device if it is streamed.
+
+    What is not in RAM comes from disk.
+    """
+    source = None if unit.in_ram else unit.source()
+    if kind == "streamed":
+        return Streamed(unit.module, device, weights_bytes, source)
+    kinds: dict[str, type[Placement]] = {"resident": Resident, "leafwise": Leafwise, "cpu": Cpu}
+    return kinds[kind](unit.module, device, source)

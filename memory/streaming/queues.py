@@ -1,0 +1,68 @@
+"""The queues of a device: where it computes, where it copies, and the events between them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ..host.flags import host_flags
+
+_copy_streams: dict[torch.device, Any] = {}
+_copy_streams_lock = threading.Lock()
+
+
+class Queues:
+    """The device's streams and events; where there are none, copies block and the events are None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.backend = torch.get_device_module(device)
+        # `torch.cpu` has such classes too, which do nothing.
+        names = ("Stream", "Event", "current_stream", "stream")
+        has_streams = device.type != "cpu" and all(hasattr(self.backend, name) for name in names)
+        self.copying = self._copy_stream() if has_streams and not host_flags().blocking else None
+
+    def _copy_stream(self) -> Any:
+        # One for the process: the memory that an allocator has given to a stream stays with it.
+        with _copy_streams_lock:
+            if self.device not in _copy_streams:
+                _copy_streams[self.device] = self.backend.Stream(device=self.device)
+            return _copy_streams[self.device]
+
+    def event(self, waited_for: bool = False) -> Any:
+        """A new event, None where there are none. One that the host waits for lets it sleep meanwhile."""
+        if not self.copying:
+            return None
+        return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
+
+    def mark(self, event: Any) -> None:
+        """Let the event happen when what this thread has queued so far is done."""
+        if event:
+            event.record(self.backend.current_stream(self.device))
+
+    def wait(self, event: Any) -> None:
+        """Let what this thread queues from now on begin after the event."""
+        if event:
+            self.backend.current_stream(self.device).wait_event(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
+        """Queue a copy to the device behind one event, and let another happen when it is there."""
+        if self.copying is None:
+            target.copy_(source)
+            return
+        self.copying.wait_event(after)
+        with self.backend.stream(self.copying):
+            target.copy_(source, non_blocking=True)
+        done.record(self.copying)
+
+    def mark_copy(self, event: Any) -> None:
+        """Let the event happen when the copies queued so far are done."""
+        if event:
+            event.record(self.copying)
+
+    def finish(self) -> None:
+        """Let the host wait for the copies under way."""
+        if self.copying:
+            self.copying.synchronize()
