@@ -1,0 +1,1 @@
+"""The command line: `ballast demo`, `generate`, `plan`, `doctor`, `bench`."""

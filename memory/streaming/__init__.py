@@ -1,0 +1,1 @@
+"""How weights pass through a device: placements, the ring of slots, copy queues, windows."""

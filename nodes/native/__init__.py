@@ -1,0 +1,1 @@
+"""ComfyUI's own CLIP and VAE, run by this pack."""

@@ -1,0 +1,1 @@
+"""What several nodes share: references, the running graph, progress, folders."""

@@ -1,0 +1,1 @@
+"""From words to conditioning, and the cache that keeps it."""

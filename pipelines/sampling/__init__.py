@@ -1,0 +1,1 @@
+"""From conditioning to latents: sizes, latents, kernels."""
