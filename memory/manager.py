@@ -239,7 +239,7 @@ class MemoryManager:
     def release(self, unit: ManagedModel, *, evict: bool = False, failed: bool = False) -> None:
         """End a lease; with `evict` the unit leaves the device when it was the last one.
 
-        What a run that `failed` worked in tells nothing, and is not remembered.
+        What a run that `failed` took tells nothing, and is not remembered.
         """
         with self._lock:
             unit.leases -= 1
@@ -266,8 +266,8 @@ class MemoryManager:
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        Stages run one at a time, whatever thread they are of. A call that runs out of memory is made again on lower
-        terms (see `ladder`); DoesNotFitError when there are none left.
+        Stages run one at a time, whatever thread they are of. A call that runs out of memory is tried again in
+        less (see `ladder`); DoesNotFitError when there are none left.
         `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
         what it will take, and `planned` goes into the record. Of the stage's units at most one is on the device at a
         time, with `alone` of all units.

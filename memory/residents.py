@@ -82,7 +82,7 @@ class Residents:
         self._called[unit] = self.timeline.record("call", unit).allocated_bytes
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
-        """Note what its run took. What one that `failed` worked in tells nothing."""
+        """Note what its run took. What one that `failed` took tells nothing."""
         if (before := self._called.pop(unit, None)) is not None:
             peak = self._came(unit, "ran")
             if not failed and not (unit.placement and unit.placement.name == "leafwise"):

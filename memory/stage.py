@@ -98,7 +98,7 @@ def run_stage(
 
 
 class _Calls:
-    """The calls of one unit in a stage: each under a lease, made again on lower terms when memory runs out."""
+    """The calls of one unit in a stage: each under a lease, tried again in less memory when it runs out."""
 
     def __init__(self, manager: Device, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
@@ -153,10 +153,10 @@ class _Calls:
         manager.evict(unit)
         lower = next_attempt(attempt, placement, len(sizes.blocks) > 0, batch)
         if lower is None:
-            how, works_in = describe(attempt, placement), format_bytes(manager.work.working_bytes(unit))
+            how, activations = describe(attempt, placement), format_bytes(manager.work.working_bytes(unit))
             raise DoesNotFitError(
-                f"{unit.name} ran out of memory on {manager.device} even {how}: it works in {works_in} "
-                f"beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
+                f"{unit.name} ran out of memory on {manager.device} even {how}: its activations take "
+                f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
                 f"fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))

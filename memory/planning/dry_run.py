@@ -1,4 +1,4 @@
-"""Finds out what a stage will work in, by running it on shapes: no device, no weights, seconds at full size.
+"""Dry runs: what a stage will take, found by running it on shapes. No device, no weights, seconds at full size.
 
 The stage's own code runs as it is, on a simulated card of its own (`simulated.dry`); its modules are structures
 on `meta`. Code that looks at values which follow from the weights (the routing of a mixture of experts) needs a

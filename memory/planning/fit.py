@@ -96,7 +96,7 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
     if not may_try:
         return []
     log.warning(
-        "Ballast: %s with its working memory takes %s, more than there is (%s); trying",
+        "Ballast: %s and its activations take %s, more than there is (%s); trying",
         demand.name,
         format_bytes(demand.need_bytes(last)),
         format_bytes(room_bytes),
@@ -112,7 +112,7 @@ def why_nothing_fits(
     wants = " or ".join(f"{format_bytes(size)} {kind}" for kind, size in least_weights(demand.sizes).items())
     return (
         f"{demand.name} does not fit on {device}: it wants {wants}, and "
-        f"{format_bytes(demand.working_bytes)} to work in, of a budget of "
+        f"{format_bytes(demand.working_bytes)} of activations, of a budget of "
         f"{format_bytes(budget_bytes)}, of which {format_bytes(max(0, room_bytes))} can be had. "
         f"Could be freed: {could}. Raise the vram budget, choose a smaller size, or use strategy cpu."
     )

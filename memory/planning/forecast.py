@@ -1,4 +1,4 @@
-"""What a stage will work in beside its weights: bytes and operations, as plain data. `dry_run` finds them out."""
+"""What a stage will take beside its weights: bytes and operations, as plain data. `dry_run` finds them out."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _reason(
         return f"Nothing fits {budget}: {chosen.placement} wants least, {format_bytes(chosen.peak_vram_bytes)}."
     if chosen.placement != "leafwise" and not chosen.streamed:
         reason = f"{how}: all" if asked else "All"
-        reason += f" {whole} of weights fit {budget} with what they work in"
+        reason += f" {whole} of weights fit {budget} with their activations"
     elif chosen.placement == "streamed":
         copies_first = chosen.transfer_seconds >= 0.99 * chosen.bound_seconds
         cost = "the copies set the pace" if copies_first else "the copies hide behind the computing"
@@ -300,7 +300,7 @@ def _reason(
     elif asked:
         reason = f"{how}: each layer comes for its own call, which is slow"
     else:
-        why = f"two blocks and what they work in do not fit {budget}" if sizes.blocks else "it has no blocks to stream"
+        why = f"two blocks and their activations do not fit {budget}" if sizes.blocks else "it has no blocks to stream"
         reason = f"{whole} of weights do not fit {budget}, and {why}: each layer comes for its own call, which is slow"
     if chosen.from_disk:
         once = sizes.total_bytes / rates.disk_bytes_per_second

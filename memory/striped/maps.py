@@ -236,7 +236,7 @@ class Window(Map):
     def _peak_bytes(self, rows: int) -> int:
         source = self.inputs[0]
         taken = min(source.length, (rows - 1) * self._stride + self._reach)
-        # The input; that once more, padded, or as what a GPU's kernel takes to work in; the result.
+        # The input; that once more, padded, or as the workspace of a GPU's kernel; the result.
         beside = source.fresh_bytes(taken) + taken * source.row_bytes
         return max(source.peak_bytes(taken), beside + rows * self.row_bytes)
 

@@ -81,7 +81,7 @@ def test_reasons_and_what_was_rejected() -> None:
         ("streamed, 0 of 40 blocks stay", "2.4 times as slow"),
         ("leafwise", "7.0 times as slow"),
     ]
-    assert planned("24GB").reason == "All 11.0 GB of weights fit 24.0 GB with what they work in."
+    assert planned("24GB").reason == "All 11.0 GB of weights fit 24.0 GB with their activations."
     assert planned("0.5GB").reason.startswith("Nothing fits 512 MB: leafwise wants least, ")
     assert planned("8GB", strategy="resident").fits is False
     assert "not what was asked for" in {other.why_not for other in planned("24GB", strategy="leafwise").rejected}
