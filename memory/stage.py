@@ -156,8 +156,8 @@ class _Calls:
             how, activations = describe(attempt, placement), format_bytes(manager.work.working_bytes(unit))
             raise DoesNotFitError(
                 f"{unit.name} ran out of memory on {manager.device} even {how}: its activations take "
-                f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a smaller size or "
-                f"fewer frames, or raise the vram budget. ({error})"
+                f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a "
+                f"smaller size or fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
         manager.work.retry(unit, lower)

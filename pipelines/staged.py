@@ -359,9 +359,9 @@ class StagedPipeline(VaeStages):
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
         working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)
         return DoesNotFitError(
-            f"{stage} ran out of memory on {self.manager.device} even leafwise: its activations take {format_bytes(working)} "
-            f"beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. Choose a smaller size or "
-            f"fewer frames, or raise the vram budget. ({error})"
+            f"{stage} ran out of memory on {self.manager.device} even leafwise: its activations take "
+            f"{format_bytes(working)} beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. "
+            f"Choose a smaller size or fewer frames, or raise the vram budget. ({error})"
         )
 
     # What a family supplies

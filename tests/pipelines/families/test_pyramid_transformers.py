@@ -1,4 +1,4 @@
-"""Pyramid-Flow's two transformers against the reference numbers, in every placement, and what they work in."""
+"""Pyramid-Flow's two transformers against the reference numbers, in every placement, and what they take."""
 
 from __future__ import annotations
 
