@@ -76,7 +76,7 @@ def _pinning(device: torch.device) -> Finding:
 
 
 def _comfyui() -> Finding:
-    pack = Path(__file__).resolve().parent
+    pack = Path(__file__).resolve().parents[1]
     places = [Path(os.environ[name]) for name in ("COMFYUI_PATH",) if os.environ.get(name)]
     places += [pack.parents[1]] if pack.parent.name == "custom_nodes" else []
     root = next((place for place in (*places, Path.home() / "ComfyUI") if host_contract.version(place)), None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..memory.units.unit import ManagedModel
     from ..pipelines import StagedPipeline
 
-DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "shapes"
+DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 DEMO_PROMPT = "a red circle on a blue background, left"
 _OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
 _SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU

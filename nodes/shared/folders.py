@@ -12,7 +12,7 @@ from ...memory.files import model_roots, read_json
 from ...pipelines.files.recognition import is_newbie_folder, is_pyramid_folder
 
 DEMO = "demo: shapes"
-_DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
+_DEMO_FOLDER = Path(__file__).resolve().parents[2] / "demo" / "shapes"
 _MAX_DEPTH = 3
 
 
