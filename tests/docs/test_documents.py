@@ -219,5 +219,7 @@ def test_twins_link_to_the_same(english: str, chinese: str) -> None:
 @each_pair
 def test_each_is_in_its_language(english: str, chinese: str) -> None:
     assert not CHINESE.search(read(english).replace("\u7b80\u4f53\u4e2d\u6587", ""))
+    untranslated = re.findall(r"(?:[A-Za-z',;-]+ ){8,}", prose(read(chinese)).replace("*", ""))
+    assert not untranslated
     words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\]\([^)]*\)", "]", prose(read(english))))
     assert len(CHINESE.findall(prose(read(chinese)))) > len(words), "something is not translated"
