@@ -150,6 +150,17 @@ def test_words_are_those_of_the_field(name: str) -> None:
         assert word not in said, word
 
 
+def test_developers_find_what_they_are_sent_to() -> None:
+    text = FENCE.sub("", read("docs/developing.md"))
+    paths = {span for span in CODE.findall(text) if "/" in span.strip("/") and not re.search(r"NAME|ID|[~ ]", span)}
+    assert len(paths) > 15
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    named = re.findall(r"`(\w+)`(?: and `(\w+)`)? (?:in|of)\s+`([\w/]+\.py)`", text)
+    assert len(named) >= 4
+    for *names, path in named:
+        assert all(re.search(rf"\b{name}\b", read(path)) for name in names if name), path
+
+
 # Both languages
 
 
