@@ -1,10 +1,16 @@
 # `make demo` draws a picture with the bundled model; `make test` runs all tests, `make check` those that take long. Each
 # installs what it needs in .venv, and uses the torch that is there, or the one named by TORCH, such as TORCH=torch==2.14.1.
+# On Windows: in Git Bash, with make from a package manager.
 
+ifeq ($(OS),Windows_NT)
+PYTHON ?= python
+BIN := .venv/Scripts
+else
 PYTHON ?= python3
 BIN := .venv/bin
+endif
 
-.PHONY: demo test check lint clean always
+.PHONY: demo test check lint contracts clean always
 
 demo: .venv/demo-ready
 	$(BIN)/ballast demo
@@ -15,11 +21,18 @@ test: lint
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
 
-lint: .venv/test-ready
+lint: .venv/test-ready .venv/types/ballast
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p .venv/types && ln -sfn ../.. .venv/types/ballast
-	cd .venv/types && ../bin/mypy --config-file ../../pyproject.toml -p ballast
+	cd .venv/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ballast
+
+contracts: .venv/test-ready
+	$(BIN)/lint-imports
+
+# mypy finds the package by the name of its folder. Not `ln -s`, which in Git Bash copies.
+.venv/types/ballast: | .venv/test-ready
+	mkdir -p $(@D)
+	$(BIN)/python -c "import os; os.symlink(os.path.join(os.pardir, os.pardir), '$@', target_is_directory=True)"
 
 .venv/demo-ready: pyproject.toml $(if $(TORCH),always)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""What the page shows beside the nodes: names and tooltips in English and Chinese, help pages, and the two READMEs."""
+"""What the page shows beside the nodes: names and tooltips in English and Chinese, help pages, and quoted messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import re
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 from ballast.nodes import BallastExtension
@@ -169,6 +168,11 @@ def printed() -> list[str]:
     return found
 
 
+def is_printed(message: str, sources: list[str]) -> bool:
+    parts = [part.strip() for part in message.split("\u2026")]
+    return any(in_order(parts, source) for source in sources)
+
+
 def in_order(parts: list[str], text: str) -> bool:
     at = 0
     for part in parts:
@@ -178,62 +182,20 @@ def in_order(parts: list[str], text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("language", ["README.md", "README.zh-CN.md", *LANGUAGES])
-def test_quoted_messages_are_printed(language: str) -> None:
-    if language.endswith(".md"):
-        texts = [(ROOT / language).read_text("utf-8").replace("Ballast: ", "")]
-    else:
-        texts = [help_page(node_id, language) for node_id in NODES]
+def test_help_pages_quote_what_is_printed() -> None:
     sources = printed()
-    for message in quoted("\n".join(texts)):
-        parts = [part.strip() for part in message.split("\u2026")]
-        assert any(in_order(parts, source) for source in sources), message
+    for language in LANGUAGES:
+        for message in quoted("\n".join(help_page(node_id, language) for node_id in NODES)):
+            assert is_printed(message, sources), message
 
 
-# The READMEs
-
-
-def figures(text: str) -> list[str]:
-    """Numbers, in the order in which tables and code have them."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return re.findall(r"\d[\d.]*", "\n".join([*lines, *re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)]))
-
-
-def test_the_chinese_readme_is_that_of_the_english_one() -> None:
-    texts = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md")}
-    one, other = texts.values()
-    assert "](README.zh-CN.md)" in one.split("\n## ")[0]
-    assert "](README.md)" in other.split("\n## ")[0]
-    for pattern in (r"^#+ ", r"^\| ", r"^- ", r"^!\[", r"^```"):
-        assert len(re.findall(pattern, one, re.MULTILINE)) == len(re.findall(pattern, other, re.MULTILINE)), pattern
-    assert figures(one) == figures(other)
-    assert len(CHINESE.findall(other)) > 2000
-    assert not CHINESE.search(one.replace("\u7b80\u4f53\u4e2d\u6587", ""))
-
-
-def test_what_to_pick_says_what_the_planner_does() -> None:
-    """The rows of models are pinned by the tests of their plans."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    table = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
-    head = next(row for row in table if row[0] == "model")
-    planned = {row[0]: dict(zip(head, row, strict=True)) for row in table if len(row) == len(head)}
-    picks = [row for row in table if re.fullmatch(r"\d+ GB", row[0])]
-    assert [row[0] for row in picks] == ["6 GB", "8 GB", "12 GB", "16 GB", "24 GB"]
-    for card, first, also, _ in picks:
-        for pick in (first, *also.split("; ")):
-            model, figures = pick.rsplit(": ", 1)
-            assert planned[model][card] == figures, pick
-
-
-@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
-def test_links_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text("utf-8")
-    heads = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", text, re.M)]
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in heads, target
-        elif not target.startswith("http"):
-            assert (ROOT / unquote(target.split("#")[0])).is_file(), target
+@pytest.mark.parametrize("folder", ["docs", "docs/zh"])
+def test_troubleshooting_quotes_what_is_printed(folder: str) -> None:
+    sources = printed()
+    messages = quoted((ROOT / folder / "troubleshooting.md").read_text("utf-8").replace("Ballast: ", ""))
+    assert len(messages) >= 25
+    for message in messages:
+        assert is_printed(message, sources), message
 
 
 def test_only_these_files_are_not_ascii() -> None:

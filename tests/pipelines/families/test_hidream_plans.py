@@ -1,4 +1,4 @@
-"""HiDream-I1 at the published sizes, by a dry run: what the README promises for cards of 4 to 24 GB."""
+"""HiDream-I1 at the published sizes, by a dry run: what docs/models.md promises for cards of 4 to 24 GB."""
 
 from __future__ import annotations
 
@@ -43,27 +43,28 @@ def test_captions_are_a_list_of_their_own(planned: Callable[..., Any]) -> None:
     assert lists == {"double_stream_blocks": 16, "single_stream_blocks": 32, "caption_projection": 49}
 
 
-def test_readme_tells_what_the_planner_says(planned: Callable[..., Any]) -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
+def test_docs_tell_what_the_planner_says(planned: Callable[..., Any]) -> None:
+    models = (ROOT / "docs" / "models.md").read_text("utf-8")
+    commands = (ROOT / "docs" / "command-line.md").read_text("utf-8")
     for variant, numbers in VARIANTS.items():
         plans = [planned(variant, gigabytes) for gigabytes in (4, 6, 8, 12, 16, 24)]
         cells = [f"{format_bytes(plan.peak_vram_bytes)}, {seconds(plan.step_seconds)}" for plan in plans]
         guidance = f"{numbers.guidance:g}" if numbers.guidance > 1 else "none"
         row = f"| HiDream-I1 {variant.title()} | {numbers.steps}, {guidance} | 31.9 GB | {' | '.join(cells)} |"
-        assert row in readme, row
+        assert row in models, row
         assert all(plan.fits for plan in plans)
     for gigabytes in (8, 12, 24):  # the table that `ballast plan` prints
         plan = planned("full", gigabytes)
-        assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in readme
+        assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in commands
 
 
-def test_readme_tells_what_too_little_ram_costs(planned: Callable[..., Any]) -> None:
+def test_docs_tell_what_too_little_ram_costs(planned: Callable[..., Any]) -> None:
     pipe = planned.pipe("dev")  # type: ignore[attr-defined]
     plan = pipe.plan(width=1024, height=1024, vram="8GB", ram="30GB", rates=ASSUMED)
     assert plan.sampling.label.startswith("streamed from disk")
     said = f"HiDream-I1 Dev in 8 GB then takes {seconds(plan.step_seconds)} a step with an SSD of 3 GB/s"
     assert ASSUMED.disk_bytes_per_second == 3e9
-    assert said in " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert said in " ".join((ROOT / "docs" / "models.md").read_text("utf-8").split())
 
 
 def test_encoders_run_in_4_gb(planned: Callable[..., Any]) -> None:

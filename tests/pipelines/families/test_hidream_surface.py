@@ -1,4 +1,4 @@
-"""HiDream-I1 as people meet it: the loader node, the command line, README and the help page."""
+"""HiDream-I1 as people meet it: the loader node, the command line, the help page."""
 
 from __future__ import annotations
 

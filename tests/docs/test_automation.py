@@ -1,0 +1,87 @@
+"""CI, publishing, hooks and issue forms: they say what the project says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text("utf-8"))
+
+
+def steps(workflow: Any) -> list[Any]:
+    return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("ascii"), re.MULTILINE))
+
+
+@each_workflow
+def test_actions_are_pinned_and_may_only_read(path: Path) -> None:
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for step in steps(workflow):
+        if "uses" in step:
+            assert re.search(r"@[0-9a-f]{40}$", step["uses"]), step["uses"]
+
+
+def test_all_systems_run_the_targets_of_the_makefile() -> None:
+    workflow = load(ROOT / ".github" / "workflows" / "tests.yml")
+    systems = workflow["jobs"]["tests"]["strategy"]["matrix"]["os"]
+    assert {name.split("-")[0] for name in systems} == {"ubuntu", "windows", "macos"}
+    called = [step["run"].split()[1] for step in steps(workflow) if step.get("run", "").startswith("make ")]
+    assert called == ["demo", "test"] and set(called) <= targets()
+
+
+def test_only_a_tag_that_passed_the_tests_is_published() -> None:
+    workflow = load(ROOT / ".github" / "workflows" / "publish.yml")
+    assert workflow[True] == {"push": {"tags": ["v*.*.*"]}}  # `on`, which YAML takes for a boolean
+    job = workflow["jobs"]["publish"]
+    assert job["needs"] == "tests" and workflow["jobs"]["tests"]["uses"] == "./.github/workflows/tests.yml"
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert re.search(r'^version = "\d+\.\d+\.\d+"$', text, re.MULTILINE), "the form that the job looks for"
+    publisher = re.findall(r'^PublisherId = "(.+)"$', text, re.MULTILINE)
+    assert re.findall(r"owner == '(.+)'", job["if"]) == publisher
+
+
+def test_hooks_are_those_of_make_lint() -> None:
+    hooks = {hook["id"]: hook for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]}
+    wanted = re.findall(r'"(ruff==[^"]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert hooks["ruff-check"]["additional_dependencies"] == wanted
+    assert hooks["ruff-format"]["additional_dependencies"] == wanted
+    command, target = hooks["import-linter"]["entry"].split()
+    assert command == "make" and target in targets()
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_issue_forms_are_whole(path: Path) -> None:
+    form = load(path)
+    if path.name == "config.yml":
+        assert all(set(link) == {"name", "url", "about"} for link in form["contact_links"])
+        return
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields)
+
+
+def test_a_bug_report_asks_for_the_doctor() -> None:
+    (doctor,) = [field for field in load(FORMS[0].parent / "bug.yml")["body"] if field.get("id") == "doctor"]
+    assert doctor["validations"]["required"] and "`ballast doctor`" in doctor["attributes"]["label"]
+
+
+def test_what_runs_nothing_in_comfyui_is_not_shipped() -> None:
+    ignored = (ROOT / ".comfyignore").read_text("ascii").split()
+    assert {".ci/", ".github/", ".pre-commit-config.yaml", "tests/", "bench/", "Makefile"} <= set(ignored)
+    assert all((ROOT / name).exists() for name in ignored)
