@@ -154,7 +154,7 @@ class MemoryManager:
         self._residents.tidy()
         # The host obeys between two prompts, and then lets go of what it remembers; in a prompt that has other reasons.
         if self._unloading and not host.is_busy():
-            self._residents.drop_cached(ROLES)
+            self._residents.copies.drop_cached(ROLES)
             if self._unloading == "asked":
                 self._unloading, self._unloaded_at = "done", time.monotonic()
         if self._unloading == "done" and (host.is_busy() or time.monotonic() > self._unloaded_at + _LOOK_SECONDS):
@@ -247,7 +247,7 @@ class MemoryManager:
             if unit.leases == 0 and (evict or self._residents.is_leaving(unit)):
                 self._residents.evict(unit)
             if unit.leases == 0 and unit.placement is None:
-                self._residents.keep_ram_budget(unit)
+                self._residents.copies.keep_budget(unit)
 
     @contextmanager
     def stage(
@@ -312,12 +312,12 @@ class MemoryManager:
     def ram_room(self) -> int:
         """RAM in bytes that could be had beside weights, if host copies that can be read again were dropped."""
         with self._lock:
-            return self._residents.ram_room_bytes()
+            return self._residents.copies.room_bytes()
 
     def make_ram_room(self, wanted_bytes: int) -> int:
         """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
         with self._lock:
-            return self._residents.make_ram_room(wanted_bytes)
+            return self._residents.copies.make_room(wanted_bytes)
 
     # What the host asks for, from any thread
 
@@ -360,7 +360,7 @@ class MemoryManager:
             for unit in units:
                 if not (keep or unit.pinned or unit.leases):
                     self._residents.evict(unit)
-                    self._residents.keep_ram_budget(unit)
+                    self._residents.copies.keep_budget(unit)
                 elif unit.placement is not None:
                     unit.placement.settle()
         _watch.wake()
@@ -377,7 +377,7 @@ class MemoryManager:
         with self._lock:
             freed = self._residents.free(wanted, bytes)
             if bytes is None:
-                self._residents.drop_cached(wanted)
+                self._residents.copies.drop_cached(wanted)
             return freed
 
     def make_room(self) -> None:

@@ -14,10 +14,11 @@ from typing import Literal
 
 from .accelerator import Accelerator
 from .books import Books
-from .budget import Budget, spare_ram_bytes
+from .budget import Budget
+from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
-from .planning.eviction import Use, choose_evictions, choose_shrinks
+from .planning.eviction import Use, choose_shrinks
 from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import window_bytes
 from .schedule import Schedule
@@ -43,6 +44,7 @@ class Residents:
         self.disk_bytes_read = 0
         self.device_bytes_in = 0
         self.work = WorkBook()
+        self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
         self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()  # with so much held
         # The working memory that a placement was made for.
@@ -139,55 +141,18 @@ class Residents:
             if unit.placement and not (unit.leases or unit.pinned):
                 self.evict(unit)
         self.books.forget()
-        self.keep_ram_budget()
+        self.copies.keep_budget()
 
-    # Host copies, of all managers
-
-    def keep_ram_budget(self, wanted: ManagedModel | None = None, wanted_bytes: int = 0) -> None:
-        """Drop host copies until those left, and `wanted_bytes` more, keep the RAM budget."""
-        droppable, fixed = self._droppable()
-        self._drop(droppable, self.budget.ram_bytes - fixed, Use(None if wanted in droppable else wanted, wanted_bytes))
-
-    def drop_cached(self, roles: Collection[Role]) -> None:
-        """Drop the host copies that nobody refers to."""
-        for unit in [u for u in self._droppable()[0] if u.is_cached and u.role in roles]:
-            self.timeline.record("drop", unit, unit.drop())
-        self.books.forget()
-
-    def ram_room_bytes(self) -> int:
-        """RAM that could be had beside weights, if all host copies that may be dropped were."""
-        return spare_ram_bytes() + sum(self._droppable()[0].values())
-
-    def make_ram_room(self, wanted_bytes: int) -> int:
-        """Drop host copies until so much RAM is free, as far as it goes. Returns what is free then."""
-        room = self.ram_room_bytes()
-        self._drop(self._droppable()[0], room, Use(None, min(wanted_bytes, room)))
-        return spare_ram_bytes()
-
-    def _droppable(self) -> tuple[dict[ManagedModel, int], int]:
-        """Host copies that can be read again, least recently used first, and the bytes of the others."""
-        holding = sorted((u for u in self.everyone() if u.host_bytes), key=lambda unit: unit.last_use)
-        droppable = {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
-        return droppable, sum(u.host_bytes for u in holding if u not in droppable)
-
-    def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
-        cached = {unit for unit in droppable if unit.is_cached}
-        for unit in choose_evictions(droppable, capacity_bytes, wanted, self._coming(), cached):
-            self.timeline.record("drop", unit, unit.drop())
-
-    def _ram_left(self, unit: ManagedModel) -> int:
-        """RAM that a unit's weights may take once every other copy that may go is gone; a negative number if none."""
-        staying = [u for u in self.everyone() if u is not unit and (u.leases or u.pinned or not u.reloadable)]
-        return self.budget.ram_bytes - sum(u.host_bytes for u in staying)
+    # RAM
 
     def _make_ram(self, unit: ManagedModel, kind: str) -> bool:
         """Make RAM for a unit's weights. False, and nothing is done, if the budget has none or they are best left.
 
         An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
         """
-        if unit.size_bytes > self._ram_left(unit):
+        if unit.size_bytes > self.copies.left_for(unit):
             return False
-        missing = self._droppable()[1] + unit.size_bytes - self.budget.ram_bytes
+        missing = self.copies.fixed_bytes() + unit.size_bytes - self.budget.ram_bytes
         in_place = [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]
         best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
         if missing > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
@@ -196,7 +161,7 @@ class Residents:
             if missing > 0:
                 missing -= other.host_bytes
                 self.evict(other)
-        self.keep_ram_budget(unit, unit.size_bytes)
+        self.copies.keep_budget(unit, unit.size_bytes)
         return True
 
     def _lies_wrong(self, unit: ManagedModel) -> bool:
@@ -208,7 +173,7 @@ class Residents:
             return False
         if not unit.in_ram and unit.is_stale():
             return True
-        fits = unit.size_bytes <= self._ram_left(unit)
+        fits = unit.size_bytes <= self.copies.left_for(unit)
         return self.budget.ram_limit is not None and not fits if unit.in_ram else fits
 
     # How a unit comes
@@ -250,18 +215,18 @@ class Residents:
         Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
         """
         limit = self.budget.ram_limit
-        if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self._ram_left(unit)):
-            self.keep_ram_budget(unit)
+        if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self.copies.left_for(unit)):
+            self.copies.keep_budget(unit)
             return
         if unit.in_ram:
             self.timeline.record("drop", unit, unit.drop())
         if not self._make_ram(unit, kind):
             if kind != "cpu" and unit.source() is not None:
-                self.keep_ram_budget(unit, window_bytes(sizes_of(unit), kind))
+                self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
                 return
             if limit is not None:
-                raise DoesNotFitError(why_no_ram(unit, kind, self._ram_left(unit), limit))
-            self.keep_ram_budget(unit, unit.size_bytes)
+                raise DoesNotFitError(why_no_ram(unit, kind, self.copies.left_for(unit), limit))
+            self.copies.keep_budget(unit, unit.size_bytes)
         self.timeline.record("read", unit, unit.size_bytes)
         read = unit.load(self._looking(unit))
         self.disk_bytes_read += read

@@ -334,7 +334,7 @@ def test_cached_copies_go_before_others(models: dict[str, Path], sim: ModuleType
     del cached
     mgr = manager("sim")
     mgr.limit(ram=mgr.report().host_bytes - 1)
-    mgr._residents.keep_ram_budget()
+    mgr._residents.copies.keep_budget()
     assert used.denoisers[0].in_ram and used.encoders[0].in_ram
     assert [unit.label for unit in mgr.report().units if unit.host_bytes] == ["shapes"] * 2
     mgr.limit()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory.planning.residency import streamed_blocks
-from ballast.memory.streaming import ring
+from ballast.memory.streaming import queues
 from ballast.memory.streaming.placement import Resident
 from ballast.memory.streaming.stream import RING_SLOTS, Streamed
 from ballast.memory.units import hostbuffer
@@ -606,4 +606,4 @@ def test_no_allocation_and_one_copy_stream(sim: ModuleType) -> None:
         counts.append(sim.stats().allocation_count)
         kind.remove()
     assert counts[0] == counts[1] == counts[2]
-    assert len([device for device in ring._copy_streams if device.type == "sim"]) == 1
+    assert len([device for device in queues._copy_streams if device.type == "sim"]) == 1

@@ -18,7 +18,7 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.units import hostbuffer, loading, reader
 from ballast.memory.units.reader import Piece, batches, read
-from ballast.memory.units.structure import slots, split_blocks
+from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import stored_tensors
 from ballast.pipelines.files.components import Component, read_components, read_model_index
 from hypothesis import given
@@ -85,7 +85,7 @@ def test_every_family_is_read_as_from_pretrained_reads_it(
 
 
 def assert_lies_in_blocks(module: nn.Module) -> None:
-    blocks, _ = split_blocks(module, list(slots(module)))
+    blocks, _ = blocks_of(module, list(slots(module)))
     for block in blocks:
         before = block.tensors()
         block.pack(torch.device("cpu"))

@@ -14,7 +14,7 @@ import folder_paths
 import pytest
 import torch
 from ballast.commands.main import main
-from ballast.memory import residents
+from ballast.memory import copies
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
 from ballast.memory.simulated.card import card
@@ -134,7 +134,7 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
 def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     z = latents(1, 80, 80)
     pipe.vram_bytes = budget_between(pipe, z, 0.9)
-    monkeypatch.setattr(residents, "spare_ram_bytes", lambda: 0)
+    monkeypatch.setattr(copies, "spare_ram_bytes", lambda: 0)
     taken = ways_taken(monkeypatch)
     assert pipe.decode(z).isfinite().all()
     assert taken[0][0] in ("in tiles", "on the CPU")
@@ -152,7 +152,7 @@ def test_copies_of_weights_in_ram_make_room_for_maps(
     assert encoder.host_bytes > 0
     wanted = pipe._vae_takes("decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
     held = encoder.host_bytes
-    monkeypatch.setattr(residents, "spare_ram_bytes", lambda: wanted - 1 + held - encoder.host_bytes)
+    monkeypatch.setattr(copies, "spare_ram_bytes", lambda: wanted - 1 + held - encoder.host_bytes)
     taken = ways_taken(monkeypatch)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert taken == [("in stripes", 1)]
@@ -178,7 +178,7 @@ def test_cpu_takes_no_more_ram_than_there_is(
     assert budgets == []
     whole = pipe._vae_takes("decode", {}, 0).whole(z).units["vae"].peak_bytes
     for spare in (whole - 1, 0):
-        monkeypatch.setattr(residents, "spare_ram_bytes", lambda spare=spare: spare)
+        monkeypatch.setattr(copies, "spare_ram_bytes", lambda spare=spare: spare)
         torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert budgets == [int((whole - 1) / 8), 0]
     assert "trying whole" in caplog.text, "what has no room at all is tried whole"

@@ -1,0 +1,72 @@
+"""Host copies: the weights that lie in RAM, of all managers, and which of them go when RAM is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from .books import Books
+from .budget import Budget, spare_ram_bytes
+from .planning.eviction import Use, choose_evictions
+from .timeline import Timeline
+from .units.unit import ManagedModel
+from .vocabulary import Role
+
+
+class HostCopies:
+    """What lies in RAM, within the RAM budget of one manager. Dropping a copy costs reading it again.
+
+    `everyone` are the units of all managers, which share the RAM; `coming` tells what will run, None if unknown.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        everyone: Callable[[], list[ManagedModel]],
+        budget: Budget,
+        timeline: Timeline,
+        coming: Callable[[], list[Use] | None],
+    ) -> None:
+        self._books, self._everyone, self._budget = books, everyone, budget
+        self._timeline, self._coming = timeline, coming
+
+    def keep_budget(self, wanted: ManagedModel | None = None, wanted_bytes: int = 0) -> None:
+        """Drop copies until those left, and `wanted_bytes` more, keep the RAM budget."""
+        droppable = self._droppable()
+        room = self._budget.ram_bytes - self.fixed_bytes()
+        self._drop(droppable, room, Use(None if wanted in droppable else wanted, wanted_bytes))
+
+    def drop_cached(self, roles: Collection[Role]) -> None:
+        """Drop the copies that nobody refers to."""
+        for unit in [u for u in self._droppable() if u.is_cached and u.role in roles]:
+            self._timeline.record("drop", unit, unit.drop())
+        self._books.forget()
+
+    def room_bytes(self) -> int:
+        """RAM that could be had beside weights, if all copies that may be dropped were."""
+        return spare_ram_bytes() + sum(self._droppable().values())
+
+    def make_room(self, wanted_bytes: int) -> int:
+        """Drop copies until so much RAM is free, as far as it goes. Returns what is free then."""
+        room = self.room_bytes()
+        self._drop(self._droppable(), room, Use(None, min(wanted_bytes, room)))
+        return spare_ram_bytes()
+
+    def left_for(self, unit: ManagedModel) -> int:
+        """RAM that a unit's weights may take once every other copy that may go is gone; a negative number if none."""
+        staying = [u for u in self._everyone() if u is not unit and (u.leases or u.pinned or not u.reloadable)]
+        return self._budget.ram_bytes - sum(u.host_bytes for u in staying)
+
+    def fixed_bytes(self) -> int:
+        """Bytes of the copies that may not be dropped now."""
+        droppable = self._droppable()
+        return sum(unit.host_bytes for unit in self._everyone() if unit not in droppable)
+
+    def _droppable(self) -> dict[ManagedModel, int]:
+        """Copies that can be read again, least recently used first."""
+        holding = sorted((u for u in self._everyone() if u.host_bytes), key=lambda unit: unit.last_use)
+        return {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
+
+    def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
+        cached = {unit for unit in droppable if unit.is_cached}
+        for unit in choose_evictions(droppable, capacity_bytes, wanted, self._coming(), cached):
+            self._timeline.record("drop", unit, unit.drop())
