@@ -17,7 +17,7 @@ import torch
 from ballast.memory import ManagedModel, manager
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
-from ballast.memory.streaming import ring, stager
+from ballast.memory.streaming import queues, ring, stager
 from ballast.memory.streaming.placement import Resident
 from ballast.memory.streaming.stream import RING_SLOTS, Streamed
 from ballast.memory.units import hostbuffer, reader
@@ -284,22 +284,22 @@ def test_windows_are_not_filled_anew_before_their_copy_is_done(
         def synchronize(self) -> None:
             flush()
 
-    def copy(self: ring.Queues, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
+    def copy(self: queues.Queues, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
         with lock:
             queued.append((target, source))
 
-    waits = ring.Queues.wait
+    waits = queues.Queues.wait
 
-    def wait(self: ring.Queues, event: Any) -> None:
+    def wait(self: queues.Queues, event: Any) -> None:
         flush()
         waits(self, event)
 
     module = varied([64] * 9)
     expected = truth(module)
     source = on_disk(module, tmp_path)
-    monkeypatch.setattr(ring.Queues, "event", lambda self, waited_for=False: Late())
-    monkeypatch.setattr(ring.Queues, "copy", copy)
-    monkeypatch.setattr(ring.Queues, "wait", wait)
+    monkeypatch.setattr(queues.Queues, "event", lambda self, waited_for=False: Late())
+    monkeypatch.setattr(queues.Queues, "copy", copy)
+    monkeypatch.setattr(queues.Queues, "wait", wait)
     placement = placed(module, source, 0)
     for _ in range(10):
         check(module, expected)
