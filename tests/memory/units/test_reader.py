@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import ManagedModel
+from ballast.memory.streaming.ring import blocks_of
 from ballast.memory.units import hostbuffer, loading, reader
 from ballast.memory.units.reader import Piece, batches, read
 from ballast.memory.units.structure import slots
