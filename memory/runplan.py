@@ -209,21 +209,19 @@ def _charted(plan: RunPlan) -> charts.Plan:
     """What the chart shows of a plan: the first step of a stage, which brings the weights, apart from the others."""
     from .charts import plan as charts
 
-    stages = []
+    parts, facts = [], {}
     for stage in plan.stages:
-        parts, rest = [], stage.steps - 1
+        facts[stage.name] = f"{seconds(stage.seconds)}, peak {format_bytes(stage.peak_vram_bytes)}"
+        rest = stage.steps - 1
         for unit in stage.units:
-            role = _ROLES.get(stage.name, "other")
+            named = stage.name, unit.unit, _ROLES.get(stage.name, "other")
             sizes = stage.idle_bytes, unit.weights_bytes, unit.peak_vram_bytes
-            first = unit.first_step_seconds
+            first, each = unit.first_step_seconds, unit.step_seconds
             label = f"first step {seconds(first)}" if rest else seconds(first)
-            parts.append(charts.Part(unit.unit, role, label, first, first - unit.step_seconds, *sizes))
+            parts.append(charts.Part(*named, label, first, first - each, *sizes))
             if rest:
-                label = f"{rest} x {seconds(unit.step_seconds)}"
-                parts.append(charts.Part(unit.unit, role, label, rest * unit.step_seconds, 0, *sizes, rest))
-        fact = f"{seconds(stage.seconds)}, peak {format_bytes(stage.peak_vram_bytes)}"
-        stages.append(charts.Stage(stage.name, fact, tuple(parts)))
-    return charts.Plan(plan.brief(), plan.budget_bytes, plan.peak_vram_bytes, tuple(stages))
+                parts.append(charts.Part(*named, f"{rest} x {seconds(each)}", rest * each, 0, *sizes, rest))
+    return charts.Plan(plan.brief(), plan.budget_bytes, facts, tuple(parts))
 
 
 def compare(plans: Sequence[RunPlan]) -> str:

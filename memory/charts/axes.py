@@ -1,12 +1,13 @@
 """What charts share: a figure of exact pixels, axes of bytes, stages as bands, the budget, the legend, and the colours.
 
-Figures are drawn by matplotlib's Agg canvas. pyplot and the global settings are left alone, so any thread may draw.
+matplotlib's Agg canvas draws them, without pyplot and whatever the global settings are: any thread may draw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -20,8 +21,8 @@ from PIL import Image
 
 from ..sizes import format_bytes
 
-INK, MUTED, GRID, PAPER, GROUND = "#1f2430", "#6b7280", "#e5e7eb", "#ffffff", "#f8fafc"
-WORK, OTHERS, BUDGET = "#cbd5e1", "#94a3b8", "#dc2626"
+INK, MUTED, PAPER, GROUND = "#1f2430", "#6b7280", "#ffffff", "#f8fafc"
+WORK, OTHERS, _BUDGET, _GRID = "#cbd5e1", "#94a3b8", "#dc2626", "#e5e7eb"
 _BANDS = (GROUND, "#eef2f7")
 # One hue for each role, another shade for each further unit of it.
 _HUES = {
@@ -39,40 +40,45 @@ _GAP, _TICK = 12, 22  # the least pixels between two labels, side by side and on
 
 def new_figure(width: int, height: int) -> Figure:
     """A white figure of so many pixels."""
-    figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor=PAPER, layout="none")
+    figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor=PAPER)
+    figure.set_layout_engine("none")
     FigureCanvasAgg(figure)
     return figure
 
 
 def new_axes(figure: Figure, left: float, top: float, right: float, bottom: float, ground: str = "none") -> Axes:
-    """Bare axes between these pixels from the left and the top: no frame but a line below, no marks at the labels."""
+    """Axes between these pixels from the left and the top, with no frame but a line below."""
     width, height = figure.bbox.size
     axes = figure.add_axes((left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height))
-    axes.set_facecolor(ground)
+    axes.set(facecolor=ground, axisbelow=True)
     axes.grid(False)
-    axes.set_axisbelow(True)
-    axes.margins(0)
     for side, spine in axes.spines.items():
         spine.set(visible=side == "bottom", color=INK, linewidth=1)
-    axes.tick_params(length=0, labelsize=SMALL, labelcolor=MUTED, labelfontfamily=FONT)
-    axes.tick_params(axis="y", pad=8)
-    axes.tick_params(axis="x", pad=7)
+    axes.tick_params(length=0, labelsize=SMALL, labelcolor=MUTED, labelfontfamily=FONT, pad=7)
     return axes
 
 
 def write(
-    figure: Figure, x: float, y: float, words: str, size: float = SMALL, colour: str = INK, at: str = "left"
+    on: Figure | Axes, x: float, y: float, words: str, colour: str = INK, size: float = SMALL, at: str = "left"
 ) -> Text:
-    """Words that begin, end or have their middle (`at`: left, right, center) so many pixels from the left and top."""
-    return figure.text(
-        x, figure.bbox.height - y, words, transform=IdentityTransform(), size=size, color=colour, family=FONT, ha=at,
-        va="center", parse_math=False,
-    )  # fmt: skip
+    """Words that begin, end or have their middle (`at`) at a pixel of a figure, from the top, or a point of axes."""
+    place: dict[str, Any] = {"transform": IdentityTransform()} if isinstance(on, Figure) else {}
+    y = on.bbox.height - y if isinstance(on, Figure) else y
+    return on.text(x, y, words, color=colour, size=size, family=FONT, ha=at, va="center", parse_math=False, **place)
 
 
-def width_of(artist: Artist) -> float:
-    """Its pixels from left to right."""
-    return artist.get_window_extent().width
+def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) -> None:
+    """A legend below so many pixels from the bottom, in as few rows as there is room for."""
+    look: dict[str, Any] = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "labelcolor": INK}
+    look |= {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.4, "prop": {"family": FONT, "size": SMALL}}
+    place: dict[str, Any] = {"loc": "upper left", "bbox_transform": IdentityTransform()}
+    while keys:
+        for count in range(len(keys), 0, -1):
+            legend = figure.legend(handles=keys[:count], ncols=count, bbox_to_anchor=(left, top), **place, **look)
+            if count == 1 or legend.get_window_extent().width <= figure.bbox.width - left - 4:
+                break
+            legend.remove()
+        keys, top = keys[count:], top - 18
 
 
 def to_image(figure: Figure) -> Image.Image:
@@ -85,8 +91,7 @@ def to_image(figure: Figure) -> Image.Image:
 
 def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
     """A colour for each unit by its role."""
-    counts = dict.fromkeys(_HUES, 0)
-    colours = {}
+    counts, colours = dict.fromkeys(_HUES, 0), {}
     for name, role in roles.items():
         colours[name] = _HUES[role][counts[role] % len(_HUES[role])]
         counts[role] += 1
@@ -94,115 +99,91 @@ def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
 
 
 class ByteChart:
-    """Axes of bytes over `end` units of time, with a band for each stage between `edges`.
+    """Axes of bytes over time, with a band for each stage, between two `edges`, and its budget as a dashed line.
 
-    `budgets` has one for each stage. One far above `peak_bytes` would flatten the picture; then it is only named.
+    A budget far above `peak_bytes` would flatten the picture; then it is only named.
     """
 
     def __init__(
         self, width: int, height: int, peak_bytes: int, budgets: Sequence[int], edges: Sequence[float], title: str = ""
     ) -> None:
-        self.figure = new_figure(width, height)
-        self.top, self.bottom = _TOP + (_TITLE if title else 0), height - _BOTTOM
+        self.figure, self.edges = new_figure(width, height), edges
         self.left, self.right = _LEFT, width - _RIGHT
+        self.top, self.bottom = _TOP + _TITLE * bool(title), height - _BOTTOM
         self.axes = new_axes(self.figure, self.left, self.top, self.right, self.bottom)
-        self.edges, self.budgets = edges, budgets
         shown = [size for size in budgets if size <= 2.5 * peak_bytes]
-        self._off_scale = len(shown) < len(budgets)
+        named = " to ".join(dict.fromkeys(map(format_bytes, (min(budgets), max(budgets)))))
+        self._budget = f"budget {named}{', off the scale' * (len(shown) < len(budgets))}"
         ceiling = max([peak_bytes, *shown]) * 1.06
         self.axes.set(xlim=(edges[0], edges[-1]), ylim=(0, ceiling))
         sizes = range(0, int(ceiling) + 1, _round_step(ceiling, min(8, max(1, (self.bottom - self.top) // _TICK))))
         self.axes.set_yticks(sizes, [format_bytes(size) if size else "0" for size in sizes])
-        self.axes.grid(axis="y", color=GRID, linewidth=1, linestyle="-", alpha=1)
+        self.axes.grid(axis="y", color=_GRID, linewidth=1, linestyle="-", alpha=1)
         for number, ((start, end), budget) in enumerate(zip(pairwise(edges), budgets, strict=True)):
             self.axes.axvspan(start, end, color=_BANDS[number % 2], linewidth=0, zorder=0)
-            self.axes.axvline(start, color=MUTED, linewidth=0.6 if number else 0, zorder=3)
+            self.axes.axvline(start, color=MUTED, linewidth=0.6, linestyle="-", marker="", zorder=3)
             if budget in shown:
-                self.line(start, end, budget, BUDGET, (0, (6, 6)))
-        self._title = write(self.figure, self.left, 18, title, LARGE) if title.strip() else None
+                self.level(start, end, budget, _BUDGET, (0, (6, 6)))
+        text = write(self.figure, self.left, 18, title, size=LARGE)
+        room = width - self.left - 4
+        text.set_size(LARGE * min(1, 0.98 * room / text.get_window_extent().width) if title else LARGE)
 
-    def line(self, start: float, end: float, size: int, colour: str, style: object = "-") -> None:
-        """A level line at so many bytes."""
-        self.axes.plot(
-            (start, end), (size, size), color=colour, linestyle=style, linewidth=1, marker="", zorder=4, clip_on=False
-        )
+    def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
+        """A line at so many bytes."""
+        line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "marker": ""}
+        self.axes.plot((start, end), (size, size), **line, zorder=4, clip_on=False)
 
     def pixel(self, x: float) -> float:
         """How far from the left a point of the time axis is."""
-        share = (x - self.edges[0]) / (self.edges[-1] - self.edges[0])
-        return self.left + (self.right - self.left) * share
+        return self.left + (self.right - self.left) * x / self.edges[-1]
 
     def stages(self, names: Sequence[str], facts: Sequence[str], failed: Sequence[bool] = ()) -> None:
-        """The name of each stage above it, with the facts where there is room; in red if it failed."""
-        words = []
-        for (start, end), name, fact in zip(pairwise(self.edges), names, facts, strict=True):
-            words.append(f"{name}  {fact}")
-            text = write(self.figure, 0, 0, words[-1], LARGE)
-            if width_of(text) > self.pixel(end) - self.pixel(start):
-                words[-1] = name
+        """The name of each stage above it, in red if it failed, with the facts where there is room."""
+        words = [f"{name}  {fact}" for name, fact in zip(names, facts, strict=True)]
+        for at, (start, end) in enumerate(pairwise(map(self.pixel, self.edges))):
+            text = write(self.figure, 0, 0, words[at], size=LARGE)
+            words[at] = words[at] if text.get_window_extent().width <= end - start else names[at]
             text.remove()
-        colours = [BUDGET if bad else INK for bad in failed or [False] * len(names)]
-        self.row(self.edges, words, self.top - 16, LARGE, colours)
+        colours = [_BUDGET if bad else INK for bad in failed or [False] * len(names)]
+        self.row(self.edges, words, self.top - 16, colours, LARGE)
 
     def row(
-        self, edges: Sequence[float], words: Sequence[str], y: float, size: float, colours: Sequence[str],
-        centred: bool = False, indent: float = 0,
-    ) -> None:  # fmt: skip
+        self,
+        edges: Sequence[float],
+        words: Sequence[str],
+        y: float,
+        colours: Sequence[str],
+        size: float,
+        at: str = "left",
+    ) -> None:
         """Words for the spans between edges, none over another. Of too many those of the longest spans stay."""
-        texts = [write(self.figure, 0, y, *pair) for pair in zip(words, [size] * len(words), colours, strict=True)]
-        starts = [self.pixel(edge) for edge in edges]
-        lengths = [end - start for start, end in pairwise(starts)]
-        widths = [width_of(text) for text in texts]
-        least, most = self.left - 24.0, self.figure.bbox.width - 4
+        texts = [write(self.figure, 0, y, word, colour, size) for word, colour in zip(words, colours, strict=True)]
+        starts = list(map(self.pixel, edges))
+        lengths, widths = [b - a for a, b in pairwise(starts)], [text.get_window_extent().width for text in texts]
+        least, most = 0.0, self.figure.bbox.width - 4
         kept, room = [], most - self.left + _GAP
-        for at in sorted(range(len(texts)), key=lambda at: (colours[at] == BUDGET, lengths[at]), reverse=True):
-            room -= widths[at] + _GAP
-            kept.append(at) if room >= 0 else texts[at].remove()
-        places = {}
-        for at in sorted(kept):
-            wanted = starts[at] + ((lengths[at] - widths[at]) / 2 if centred else indent)
-            places[at] = max(wanted, least)
-            least = places[at] + widths[at] + _GAP
-        for at in sorted(kept, reverse=True):
-            places[at] = min(places[at], most - widths[at])
-            most = places[at] - _GAP
-            texts[at].set_x(places[at])
+        for one in sorted(range(len(texts)), key=lambda one: (colours[one] == _BUDGET, lengths[one]), reverse=True):
+            room -= widths[one] + _GAP
+            kept.append(one) if room >= 0 else texts[one].remove()
+        for one in sorted(kept):
+            starts[one] = max(least, starts[one] + (lengths[one] - widths[one]) / 2 * (at == "center"))
+            least = starts[one] + widths[one] + _GAP
+        for one in sorted(kept, reverse=True):
+            texts[one].set_x(min(starts[one], most - widths[one]))
+            most = texts[one].get_position()[0] - _GAP
 
-    def finish(self, colours: Mapping[str, str], lines: Mapping[str, str], note: str = "") -> Image.Image:
-        """Add the legend of areas, lines and the budget, and a note above on the right. Returns the picture."""
-        named = " to ".join(dict.fromkeys(map(format_bytes, (min(self.budgets), max(self.budgets)))))
-        budget = f"budget {named}{', off the scale' if self._off_scale else ''}"
-        keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        keys += [Line2D([], [], color=colour, label=name, linewidth=1.5, marker="") for name, colour in lines.items()]
-        keys.append(Line2D([], [], color=BUDGET, label=budget, linestyle=(0, (2.5, 1.5)), linewidth=1.5, marker=""))
-        if note:
-            text = write(self.figure, self.right, 18, note, SMALL, MUTED, at="right")
-            if self._title and width_of(self._title) + width_of(text) > self.right - self.left - _GAP:
-                text.remove()
-                keys.append(Line2D([], [], linestyle="none", marker="", label=note))
-        rows: list[list[Artist]] = [[]]
-        room = most = self.figure.bbox.width - self.left - 4
-        for key in keys:
-            text = write(self.figure, 0, 0, str(key.get_label()))
-            length = width_of(text) + 2 * SMALL  # the sample and the space before the words
-            text.remove()
-            if length > room and rows[-1]:
-                rows.append([])
-                room = most
-            rows[-1].append(key)
-            room -= length + 1.5 * SMALL
-        for number, row in enumerate(rows):
-            self.figure.legend(
-                handles=row, ncols=len(row), loc="upper left", bbox_transform=IdentityTransform(),
-                bbox_to_anchor=(self.left, _BOTTOM - 31 - 18 * number), frameon=False, borderpad=0, borderaxespad=0,
-                handlelength=1.4, handleheight=0.9, handletextpad=0.5, columnspacing=1.5, labelcolor=INK,
-                prop={"family": FONT, "size": SMALL},
-            )  # fmt: skip
+    def finish(self, areas: Mapping[str, str], lines: Mapping[str, str]) -> Image.Image:
+        """Add the legend, of these colours and of the budget. Returns the picture."""
+        keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in areas.items()]
+        styles: list[tuple[str, str, Any]] = [(name, colour, "-") for name, colour in lines.items()]
+        for name, colour, style in [*styles, (self._budget, _BUDGET, "--")]:
+            keys.append(Line2D([], [], color=colour, label=name, linestyle=style, linewidth=1.3, marker=""))
+        add_legend(self.figure, keys, self.left, _BOTTOM - 31)
         return to_image(self.figure)
 
 
 def _round_step(ceiling: float, parts: int) -> int:
-    """A round number of bytes that divides the axis into at most so many parts, by whole units of 1024."""
+    """A round number of bytes, by whole units of 1024, that divides the axis into no more parts."""
     unit = 1
     while unit * 1024 <= ceiling / 4:
         unit *= 1024

@@ -18,6 +18,7 @@ _MOST_LOADING = 0.4  # of a part's width, so that its weights can be seen
 class Part:
     """A piece of the time axis: one unit at work for some steps, after `loading` seconds in which its weights come."""
 
+    stage: str
     unit: str
     role: str
     label: str
@@ -28,57 +29,41 @@ class Part:
     peak_bytes: int
     steps: int = 1
 
-    @property
-    def loading_share(self) -> float:
-        """How much of its time passes before the weights are there."""
-        return self.loading / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage: what is said of it, and its parts."""
-
-    name: str
-    fact: str
-    parts: tuple[Part, ...]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run for one budget."""
+    """The plan of a run for one budget, its parts in the order of its stages, with a word about each stage."""
 
     title: str
     budget_bytes: int
-    peak_bytes: int
-    stages: tuple[Stage, ...]
+    stages: dict[str, str]
+    parts: tuple[Part, ...]
 
 
 def draw_plan(plan: Plan, width: int, height: int) -> Image.Image:
     """An RGB picture of `width` by `height` pixels."""
-    parts = [part for stage in plan.stages for part in stage.parts]
-    shares, to_scale = _shares([part.seconds for part in parts])
+    parts, shares = plan.parts, _shares([part.seconds for part in plan.parts])
     starts = [0.0, *accumulate(shares)]
-    edges = [0.0, *(starts[number] for number in accumulate(len(stage.parts) for stage in plan.stages))]
-    chart = ByteChart(width, height, plan.peak_bytes, [plan.budget_bytes] * len(plan.stages), edges, plan.title)
-    axes, colours = chart.axes, unit_colours({part.unit: part.role for part in parts})
-
-    def box(start: float, end: float, size: int, colour: str) -> None:
-        axes.bar(start, size, end - start, align="edge", color=colour, linewidth=0, antialiased=False)
-
-    for part, (start, end) in zip(parts, pairwise(starts), strict=True):
-        ready = start + min(part.loading_share, _MOST_LOADING) * (end - start)
-        box(start, ready, part.idle_bytes, WORK)
-        box(ready, end, part.peak_bytes, WORK)
+    edges = [starts[at] for at, part in enumerate(parts) if not at or part.stage != parts[at - 1].stage] + starts[-1:]
+    loading = [part.loading / part.seconds if part.seconds else 0.0 for part in parts]
+    to_scale = max(loading) <= _MOST_LOADING and shares == [part.seconds for part in parts]
+    title = plan.title + ("" if to_scale else "; time is not to scale")
+    peak = max(part.peak_bytes for part in parts)
+    chart = ByteChart(width, height, peak, [plan.budget_bytes] * len(plan.stages), edges, title)
+    colours = unit_colours({part.unit: part.role for part in parts})
+    for part, share, (start, end) in zip(parts, loading, pairwise(starts), strict=True):
+        ready = start + min(share, _MOST_LOADING) * (end - start)
+        lefts, widths = (start, ready, ready), (ready - start, end - ready, end - ready)
+        sizes, fills = (part.idle_bytes, part.peak_bytes, part.weights_bytes), (WORK, WORK, colours[part.unit])
+        chart.axes.bar(lefts, sizes, widths, align="edge", color=fills, linewidth=0, antialiased=False)
         if (chart.pixel(end) - chart.pixel(ready)) / part.steps > 5:
-            ends = [ready + (end - ready) * step / part.steps for step in range(part.steps)]
-            axes.vlines(ends, 0, part.peak_bytes, GROUND, linewidth=0.5, zorder=1)
-        box(ready, end, part.weights_bytes, colours[part.unit])
-    axes.set_xticks(starts, [""] * len(starts))
-    axes.tick_params(axis="x", length=5, width=0.8, color=MUTED)
-    chart.row(starts, [part.label for part in parts], chart.bottom + 14, SMALL, [MUTED] * len(parts), centred=True)
-    chart.stages([stage.name for stage in plan.stages], [stage.fact for stage in plan.stages])
-    true = to_scale and all(part.loading_share <= _MOST_LOADING for part in parts)
-    return chart.finish({**colours, "working memory": WORK}, {}, "" if true else "time is not to scale")
+            steps = [ready + (end - ready) * step / part.steps for step in range(part.steps)]
+            chart.axes.vlines(steps, part.weights_bytes, part.peak_bytes, GROUND, linewidth=0.5)
+    chart.axes.set_xticks(starts, [""] * len(starts))
+    chart.axes.tick_params(axis="x", length=5, width=0.8, color=MUTED)
+    chart.row(starts, [part.label for part in parts], chart.bottom + 14, [MUTED] * len(parts), SMALL, at="center")
+    chart.stages(list(plan.stages), list(plan.stages.values()))
+    return chart.finish({**colours, "working memory": WORK}, {})
 
 
 def draw_plans(plans: Sequence[Plan], width: int, height: int) -> Image.Image:
@@ -89,16 +74,15 @@ def draw_plans(plans: Sequence[Plan], width: int, height: int) -> Image.Image:
     return whole
 
 
-def _shares(times: Sequence[float]) -> tuple[list[float], bool]:
-    """The share of the axis that each part gets, and whether these are true to the times."""
+def _shares(times: Sequence[float]) -> list[float]:
+    """The share of the axis that each part gets: the times as they are, unless short ones would vanish."""
     whole = sum(times)
     true = [time / whole if whole else 1 / len(times) for time in times]
     least = min(_LEAST_SHARE, 0.7 / len(times))
     if all(share >= least for share in true):
-        return true, True
+        return list(times) if whole else true
     widened = [max(share, least) for share in true]
     for _ in times:  # what the short ones get the long ones give
-        spare = sum(share - least for share in widened)
-        excess = sum(widened) - 1
+        spare, excess = sum(share - least for share in widened), sum(widened) - 1
         widened = [share - (share - least) * excess / spare if spare else 1 / len(times) for share in widened]
-    return widened, False
+    return widened

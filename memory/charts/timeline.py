@@ -50,14 +50,14 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
     if not edges[-1] or not peak:
         figure = new_figure(width, height)
         nothing = "All stages ran on the CPU: there is no VRAM to show." if edges[-1] else "Nothing has run yet."
-        write(figure, 24, 54, nothing, LARGE)
+        write(figure, 24, 54, nothing, size=LARGE)
         return to_image(figure)
     several = len({stage.run for stage in stages}) > 1
     budgets = [stage.budget_bytes for stage in stages]
     planned = [stage.planned_bytes for stage in stages]
     chart = ByteChart(width, height, max(peak, *planned), budgets, edges, title=" " * several)
     axes, colours = chart.axes, unit_colours(roles)
-    count = 2 * (chart.right - chart.left)  # two in a pixel, which shows a gap between steps
+    count = 2 * (chart.right - chart.left)  # two columns in a pixel, which shows a gap between steps
     weights, peaks = _columns(stages, edges, roles, count)
     ends, whole = np.linspace(0, edges[-1], count + 1), sum(weights.values())
     # The whole stack, then what is left of it without its uppermost unit, and so on. Not by `axes.stairs`, which is
@@ -68,24 +68,20 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
         whole = whole - sizes
     for (start, end), size in zip(pairwise(edges), planned, strict=True):
         if size:
-            chart.line(start, end, size, MUTED)
-
+            chart.level(start, end, size, MUTED)
     facts = [f"{stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}" for stage in stages]
     chart.stages([stage.title for stage in stages], facts, [stage.failed for stage in stages])
-    if several:
-        firsts = [at for at, stage in enumerate(stages) if not at or stage.run != stages[at - 1].run]
-        tall = chart.bottom - chart.top
-        for at in firsts:  # beside the stages' names, which may be of the run before, is none
-            for low, high in ((0, 1), ((chart.bottom - 28) / tall, (chart.bottom - 8) / tall)):
-                axes.axvline(edges[at], low, high, color=INK, linewidth=1.5, clip_on=False, zorder=3)
-        words = [f"run: {stages[at].run}" for at in firsts]
-        chart.row([*(edges[at] for at in firsts), edges[-1]], words, 18, LARGE, [MUTED] * len(words), indent=6)
+    firsts = [at for at, stage in enumerate(stages) if several and (not at or stage.run != stages[at - 1].run)]
+    for at in firsts:
+        axes.axvline(edges[at], color=INK, linewidth=1.5, linestyle="-", marker="", zorder=3)
+    runs = [f"| run: {stages[at].run}" for at in firsts]
+    chart.row([*(edges[at] for at in firsts), edges[-1]], runs, 18, [MUTED] * len(runs), LARGE)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g} s"))
-    keys = {**colours, "working memory": WORK}
+    areas = {**colours, "working memory": WORK}
     if others := max(stage.other_bytes for stage in stages):
-        keys[f"not drawn: {format_bytes(others)} of other models"] = OTHERS
-    return chart.finish(keys, {"planned peak": MUTED} if any(planned) else {})
+        areas[f"not drawn: {format_bytes(others)} of other models"] = OTHERS
+    return chart.finish(areas, {"planned peak": MUTED} if any(planned) else {})
 
 
 def _columns(
