@@ -126,7 +126,7 @@ class ByteChart:
                 self.level(start, end, budget, _BUDGET, (0, (6, 6)))
         text = write(self.figure, self.left, 18, title, size=LARGE)
         room = width - self.left - 4
-        text.set_size(LARGE * min(1, 0.98 * room / text.get_window_extent().width) if title else LARGE)
+        text.set_fontsize(LARGE * min(1, 0.98 * room / text.get_window_extent().width) if title else LARGE)
 
     def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
         """A line at so many bytes."""

@@ -101,6 +101,5 @@ def _columns(
         for name, sizes in weights.items():
             sizes[at] = np.array([span.weights.get(name, 0) for span in stage.spans])[covering]
         peaks[at] = np.maximum(peaks[at], highest[covering])
-        np.maximum.at(peaks, first, highest)
         np.maximum.at(peaks, last, highest)
     return weights, peaks

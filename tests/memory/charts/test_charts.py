@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -212,7 +213,8 @@ def test_settings_of_others_change_nothing() -> None:
         "axes.grid": True,
         "lines.marker": "o",
     }
-    with matplotlib.rc_context({**matplotlib.style.library["dark_background"], **theirs}):
+    with matplotlib.rc_context({**matplotlib.style.library["dark_background"], **theirs}), warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert pictures() == expected
 
 
