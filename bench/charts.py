@@ -19,7 +19,7 @@ from .report import words
 _OURS, _OTHER, _BOUND, _BAD = "#ea580c", "#60a5fa", "#1e40af", "#dc2626"
 _WIDTH, _LINE, _TOP = 1080, 26, 105  # pixels: of the picture, of a row of it, and above the rows
 _SIDE, _BARS, _END = 24, 190, 570  # where its margin ends, and where bars begin and end
-_MOST = 120  # characters of an error that have room
+_MOST = 126  # characters of an error that have room
 
 
 def stream(found: Mapping[str, Any]) -> Image.Image:

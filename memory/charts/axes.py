@@ -124,9 +124,10 @@ class ByteChart:
             self.axes.axvline(start, color=MUTED, linewidth=0.6, linestyle="-", marker="", zorder=3)
             if budget in shown:
                 self.level(start, end, budget, _BUDGET, (0, (6, 6)))
-        text = write(self.figure, self.left, 18, title, size=LARGE)
-        room = width - self.left - 4
-        text.set_fontsize(LARGE * min(1, 0.98 * room / text.get_window_extent().width) if title else LARGE)
+        heading, size = write(self.figure, self.left, 18, title, size=LARGE), LARGE
+        while heading.get_window_extent().x1 > width - 4 and size > 7:
+            size -= 1
+            heading.set_fontsize(size)
 
     def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
         """A line at so many bytes."""
@@ -148,14 +149,9 @@ class ByteChart:
         self.row(self.edges, words, self.top - 16, colours, LARGE)
 
     def row(
-        self,
-        edges: Sequence[float],
-        words: Sequence[str],
-        y: float,
-        colours: Sequence[str],
-        size: float,
+        self, edges: Sequence[float], words: Sequence[str], y: float, colours: Sequence[str], size: float,
         at: str = "left",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Words for the spans between edges, none over another. Of too many those of the longest spans stay."""
         texts = [write(self.figure, 0, y, word, colour, size) for word, colour in zip(words, colours, strict=True)]
         starts = list(map(self.pixel, edges))
