@@ -38,7 +38,7 @@ contracts: .venv/test-ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(if $(TORCH),false,$(BIN)/python -c "import torch" 2>/dev/null) || \
 		$(BIN)/pip install --quiet --disable-pip-version-check "$(or $(TORCH),torch==2.13.0)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[charts]"
 	touch $@
 
 .venv/test-ready: .venv/demo-ready

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _FILE = Path(__file__).resolve().parent / "requirements.txt"
 _MODULES = {"pillow": "PIL"}  # that are named otherwise than their packages
+_OPTIONAL = ("matplotlib",)  # without which pictures only say that it is missing
 
 
 def wanted() -> dict[str, str]:
@@ -33,9 +34,13 @@ def at_least(found: str, lowest: str) -> bool:
     return not found or numbers(found) >= numbers(lowest)
 
 
-def complaint() -> str | None:
-    """One line about what is missing or too old, with the command that this Python needs; None if all is there."""
-    found = {name: (installed(name), lowest) for name, lowest in wanted().items()}
+def complaint(optional: bool = True) -> str | None:
+    """One line about what is missing or too old, with the command that this Python needs; None if all is there.
+
+    Without `optional`, only about what nothing runs without.
+    """
+    names = {name: lowest for name, lowest in wanted().items() if optional or name not in _OPTIONAL}
+    found = {name: (installed(name), lowest) for name, lowest in names.items()}
     missing = [name for name, (has, _) in found.items() if has is None]
     old = [
         f"{name} is {has} and must be {lowest} or newer"

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from ..memory import simulated
 from ..memory.accelerator import resolve_device
@@ -32,9 +31,8 @@ from ..memory.units.weights import stored_tensors
 from ..pipelines import open_pipeline
 from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.kernels import compiles
-from . import models, report
+from . import charts, models, report
 from .measure import Meter, environment
-from .picture import _BAD, _BOUND, _MUTED, _OTHER, _OURS, _Sheet
 
 # On a card of 16 GB, its GB taken for 2**30 bytes as ours are. The rows between have no figures.
 ARTICLE = {
@@ -242,38 +240,5 @@ def _write(found: dict[str, Any], out: Path) -> str:
     json_path, png_path = out / f"{stem}.json", out / f"{stem}.png"
     out.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(report._rounded(found), indent=1) + "\n", "utf-8")
-    picture(found).save(png_path, optimize=True)
+    charts.newbie(found, _title(found)).save(png_path, optimize=True)
     return f"wrote {json_path}, {png_path}"
-
-
-def picture(found: Mapping[str, Any]) -> Image.Image:
-    """Peak VRAM by row as bars, the article's as lines beside them; what could not run, and why."""
-    rows, line, top, left, right = found["rows"], 26, 118, 190, 620
-    sheet = _Sheet(1080, top + line * len(rows) + 12)
-    sheet.text(24, 28, _title(found), size=18)
-    sheet.text(
-        24, 52, "Peak VRAM. Blue: the article's rows, the first two with all models resident. Orange: a budget.", _MUTED
-    )
-    sheet.line(left + 2, top - 32, left + 2, top - 20, _BOUND, 2)
-    sheet.text(left + 12, top - 26, "the article's peak, on a card of 16 GB", _MUTED)
-    columns = {"step": (770, f"s/step, {found['kind']}"), "article": (890, "article"), "note": (1056, "")}
-    if found["kind"] == "measured":
-        columns["note"] = (1056, "recompiled")
-    for x, heading in columns.values():
-        sheet.text(x, top - 26, heading, _MUTED, anchor="rm")
-    scale = (right - left) / max(row.get(key, 0) for row in rows for key in ("peak_bytes", "article_peak_bytes"))
-    for at, row in enumerate(rows):
-        y = float(top + line * at)
-        sheet.text(24, y, row["name"])
-        if "error" in row:
-            sheet.text(left, y, sheet.fitted(row["error"], 1056 - left), _BAD)
-            continue
-        end, mark = (left + scale * row.get(key, 0) for key in ("peak_bytes", "article_peak_bytes"))
-        sheet.box(left, y - 8, end, y + 8, _OURS if row["name"].startswith("ours") else _OTHER)
-        if mark > left:
-            sheet.line(mark, y - 11, mark, y + 11, _BOUND, 2)
-        sheet.text((mark if end < mark < end + 70 else end) + 8, y, report.words("peak_bytes", row["peak_bytes"]))
-        for name, (x, _) in columns.items():
-            value = row["recompiles"] if name == "note" and not row["note"] else row.get(name)
-            sheet.text(x, y, report.words(name, value) if value is not None or name != "note" else "", anchor="rm")
-    return sheet.done()

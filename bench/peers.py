@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import picture, report
+from . import charts, report
 from .rivals import RIVALS
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def run(
             row = {"name": f"{name} {share:.2f}" if told else name, **row}
             rows.append(_bounded(row, request["regime"]))
             report.say(f"{row['name']}: {row.get('error') or report.words('step', row['step']) + ' s'}")
-            wrote = report.write("peers", found, picture.peers(found), out)
+            wrote = report.write("peers", found, charts.peers(found), out)
     headings = {"name": "way", "prepare": "prepare", "first_step": "first", "step": "step", "over_bound": "T/bound"}
     headings |= {"peak_bytes": "peak", "driver_bytes": "driver", "rss_bytes": "RSS", "copied_bytes": "copied"}
     report.say("\n" + report.table(headings | {"difference": "differs"}, [row for row in rows if "error" not in row]))

@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ..memory.sizes import format_bytes
+from ..memory.tables import format_table
 
 
 def words(name: str, value: Any) -> str:
@@ -26,10 +27,7 @@ def words(name: str, value: Any) -> str:
 
 def table(headings: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
     """Columns of text: the rows' values of these names, under these headings."""
-    lines = [list(headings.values()), *([words(name, row.get(name)) for name in headings] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return format_table([list(headings.values()), *([words(name, row.get(name)) for name in headings] for row in rows)])
 
 
 def say(text: str) -> None:

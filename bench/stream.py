@@ -16,7 +16,7 @@ from ..memory import simulated
 from ..memory.streaming.placement import Resident
 from ..memory.streaming.stream import Streamed
 from ..memory.units import hostbuffer
-from . import models, picture, report
+from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
 
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
@@ -57,7 +57,7 @@ def run(device: str, size: str, out: Path) -> int:
                 row = _measure(meter, module, size, regime, share)
                 found["rows"].append(dataclasses.asdict(row))
                 found["pinned_bytes"] = hostbuffer._pinned_bytes
-                wrote = report.write("stream", found, picture.stream(found), out)
+                wrote = report.write("stream", found, charts.stream(found), out)
     headings = {"ratio": "C/T", "share": "r", "tokens": "tokens", "first_step": "first", "step": "step"}
     headings |= {"bound": "bound", "over_bound": "T/bound", "peak_bytes": "peak", "copied_bytes": "copied"}
     headings |= {"engine_allocations": "allocs"}

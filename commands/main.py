@@ -285,10 +285,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from .doctor import examine
+    from .memory.tables import format_table
 
     findings = examine()
-    for finding in findings:
-        print(f"{'ok  ' if finding.ok else 'MISS'}  {finding.what:<12} {finding.detail}")
+    rows = [("ok" if finding.ok else "MISS", finding.what, finding.detail) for finding in findings]
+    print(format_table(rows, heading=False))
     return 0 if all(finding.ok for finding in findings) else 1
 
 

@@ -94,7 +94,7 @@ def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
 
 
 def _draw(plans: list[RunPlan], out: Path) -> None:
-    from ..memory.plan_picture import draw_plans
+    from ..memory.planning.runplan import draw_plans
 
     picture = plans[0].picture() if len(plans) == 1 else draw_plans(plans, *_SIZE)
     out.parent.mkdir(parents=True, exist_ok=True)

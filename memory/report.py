@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .sizes import format_bytes
+from .tables import format_table
 from .units.unit import ManagedModel
 from .vocabulary import Role, Tier
 
@@ -81,10 +82,3 @@ class Report:
             name = f"{unit.label}/{unit.name}" if unit.label else unit.name
             rows.append((name, unit.role, unit.tier, unit.placement or "-", *sizes, state))
         return head + "\n" + format_table(rows)
-
-
-def format_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of words in columns, the first row as a heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from .accelerator import Accelerator
 from .planning.runplan import seconds as in_seconds
-from .report import format_table
 from .sizes import format_bytes
+from .tables import format_table
 from .units.unit import ManagedModel
 from .vocabulary import Role, Tier
 
@@ -259,11 +259,36 @@ class Timeline:
     def picture(
         self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES, runs: int | None = None
     ) -> Image:
-        """VRAM over time in the newest stages, by unit, as an RGB picture."""
-        from .picture import draw_timeline
+        """VRAM over time in the newest stages, by unit, as an RGB picture; without matplotlib one that says so."""
+        from .charts import drawn
 
         found = self.newest(stages, runs)
-        return draw_timeline(found, names_of_runs(found), width, height)
+        return drawn(lambda: _draw(found, width, height), width, height)
+
+
+def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
+    from .charts.timeline import Span, Stage, draw_timeline
+
+    def spans(stage: StageRecord) -> Iterator[Span]:
+        for before, event in zip(stage.events, stage.events[1:], strict=False):
+            # While weights arrive, they are the peak, not work beside them.
+            held = before.allocated_bytes - before.other_bytes
+            peak = held if event.kind == "place" else event.own_peak_bytes(before)
+            weights: dict[str, int] = {}
+            for unit in before.residents:  # those of two pipelines may have one name
+                weights[unit.name] = weights.get(unit.name, 0) + unit.bytes
+            yield Span(before.seconds - stage.started, event.seconds - stage.started, weights, peak)
+
+    charted = []
+    for stage, run in zip(stages, names_of_runs(stages), strict=True):
+        found, planned = tuple(spans(stage)), 0
+        if stage.planned:  # above the other pipelines' models, which are drawn too and no part of the plan
+            kept = max([stage.own_peak_bytes, *(span.peak_bytes for span in found)]) - stage.own_peak_bytes
+            planned = stage.planned.peak_vram_bytes + kept
+        others, facts = stage.other_bytes * stage.has_others, (stage.budget_bytes, stage.own_peak_bytes)
+        charted.append(Stage(stage.title, stage.seconds, *facts, found, planned, others, run, bool(stage.outcome)))
+    roles = {unit.name: unit.role for stage in stages for event in stage.events for unit in event.residents}
+    return draw_timeline(charted, roles, width, height)
 
 
 def names_of_runs(stages: Sequence[StageRecord]) -> list[str]:

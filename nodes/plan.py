@@ -123,8 +123,7 @@ class VramPlan(io.ComfyNode):
         strategy: str = "auto",
         conditioning: Conditioning | None = None,
     ) -> io.NodeOutput:
-        from ..memory.plan_picture import draw_plans
-        from ..memory.planning.runplan import compare
+        from ..memory.planning.runplan import compare, draw_plans
         from ..pipelines.planning.plans import NoBudgetError
 
         budgets = _budgets(vram_gb)

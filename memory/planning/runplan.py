@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..rates import ASSUMED, Rates
-from ..report import format_table
 from ..sizes import format_bytes
+from ..tables import format_table
 from .planner import Candidate, Plan
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from ..charts import plan as charts
+
+_ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 
 
 @dataclass(frozen=True)
@@ -185,10 +189,39 @@ class RunPlan:
         return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:
-        """Predicted VRAM over time, by unit, as an RGB picture."""
-        from ..plan_picture import draw_plan
+        """Predicted VRAM over time, by unit, as an RGB picture; without matplotlib one that says so."""
+        return draw_plans([self], width, height)
 
-        return draw_plan(self, width, height)
+
+def draw_plans(plans: Sequence[RunPlan], width: int, height: int) -> Image:
+    """Pictures of plans, `width` by `height` pixels each, one above the other; without matplotlib one that says so."""
+    from ..charts import drawn
+
+    def draw() -> Image:
+        from ..charts import plan as charts
+
+        return charts.draw_plans([_charted(plan) for plan in plans], width, height)
+
+    return drawn(draw, width, height * len(plans))
+
+
+def _charted(plan: RunPlan) -> charts.Plan:
+    """What the chart shows of a plan: the first step of a stage, which brings the weights, apart from the others."""
+    from ..charts import plan as charts
+
+    parts, facts = [], {}
+    for stage in plan.stages:
+        facts[stage.name] = f"{seconds(stage.seconds)}, peak {format_bytes(stage.peak_vram_bytes)}"
+        rest = stage.steps - 1
+        for unit in stage.units:
+            named = stage.name, unit.unit, _ROLES.get(stage.name, "other")
+            sizes = stage.idle_bytes, unit.weights_bytes, unit.peak_vram_bytes
+            first, each = unit.first_step_seconds, unit.step_seconds
+            label = f"first step {seconds(first)}" if rest else seconds(first)
+            parts.append(charts.Part(*named, label, first, first - each, *sizes))
+            if rest:
+                parts.append(charts.Part(*named, f"{rest} x {seconds(each)}", rest * each, 0, *sizes, rest))
+    return charts.Plan(plan.brief(), plan.budget_bytes, facts, tuple(parts))
 
 
 def compare(plans: Sequence[RunPlan]) -> str:

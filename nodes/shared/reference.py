@@ -154,7 +154,7 @@ def make_reference(
 
     It is opened, which reads configs only, so that a bad folder fails here.
     """
-    if told := complaint():
+    if told := complaint(optional=False):
         raise ImportError(told)
     own = host.device()
     if device == _GPU_OR_SIM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -16,6 +17,7 @@ from ballast.nodes.load import LoadPipeline
 from host import page, run_node
 from places import ROOT
 
+EXTRAS = ("charts", "demo", "test")
 SHIPPED = [
     path
     for path in sorted(ROOT.rglob("*.py"))
@@ -61,9 +63,11 @@ def test_shipped_code_makes_no_call_that_the_registry_forbids(path: Path) -> Non
 
 def test_requirements_are_those_of_the_project_and_name_no_torch() -> None:
     wanted = (ROOT / "requirements.txt").read_text("ascii").split()
-    table = (ROOT / "pyproject.toml").read_text("utf-8").split("dependencies = [")[1].split("]")[0]
-    listed = [line.strip().strip('",') for line in table.splitlines() if line.strip()]
-    assert listed == wanted
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    listed = re.findall('"(.+?)"', project.split("\ndependencies = [")[1].split("]")[0])
+    extras = {name: re.findall('"(.+?)"', re.search(rf"\n{name} = \[(.+)\]", project)[1]) for name in EXTRAS}
+    assert sorted(listed + extras["charts"]) == wanted, "ComfyUI installs what draws, too"
+    assert all(set(extras["charts"]) < set(extras[name]) for name in EXTRAS[1:])
     assert not [name for name in wanted if name.startswith("torch")]
 
 
@@ -75,9 +79,10 @@ def test_importing_the_pack_loads_nothing_heavy() -> None:
         "module = importlib.util.module_from_spec(spec)\n"
         "sys.modules['pack'] = module\n"
         "spec.loader.exec_module(module)\n"
-        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate'} & set(sys.modules)))\n"
-        "import pack.pipelines\n"
-        "print(sorted({'diffusers', 'transformers', 'accelerate'} & set(sys.modules)))\n"
+        "heavy = {'accelerate', 'diffusers', 'matplotlib', 'rich', 'transformers'}\n"
+        "print(sorted(({'torch'} | heavy) & set(sys.modules)))\n"
+        "import pack.pipelines, pack.memory.charts, pack.memory.planning.runplan, pack.memory.timeline\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.split("\n")[:2] == ["[]", "[]"], done.stderr
@@ -120,6 +125,20 @@ def test_what_is_missing_or_old_is_said_in_one_line_at_the_start(caplog: pytest.
         "Ballast: not installed: diffusers; transformers is 4.50.3 and must be 4.57 or newer. "
         f'Run "{sys.executable}" -m pip install -r "{file}" and start ComfyUI again.'
     )
+
+
+def test_without_matplotlib_only_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws pictures of VRAM, and nothing else."""
+
+    def version(name: str) -> str:
+        if name == "matplotlib":
+            raise requirements.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr(requirements, "version", version)
+    monkeypatch.setattr(requirements, "find_spec", lambda _: None)
+    assert "not installed: matplotlib." in str(requirements.complaint())
+    assert requirements.complaint(optional=False) is None
 
 
 @pytest.mark.usefixtures("lacking")

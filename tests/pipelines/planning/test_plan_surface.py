@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from ballast.memory import manager
-from ballast.memory.plan_picture import draw_plan, draw_plans
-from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
+from ballast.memory.planning.runplan import RunPlan, StagePlan, compare, draw_plans
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.encode import TextEncode
@@ -175,7 +174,7 @@ def test_picture_has_each_unit_in_the_colour_of_its_role(flux_plans: list[RunPla
 def test_heights_are_the_bytes(flux_plans: list[RunPlan]) -> None:
     """Of each unit's weights, against the budget's line."""
     one = flux_plans[1]
-    picture = np.asarray(draw_plan(one, 1200, 480)).astype(int)
+    picture = np.asarray(one.picture(1200, 480)).astype(int)
     red = (np.abs(picture - (220, 38, 38)).sum(-1) < 60)[:400]
     bottom = 480 - 70
     budget = bottom - red.sum(1).argmax()
@@ -191,7 +190,7 @@ def test_budget_that_nothing_fits_is_drawn_too(tiny_folders: Folders) -> None:
     plans = [pipe.plan(vram=vram, steps=steps) for vram, steps in (("10KB", 1), ("1TB", 1000))]
     assert [one.fits for one in plans] == [False, True]
     assert draw_plans(plans, 640, 300).size == (640, 600)
-    assert pixels(draw_plan(plans[0], 640, 300), COLOURS["vae"]) > 30
+    assert pixels(plans[0].picture(640, 300), COLOURS["vae"]) > 30
     assert "DOES NOT FIT" in plans[0].brief()
     said = compare(plans)
     assert "NO" in said and "Nothing fits 10.0 KB" in said

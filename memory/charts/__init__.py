@@ -1,0 +1,25 @@
+"""Charts of VRAM over time from plain data: what happened, what is planned. Drawing one imports matplotlib."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import textwrap
+from collections.abc import Callable
+
+from PIL import Image, ImageDraw, ImageFont
+
+
+def drawn(draw: Callable[[], Image.Image], width: int, height: int) -> Image.Image:
+    """What `draw` returns; without matplotlib, a blank picture that says what to install, as the log does."""
+    try:
+        return draw()
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] != "matplotlib":
+            raise
+    note = f'Pictures need matplotlib, which is not installed. Run "{sys.executable}" -m pip install "matplotlib>=3.8".'
+    logging.getLogger("ballast").warning("Ballast: %s", note)
+    note = textwrap.fill(note, max(1, (width - 48) // 8))
+    blank = Image.new("RGB", (width, height), "#ffffff")
+    ImageDraw.Draw(blank).text((24, 24), note, "#1f2430", ImageFont.load_default(14), spacing=8)
+    return blank

@@ -1,0 +1,186 @@
+"""What charts share: a figure of exact pixels, axes of bytes, stages as bands, the budget, the legend, and the colours.
+
+matplotlib's Agg canvas draws them, without pyplot and whatever the global settings are: any thread may draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.transforms import IdentityTransform
+from PIL import Image
+
+from ..sizes import format_bytes
+
+INK, MUTED, PAPER, GROUND = "#1f2430", "#6b7280", "#ffffff", "#f8fafc"
+WORK, OTHERS, _BUDGET, _GRID = "#cbd5e1", "#94a3b8", "#dc2626", "#e5e7eb"
+_BANDS = (GROUND, "#eef2f7")
+# One hue for each role, another shade for each further unit of it.
+_HUES = {
+    "text_encoder": ("#2563eb", "#60a5fa", "#1e40af", "#93c5fd"),
+    "transformer": ("#ea580c", "#f59e0b"),
+    "vae": ("#16a34a", "#4ade80"),
+    "other": ("#7c3aed", "#a78bfa"),
+}
+FONT = "DejaVu Sans"  # which matplotlib brings along
+SMALL, LARGE = 11.5, 13.0  # sizes of words in pixels
+_DPI = 72  # a point is a pixel
+_LEFT, _TOP, _RIGHT, _BOTTOM, _TITLE = 84, 46, 24, 70, 26  # margins in pixels
+_GAP, _TICK = 12, 22  # the least pixels between two labels, side by side and one above the other
+
+
+def new_figure(width: int, height: int) -> Figure:
+    """A white figure of so many pixels."""
+    figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor=PAPER)
+    figure.set_layout_engine("none")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def new_axes(figure: Figure, left: float, top: float, right: float, bottom: float, ground: str = "none") -> Axes:
+    """Axes between these pixels from the left and the top, with no frame but a line below."""
+    width, height = figure.bbox.size
+    axes = figure.add_axes((left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height))
+    axes.set(facecolor=ground, axisbelow=True)
+    axes.grid(False)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side == "bottom", color=INK, linewidth=1)
+    axes.tick_params(length=0, labelsize=SMALL, labelcolor=MUTED, labelfontfamily=FONT, pad=7)
+    return axes
+
+
+def write(
+    on: Figure | Axes, x: float, y: float, words: str, colour: str = INK, size: float = SMALL, at: str = "left"
+) -> Text:
+    """Words that begin, end or have their middle (`at`) at a pixel of a figure, from the top, or a point of axes."""
+    place: dict[str, Any] = {"transform": IdentityTransform()} if isinstance(on, Figure) else {}
+    y = on.bbox.height - y if isinstance(on, Figure) else y
+    return on.text(x, y, words, color=colour, size=size, family=FONT, ha=at, va="center", parse_math=False, **place)
+
+
+def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) -> None:
+    """A legend below so many pixels from the bottom, in as few rows as there is room for."""
+    look: dict[str, Any] = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "labelcolor": INK}
+    look |= {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.4, "prop": {"family": FONT, "size": SMALL}}
+    place: dict[str, Any] = {"loc": "upper left", "bbox_transform": IdentityTransform()}
+    while keys:
+        for count in range(len(keys), 0, -1):
+            legend = figure.legend(handles=keys[:count], ncols=count, bbox_to_anchor=(left, top), **place, **look)
+            if count == 1 or legend.get_window_extent().width <= figure.bbox.width - left - 4:
+                break
+            legend.remove()
+        keys, top = keys[count:], top - 18
+
+
+def to_image(figure: Figure) -> Image.Image:
+    """The figure as an RGB picture."""
+    canvas = figure.canvas
+    assert isinstance(canvas, FigureCanvasAgg)
+    canvas.draw()
+    return Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+
+
+def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each unit by its role."""
+    counts, colours = dict.fromkeys(_HUES, 0), {}
+    for name, role in roles.items():
+        colours[name] = _HUES[role][counts[role] % len(_HUES[role])]
+        counts[role] += 1
+    return colours
+
+
+class ByteChart:
+    """Axes of bytes over time, with a band for each stage, between two `edges`, and its budget as a dashed line.
+
+    A budget far above `peak_bytes` would flatten the picture; then it is only named.
+    """
+
+    def __init__(
+        self, width: int, height: int, peak_bytes: int, budgets: Sequence[int], edges: Sequence[float], title: str = ""
+    ) -> None:
+        self.figure, self.edges = new_figure(width, height), edges
+        self.left, self.right = _LEFT, width - _RIGHT
+        self.top, self.bottom = _TOP + _TITLE * bool(title), height - _BOTTOM
+        self.axes = new_axes(self.figure, self.left, self.top, self.right, self.bottom)
+        shown = [size for size in budgets if size <= 2.5 * peak_bytes]
+        named = " to ".join(dict.fromkeys(map(format_bytes, (min(budgets), max(budgets)))))
+        self._budget = f"budget {named}{', off the scale' * (len(shown) < len(budgets))}"
+        ceiling = max([peak_bytes, *shown]) * 1.06
+        self.axes.set(xlim=(edges[0], edges[-1]), ylim=(0, ceiling))
+        sizes = range(0, int(ceiling) + 1, _round_step(ceiling, min(8, max(1, (self.bottom - self.top) // _TICK))))
+        self.axes.set_yticks(sizes, [format_bytes(size) if size else "0" for size in sizes])
+        self.axes.grid(axis="y", color=_GRID, linewidth=1, linestyle="-", alpha=1)
+        for number, ((start, end), budget) in enumerate(zip(pairwise(edges), budgets, strict=True)):
+            self.axes.axvspan(start, end, color=_BANDS[number % 2], linewidth=0, zorder=0)
+            self.axes.axvline(start, color=MUTED, linewidth=0.6, linestyle="-", marker="", zorder=3)
+            if budget in shown:
+                self.level(start, end, budget, _BUDGET, (0, (6, 6)))
+        heading, size = write(self.figure, self.left, 18, title, size=LARGE), LARGE
+        while heading.get_window_extent().x1 > width - 4 and size > 7:
+            size -= 1
+            heading.set_fontsize(size)
+
+    def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
+        """A line at so many bytes."""
+        line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "marker": ""}
+        self.axes.plot((start, end), (size, size), **line, zorder=4, clip_on=False)
+
+    def pixel(self, x: float) -> float:
+        """How far from the left a point of the time axis is."""
+        return self.left + (self.right - self.left) * x / self.edges[-1]
+
+    def stages(self, names: Sequence[str], facts: Sequence[str], failed: Sequence[bool] = ()) -> None:
+        """The name of each stage above it, in red if it failed, with the facts where there is room."""
+        words = [f"{name}  {fact}" for name, fact in zip(names, facts, strict=True)]
+        for at, (start, end) in enumerate(pairwise(map(self.pixel, self.edges))):
+            text = write(self.figure, 0, 0, words[at], size=LARGE)
+            words[at] = words[at] if text.get_window_extent().width <= end - start else names[at]
+            text.remove()
+        colours = [_BUDGET if bad else INK for bad in failed or [False] * len(names)]
+        self.row(self.edges, words, self.top - 16, colours, LARGE)
+
+    def row(
+        self, edges: Sequence[float], words: Sequence[str], y: float, colours: Sequence[str], size: float,
+        at: str = "left",
+    ) -> None:  # fmt: skip
+        """Words for the spans between edges, none over another. Of too many those of the longest spans stay."""
+        texts = [write(self.figure, 0, y, word, colour, size) for word, colour in zip(words, colours, strict=True)]
+        starts = list(map(self.pixel, edges))
+        lengths, widths = [b - a for a, b in pairwise(starts)], [text.get_window_extent().width for text in texts]
+        least, most = 0.0, self.figure.bbox.width - 4
+        kept, room = [], most - self.left + _GAP
+        for one in sorted(range(len(texts)), key=lambda one: (colours[one] == _BUDGET, lengths[one]), reverse=True):
+            room -= widths[one] + _GAP
+            kept.append(one) if room >= 0 else texts[one].remove()
+        for one in sorted(kept):
+            starts[one] = max(least, starts[one] + (lengths[one] - widths[one]) / 2 * (at == "center"))
+            least = starts[one] + widths[one] + _GAP
+        for one in sorted(kept, reverse=True):
+            texts[one].set_x(min(starts[one], most - widths[one]))
+            most = texts[one].get_position()[0] - _GAP
+
+    def finish(self, areas: Mapping[str, str], lines: Mapping[str, str]) -> Image.Image:
+        """Add the legend, of these colours and of the budget. Returns the picture."""
+        keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in areas.items()]
+        styles: list[tuple[str, str, Any]] = [(name, colour, "-") for name, colour in lines.items()]
+        for name, colour, style in [*styles, (self._budget, _BUDGET, "--")]:
+            keys.append(Line2D([], [], color=colour, label=name, linestyle=style, linewidth=1.3, marker=""))
+        add_legend(self.figure, keys, self.left, _BOTTOM - 31)
+        return to_image(self.figure)
+
+
+def _round_step(ceiling: float, parts: int) -> int:
+    """A round number of bytes, by whole units of 1024, that divides the axis into no more parts."""
+    unit = 1
+    while unit * 1024 <= ceiling / 4:
+        unit *= 1024
+    return next((unit * n for n in (1, 2, 5, 10, 20, 50, 100, 200, 512) if ceiling / (unit * n) <= parts), unit * 1024)

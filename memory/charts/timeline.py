@@ -1,0 +1,105 @@
+"""A chart of what happened: the VRAM that each unit's weights and the work beside them took, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from matplotlib.patches import StepPatch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from PIL import Image
+
+from ..sizes import format_bytes
+from .axes import INK, LARGE, MUTED, OTHERS, WORK, ByteChart, new_figure, to_image, unit_colours, write
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time, in seconds since its stage began: the bytes of each unit's weights, and the most that was allocated."""
+
+    start: float
+    end: float
+    weights: Mapping[str, int]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `planned_bytes` is the peak that was planned, `other_bytes` what is not ours; 0 for neither."""
+
+    title: str
+    seconds: float
+    budget_bytes: int
+    peak_bytes: int
+    spans: tuple[Span, ...]
+    planned_bytes: int = 0
+    other_bytes: int = 0
+    run: str = ""
+    failed: bool = False
+
+
+def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int) -> Image.Image:
+    """An RGB picture of `width` by `height` pixels, of our own bytes. Time between stages is left out.
+
+    `roles` has the role of each unit. Where the stages are of several runs, a line parts these.
+    """
+    edges = [0.0, *accumulate(stage.seconds for stage in stages)]
+    peak = max((span.peak_bytes for stage in stages for span in stage.spans), default=0)
+    if not edges[-1] or not peak:
+        figure = new_figure(width, height)
+        nothing = "All stages ran on the CPU: there is no VRAM to show." if edges[-1] else "Nothing has run yet."
+        write(figure, 24, 54, nothing, size=LARGE)
+        return to_image(figure)
+    several = len({stage.run for stage in stages}) > 1
+    budgets = [stage.budget_bytes for stage in stages]
+    planned = [stage.planned_bytes for stage in stages]
+    chart = ByteChart(width, height, max(peak, *planned), budgets, edges, title=" " * several)
+    axes, colours = chart.axes, unit_colours(roles)
+    count = 2 * (chart.right - chart.left)  # two columns in a pixel, which shows a gap between steps
+    weights, peaks = _columns(stages, edges, roles, count)
+    ends, whole = np.linspace(0, edges[-1], count + 1), sum(weights.values())
+    # The whole stack, then what is left of it without its uppermost unit, and so on. Not by `axes.stairs`, which is
+    # slow: it looks for the limits of what it adds.
+    axes.add_artist(StepPatch(peaks, ends, color=WORK, linewidth=0))
+    for name, sizes in reversed(weights.items()):
+        axes.add_artist(StepPatch(whole, ends, color=colours[name], linewidth=0))
+        whole = whole - sizes
+    for (start, end), size in zip(pairwise(edges), planned, strict=True):
+        if size:
+            chart.level(start, end, size, MUTED)
+    facts = [f"{stage.seconds:.2f} s, peak {format_bytes(stage.peak_bytes)}" for stage in stages]
+    chart.stages([stage.title for stage in stages], facts, [stage.failed for stage in stages])
+    firsts = [at for at, stage in enumerate(stages) if several and (not at or stage.run != stages[at - 1].run)]
+    for at in firsts:
+        axes.axvline(edges[at], color=INK, linewidth=1.5, linestyle="-", marker="", zorder=3)
+    runs = [f"| run: {stages[at].run}" for at in firsts]
+    chart.row([*(edges[at] for at in firsts), edges[-1]], runs, 18, [MUTED] * len(runs), LARGE)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g} s"))
+    areas = {**colours, "working memory": WORK}
+    if others := max(stage.other_bytes for stage in stages):
+        areas[f"not drawn: {format_bytes(others)} of other models"] = OTHERS
+    return chart.finish(areas, {"planned peak": MUTED} if any(planned) else {})
+
+
+def _columns(
+    stages: Sequence[Stage], edges: Sequence[float], names: Mapping[str, str], count: int
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The weights of each unit and the peak in each of `count` columns. Of what falls into one the highest shows."""
+    weights, peaks = {name: np.zeros(count) for name in names}, np.zeros(count)
+    for stage, begun in zip(stages, edges, strict=False):
+        if not stage.spans:
+            continue
+        times = np.array([(span.start, span.end) for span in stage.spans]) + begun
+        first, last = np.clip(times / edges[-1] * count, 0, count - 1).astype(int).T
+        highest = np.array([span.peak_bytes for span in stage.spans])
+        # One span follows another: a column has the weights of the last that begins in it or before.
+        at = np.arange(first[0], last[-1] + 1)
+        covering = np.searchsorted(first, at, "right") - 1
+        for name, sizes in weights.items():
+            sizes[at] = np.array([span.weights.get(name, 0) for span in stage.spans])[covering]
+        peaks[at] = np.maximum(peaks[at], highest[covering])
+        np.maximum.at(peaks, last, highest)
+    return weights, peaks
