@@ -10,19 +10,26 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from comfy_api.latest import io
 
 if TYPE_CHECKING:
     from ...memory.units.unit import ManagedModel
     from ...pipelines import StagedPipeline
-    from .reference import PipelineReference
 
 Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API format
 
+
+class Loaded(Protocol):
+    """What a loader makes: a pipeline that may be open by now."""
+
+    def opened(self) -> StagedPipeline | None:
+        """The pipeline, if it is open."""
+
+
 # By what the graph says of a loader. The host keeps what it made.
-_made: weakref.WeakValueDictionary[str, PipelineReference] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[str, Loaded] = weakref.WeakValueDictionary()
 
 _UNITS: dict[str, Callable[[StagedPipeline], list[ManagedModel]]] = {
     "BallastTextEncode": lambda pipe: pipe.encoders,
@@ -33,10 +40,10 @@ _UNITS: dict[str, Callable[[StagedPipeline], list[ManagedModel]]] = {
 _PASS_THROUGH = {"BallastFreeVRAM": "value"}
 
 
-def remember(node: type[io.ComfyNode], reference: PipelineReference) -> None:
+def remember(node: type[io.ComfyNode], made: Loaded) -> None:
     """Note what a loader, which is running, has made."""
     if node.hidden.prompt and node.hidden.unique_id in node.hidden.prompt:
-        _made[_said(node.hidden.prompt[node.hidden.unique_id])] = reference
+        _made[_said(node.hidden.prompt[node.hidden.unique_id])] = made
 
 
 def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
@@ -110,8 +117,8 @@ def _pipeline_of(prompt: Prompt, name: str) -> StagedPipeline | None:
     while isinstance(link, list) and link and link[0] in prompt:
         source = prompt[link[0]]
         if source.get("class_type") not in _PASS_THROUGH:
-            reference = _made.get(_said(source))
-            return reference.opened() if reference else None
+            made = _made.get(_said(source))
+            return made.opened() if made else None
         link = source.get("inputs", {}).get(_PASS_THROUGH[source["class_type"]])
     return None
 

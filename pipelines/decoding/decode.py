@@ -39,8 +39,8 @@ CPU_SHARE = 1 / 8  # of spare RAM, for stripes on the CPU to work in; their maps
 Call = Callable[[torch.nn.Module, torch.Tensor, torch.device, WayName], torch.Tensor]
 
 
-class Takes(Protocol):
-    """What each way takes for some tensor, found out when asked for; None where it cannot be."""
+class WayForecasts(Protocol):
+    """Forecasts of each way for a tensor, made when asked for; None where no dry run is possible."""
 
     def whole(self, tensor: torch.Tensor) -> Forecast | None: ...
 
@@ -53,8 +53,8 @@ class Takes(Protocol):
 class VaeRun:
     """Runs a VAE on pictures or latents, [B,...] on the CPU, in the way that fits `room_bytes` on the device.
 
-    `takes` is None where nothing is known beforehand. `stage` has the manager's own: `alone`, `vram`, `ram`. With
-    `splits` a batch may be run one by one.
+    Without `forecasts` it runs whole. `stage` holds arguments of `MemoryManager.stage`: `alone`, `vram`, `ram`. With
+    `splits` a batch may run one by one.
     """
 
     name: str
@@ -63,7 +63,7 @@ class VaeRun:
     call: Call
     stage: dict[str, Any]
     room_bytes: int
-    takes: Takes | None = None
+    forecasts: WayForecasts | None = None
     splits: bool = True
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,20 +81,20 @@ class VaeRun:
         """The way that is tried first, with `ram_bytes` for feature maps; by default what could be had."""
         if host_flags().vae_on_cpu:
             return Way("cpu")
-        if self.takes is None:
+        if self.forecasts is None:
             return Way("whole")
         room = max(0, self.manager.ram_room() - self.vae.size_bytes) if ram_bytes is None else ram_bytes
-        return choose(self._ways(self.takes, tensor, speed), self.room_bytes, room)
+        return choose(self._ways(self.forecasts, tensor, speed), self.room_bytes, room)
 
-    def _ways(self, takes: Takes, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
+    def _ways(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
         """The ways with what they take; those after one that is chosen at once have no dry run."""
         weights = self.vae.size_bytes
-        whole = takes.whole(tensor)
+        whole = forecasts.whole(tensor)
         yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
         speed = speed or rates(self.manager.device)
-        if (found := takes.stripes(tensor, self._striped_bytes(1.0))) is not None:
+        if (found := forecasts.stripes(tensor, self._striped_bytes(1.0))) is not None:
             yield Way("stripes", weights + found.peak_bytes, found.host_peak_bytes, found.seconds(speed))
-        if (tiles := takes.tiles(tensor)) is not None:
+        if (tiles := forecasts.tiles(tensor)) is not None:
             work = tiles.units[self.vae.name]
             yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
         yield Way("cpu")
@@ -104,10 +104,10 @@ class VaeRun:
 
     def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
         """RAM that a way takes beside weights, as far as that is known."""
-        if way.name == "cpu" and self.takes and (whole := self.takes.whole(tensor)):
+        if way.name == "cpu" and self.forecasts and (whole := self.forecasts.whole(tensor)):
             return whole.units[self.vae.name].peak_bytes
-        if way.name == "stripes" and not way.ram_bytes and self.takes:  # stepped down to
-            found = self.takes.stripes(tensor, self._striped_bytes(way.share))
+        if way.name == "stripes" and not way.ram_bytes and self.forecasts:  # stepped down to
+            found = self.forecasts.stripes(tensor, self._striped_bytes(way.share))
             return found.host_peak_bytes if found else 0
         return way.ram_bytes
 
@@ -132,8 +132,8 @@ class VaeRun:
     def _run(self, tensor: torch.Tensor, way: Way) -> torch.Tensor:
         manager, budget = self.manager, self._striped_bytes(way.share)
         forecast = None
-        if way.name == "whole" and self.takes is not None:
-            forecast = self.takes.whole(tensor)
+        if way.name == "whole" and self.forecasts is not None:
+            forecast = self.forecasts.whole(tensor)
         elif way.name == "stripes":
             forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
         ram = self._ram_bytes(tensor, way)

@@ -1,8 +1,8 @@
-"""Telling by its folder which model of ours without a pipeline in diffusers this is. Imports no model code: ComfyUI
-asks for all its folders while it starts."""
+"""Recognise a model by its folder. Imports no model code: ComfyUI asks for all its folders while it starts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ...memory.files import read_json
@@ -23,6 +23,15 @@ def is_pyramid_folder(path: Path) -> bool:
     """Whether a folder holds Pyramid-Flow, by its folders' names."""
     transformers = (path / f"{PYRAMID_TRANSFORMER}{variant}" for variant in PYRAMID_VARIANTS)
     return (path / PYRAMID_VAE).is_dir() and any(folder.is_dir() for folder in transformers)
+
+
+def title_of(path: Path) -> str:
+    """What people call a model: its folder or file, or the repository whose download cache the folder is in."""
+    cached = re.search(r"models--(?:[^/\\]+--)?([^/\\]+)[/\\]snapshots[/\\][0-9a-f]+$", str(path))
+    if cached:
+        return cached[1]
+    path = path if path.name not in ("", "..") else path.resolve()
+    return path.stem if path.is_file() else path.name
 
 
 def _says_newbie(config: Path) -> bool:

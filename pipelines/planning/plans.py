@@ -1,13 +1,13 @@
-"""Plans of a pipeline's run: each stage has a dry run on shapes, then its units are placed on paper."""
+"""Plans of a run: a dry run forecasts each stage, then its units are placed on paper. Nothing is loaded."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
@@ -17,13 +17,11 @@ from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.units.unit import ManagedModel
+from ..decoding.decode import VaeRun
 from ..encoding.conditioning import Conditioning
-from ..encoding.embedding_cache import cache_key
 from . import forecast_cache
-from .forecasts import dry_run_sampling, dry_run_stage, names_of, of_steps, quietly, sampling_key
-
-if TYPE_CHECKING:
-    from ..staged import StagedPipeline
+from .forecasts import names_of, quietly
+from .sampling_forecasts import Sampling
 
 # As many words as people write. Some families keep as many tokens as there are words.
 TYPICAL_PROMPT = (
@@ -41,31 +39,44 @@ class NoBudgetError(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A run to plan: checked `arguments` of sampling, and the conditioning, or a prompt pair to make one of."""
+class Encoding:
+    """An encoding stage to plan: `encode` runs these units on the prompts, which are part of the forecast's key."""
 
-    arguments: Mapping[str, Any]
+    units: Sequence[ManagedModel]
+    prompts: Mapping[str, str | Sequence[str]]
+    encode: Callable[[torch.device, Mapping[str, nn.Module]], Mapping[str, torch.Tensor | list[torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to plan: its stages, on `device`, with checked arguments. `cond` is what it samples from, if known.
+
+    `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling.
+    """
+
+    model: str
+    size: str
+    caveat: str
+    device: torch.device
     strategy: str
     cond: Conditioning | None
-    prompt: str | Sequence[str]
-    negative_prompt: str | Sequence[str]
-    size: str
+    encoding: Encoding
+    sampling: Sampling
+    decoding: VaeRun
 
 
-def plan_run(pipe: StagedPipeline, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
+def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
     """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
-    forecasts = _forecast_run(pipe, asked)
-    used = rates or measured_rates(pipe.manager.device)
+    forecasts = _forecast_run(run)
+    used = rates or measured_rates(run.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
-    steps = asked.arguments["num_inference_steps"]
-    sampling = of_steps(forecasts["sample"], steps)
-    stages = [place("sample", sampling, pipe.denoisers, strategy=asked.strategy, steps=steps)]
+    steps = run.sampling.steps
+    sampling = run.sampling.with_all_steps(forecasts["sample"])
+    stages = [place("sample", sampling, run.sampling.units, strategy=run.strategy, steps=steps)]
     if "encode" in forecasts:
-        stages.insert(0, place("encode", forecasts["encode"], pipe.encoders))
-    stages.append(_plan_decoding(pipe, torch.zeros(sampling.result), budget_bytes, ram_bytes, used))
-    device = str(pipe.manager.device)
-    name, caveat = pipe.title, pipe.forecast_caveat
-    return RunPlan(name, device, asked.size, steps, budget_bytes, used, tuple(stages), caveat)
+        stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
+    stages.append(_plan_decoding(run.decoding, torch.zeros(sampling.result), budget_bytes, ram_bytes, used))
+    return RunPlan(run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), run.caveat)
 
 
 def plan_stage(
@@ -80,7 +91,7 @@ def plan_stage(
     by_user: bool = True,
     steps: int = 1,
 ) -> StagePlan:
-    """The plan of one stage, for what it is forecast to work in. `strategy` is the user's, or settled `by_user` not."""
+    """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`."""
     named = {unit.name: unit for unit in units}
     plans = tuple(
         make_plan(
@@ -102,27 +113,24 @@ def plan_stage(
     return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
 
 
-def _plan_decoding(
-    pipe: StagedPipeline, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates
-) -> StagePlan:
-    run = pipe._vae_run("decode", {}, budget_bytes)
-    run.takes = run.takes or pipe._vae_takes("decode", {}, budget_bytes)  # for another machine
+def _plan_decoding(run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates) -> StagePlan:
+    assert run.forecasts is not None
     if len(latents) > 1 and run.choose(latents, ram_bytes, rates).name != "whole":
         latents = latents[:1]
     way = run.choose(latents, ram_bytes, rates)
-    work = run.takes.tiles(latents) if way.name in ("tiles", "cpu") else run.takes.whole(latents)
+    work = run.forecasts.tiles(latents) if way.name in ("tiles", "cpu") else run.forecasts.whole(latents)
     assert work is not None
     note = way.words if way.name != "cpu" else "in tiles or on the CPU"
     if way.name == "stripes":
         (name,) = work.units
-        peak = (way.peak_bytes or 0) - pipe.decoder.size_bytes
+        peak = (way.peak_bytes or 0) - run.vae.size_bytes
         takes = UnitForecast(0, peak, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
         work = Forecast(0, {name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
     plan = plan_stage(
         "decode",
         work,
-        [pipe.decoder],
+        [run.vae],
         budget_bytes=budget_bytes,
         ram_bytes=ram_bytes,
         rates=rates,
@@ -132,39 +140,36 @@ def _plan_decoding(
     return plan if way.name == "whole" else replace(plan, note=note)
 
 
-def _forecast_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
-    if asked.cond:
-        key = sampling_key(pipe, asked.cond, asked.arguments, True, None)
+def _forecast_run(run: Run) -> dict[str, Forecast]:
+    forecaster = run.sampling.forecaster
+    stages = {"sample": names_of(run.sampling.units)}
+    if run.cond:
+        key = run.sampling.key(run.cond)
         key = key and f"{key}-run"
     else:
-        words = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
-        key = cache_key(pipe.facts() | words | {"stage": "run", "arguments": pipe._stands_for(asked.arguments)})
-    stages = {"sample": names_of(pipe.denoisers)}
-    if not asked.cond:
-        stages["encode"] = names_of(pipe.encoders)
-    forecasts = forecast_cache.get(pipe.forecasts, key, stages) if key else None
+        key = forecaster.key(**run.encoding.prompts, stage="run", arguments=run.sampling.dry_arguments)
+        stages["encode"] = names_of(run.encoding.units)
+    forecasts = forecast_cache.get(forecaster.directory, key, stages) if key else None
     if forecasts is None:
         try:
             with quietly():
-                forecasts = _dry_run(pipe, asked)
+                forecasts = _dry_run(run)
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{pipe.title} cannot be planned at {asked.size}: the dry run ends with an error ({why})."
+                f"{run.model} cannot be planned at {run.size}: the dry run ends with an error ({why})."
             ) from error
         if key:
-            forecast_cache.put(pipe.forecasts, key, forecasts)
+            forecast_cache.put(forecaster.directory, key, forecasts)
     return forecasts
 
 
-def _dry_run(pipe: StagedPipeline, asked: Asked) -> dict[str, Forecast]:
-    forecasts, cond = {}, asked.cond
+def _dry_run(run: Run) -> dict[str, Forecast]:
+    forecasts, cond = {}, run.cond
     if cond is None:
-        modules = {unit.name: unit.skeleton() for unit in pipe.encoders}
-        forecasts["encode"], cond = dry_run_stage(
-            pipe,
-            modules,
-            lambda device: Conditioning.of(pipe._encode(asked.prompt, asked.negative_prompt, {}, device, modules)),
+        modules = {unit.name: unit.skeleton() for unit in run.encoding.units}
+        forecasts["encode"], cond = run.sampling.forecaster.dry_run(
+            modules, lambda device: Conditioning.of(run.encoding.encode(device, modules))
         )
-    forecasts["sample"], _ = dry_run_sampling(pipe, cond, asked.arguments, True, None)
+    forecasts["sample"], _ = run.sampling.dry_run(cond)
     return forecasts

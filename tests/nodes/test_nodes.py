@@ -45,7 +45,7 @@ from ballast.nodes.sample import Sampler
 from ballast.nodes.shared import running
 from ballast.nodes.shared.folders import DEMO
 from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format
-from ballast.pipelines import staged
+from ballast.pipelines.staged import pipeline
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 from conftest import HOST
@@ -570,8 +570,8 @@ def cpu() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sim", "cpu")
 def test_compiling_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = functools.partial(staged.kernels, backend="eager")
-    monkeypatch.setattr(staged, "kernels", compiled)
+    compiled = functools.partial(pipeline.kernels, backend="eager")
+    monkeypatch.setattr(pipeline, "kernels", compiled)
     monkeypatch.setattr(running, "_SECONDS", 0.0)
     reference = load(device="cpu")
     conditioning = encode(reference)

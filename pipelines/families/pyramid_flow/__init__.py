@@ -188,7 +188,7 @@ class PyramidFlowPipeline(StagedPipeline):
             return ""
         return no_effect(first, guidance is None)
 
-    def _stands_for(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The first frame and the last one, which sees most, two steps a stage. The time of others is in between."""
         units = arguments["shape"][1]
         begin = 0 if arguments["init_latents"] is None else 1

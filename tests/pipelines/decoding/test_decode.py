@@ -54,7 +54,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def budget_between(pipe: Any, z: torch.Tensor, share: float) -> int:
     """The weights and part of what decoding whole works in."""
-    whole = pipe._vae_takes("decode", {}, 0).whole(z)
+    whole = pipe._vae_forecasts("decode", {}, 0).whole(z)
     return pipe.decoder.size_bytes + int(share * whole.units["vae"].peak_bytes)
 
 
@@ -90,7 +90,7 @@ def test_encoding_goes_in_stripes_too(pipe: Any, sim: ModuleType, monkeypatch: p
     picture = torch.rand(2, 160, 136, 3, generator=torch.Generator().manual_seed(0))
     expected = pipe.encode_image(picture)
     taken = ways_taken(monkeypatch)
-    whole = pipe._vae_takes("encode", {}, 0).whole(picture[:1].permute(0, 3, 1, 2))
+    whole = pipe._vae_forecasts("encode", {}, 0).whole(picture[:1].permute(0, 3, 1, 2))
     pipe.vram_bytes = pipe.decoder.size_bytes + whole.units["vae"].peak_bytes // 2
     sim.reset_stats()
     torch.testing.assert_close(pipe.encode_image(picture), expected, atol=1e-5, rtol=0)
@@ -150,7 +150,7 @@ def test_copies_of_weights_in_ram_make_room_for_maps(
     pipe.decoder.load()
     encoder = pipe.encoders[0]
     assert encoder.host_bytes > 0
-    wanted = pipe._vae_takes("decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
+    wanted = pipe._vae_forecasts("decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
     held = encoder.host_bytes
     monkeypatch.setattr(copies, "spare_ram_bytes", lambda: wanted - 1 + held - encoder.host_bytes)
     taken = ways_taken(monkeypatch)
@@ -176,7 +176,7 @@ def test_cpu_takes_no_more_ram_than_there_is(
     monkeypatch.setattr(decode.striped, "run", noted)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert budgets == []
-    whole = pipe._vae_takes("decode", {}, 0).whole(z).units["vae"].peak_bytes
+    whole = pipe._vae_forecasts("decode", {}, 0).whole(z).units["vae"].peak_bytes
     for spare in (whole - 1, 0):
         monkeypatch.setattr(copies, "spare_ram_bytes", lambda spare=spare: spare)
         torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)

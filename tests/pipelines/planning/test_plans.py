@@ -25,7 +25,7 @@ from ballast.memory.planning.planner import make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.families.hidream import HiDreamPipeline
 from ballast.pipelines.planning import forecast_cache
-from ballast.pipelines.planning.vae_forecasts import VaeTakes
+from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from places import TESTS
 from safetensors.torch import load_file, save_file
 
@@ -54,7 +54,7 @@ def crowded(folder: Path, target: Path) -> Path:
 @pytest.fixture
 def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans without what decoding takes in stripes, which needs a dry run for each budget: see test_decode."""
-    monkeypatch.setattr(VaeTakes, "stripes", lambda *_: None)
+    monkeypatch.setattr(VaeForecasts, "stripes", lambda *_: None)
 
 
 @pytest.mark.usefixtures("sampling_alone")

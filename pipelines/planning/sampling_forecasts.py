@@ -1,0 +1,84 @@
+"""What sampling needs in VRAM: by a dry run of a few steps, or from the cache of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...memory.planning.forecast import Forecast
+from ...memory.units.unit import ManagedModel
+from ..encoding.conditioning import Conditioning, to_host
+from .forecasts import Forecaster, shape_of, shapes_in
+
+Denoise = Callable[
+    [Conditioning, dict[str, Any], Callable[..., None] | None, torch.device, Mapping[str, nn.Module]], torch.Tensor
+]
+
+_BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
+_DRY_STEPS = 4  # after which multistep solvers hold all that they ever hold
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A sampling stage to forecast: `denoise` runs `steps` steps of these units, in a dry run with `dry_arguments`.
+
+    `reports` says whether each step is reported; `noise` is given noise, if any.
+    """
+
+    forecaster: Forecaster
+    units: Sequence[ManagedModel]
+    denoise: Denoise
+    dry_arguments: Mapping[str, Any]
+    steps: int
+    reports: bool = True
+    noise: torch.Tensor | None = None
+
+    def key(self, cond: Conditioning) -> str | None:
+        """The digest of everything that decides the activations; None if something has no digest."""
+        tensors = {
+            name: [shape_of(tensor) for tensor in (value if isinstance(value, list) else [value])]
+            for name, value in cond.tensors.items()
+        }
+        noise = None if self.noise is None else shape_of(self.noise)
+        arguments = shapes_in(self.dry_arguments)
+        return self.forecaster.key(stage="sample", arguments=arguments, cond=tensors, reports=self.reports, noise=noise)
+
+    def forecast(self, cond: Conditioning, key: str | None) -> Forecast | None:
+        """The forecast, from the cache or by a dry run; None where no dry run is possible."""
+        forecast = self.forecaster.forecast(key, "sample", self.units, lambda: self.dry_run(cond))
+        return forecast and self.with_all_steps(forecast)
+
+    def dry_run(self, cond: Conditioning) -> tuple[Forecast, torch.Tensor]:
+        """The forecast of a few steps by a dry run, and the latents, which have a shape only."""
+        modules = {unit.name: unit.skeleton() for unit in self.units}
+
+        def sample(device: torch.device) -> torch.Tensor:
+            generator = torch.Generator("cpu").manual_seed(0)
+            given = {**self.dry_arguments, "generator": generator, "latents": self.noise}
+            report = (lambda step, steps, latents: None) if self.reports else None
+            return to_host(self.denoise(cond, given, report, device, modules).float())
+
+        forecast, latents = self.forecaster.dry_run(modules, sample)
+        steps = self.dry_arguments["num_inference_steps"]
+        return replace(forecast, steps=steps, result=tuple(latents.shape)), latents
+
+    def with_all_steps(self, forecast: Forecast) -> Forecast:
+        """The forecast of a dry run for all steps: only the scheduler's tables grow with their number."""
+        more_bytes = _BYTES_A_STEP * max(0, self.steps - forecast.steps)
+        units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
+        return replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
+
+
+def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a dry run, alike for all runs with equal activations: guidance on or off, and a few steps."""
+    brief = dict(arguments)
+    for name in ("guidance_scale", "true_cfg_scale", "guider"):
+        if isinstance(scale := arguments.get(name), int | float):
+            brief[name] = 2.0 if scale > 1 else scale
+    if arguments.get("sigmas") is None and arguments.get("timesteps") is None:
+        brief["num_inference_steps"] = min(_DRY_STEPS, arguments["num_inference_steps"])
+    return brief

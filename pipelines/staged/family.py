@@ -1,0 +1,123 @@
+"""What a model family supplies: facts about the model, and the code of each stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from ...memory.batch import BatchDims
+from ...memory.planning.dry_run import StandIns
+from ...memory.units.unit import ManagedModel
+from ..decoding.policy import WayName
+from ..encoding.conditioning import Conditioning
+from ..planning.sampling_forecasts import dry_run_arguments
+from .prompts import Prompt, no_effect
+
+OnStep = Callable[[int, int, torch.Tensor], None]
+Modules = Mapping[str, nn.Module]  # by name of their unit
+
+
+class Part(Protocol):
+    """A part of a pipeline that has weights."""
+
+    @property
+    def key(self) -> Hashable:
+        """Identifies the model, so that all pipelines that run it share it."""
+
+    def unit(self, label: str) -> ManagedModel:
+        """Make the managed model. Loads nothing."""
+
+
+class ModelFamily(ABC):
+    """What differs between models. A family sets the attributes and overrides the methods."""
+
+    name: str  # of the pipeline's class; `title` is what people call the model
+    title: str
+    titles: ClassVar[Mapping[str, str]] = {}  # what people call the models, by the name of their unit
+    knows = ""  # a sentence on the words that it knows, where those are few
+    is_video = False
+    frame_rate = 24  # of a video, frames a second
+    takes_negative = True
+    starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
+    default_steps: int
+    default_guidance: float | None = None  # None for that of the stock pipeline
+    latent_dimensions = 4
+    decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
+    batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
+    stand_ins: ClassVar[StandIns] = {}  # for code that reads values, of which a dry run has none
+    forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where a stand-in makes the forecast a bound
+
+    encoders: list[ManagedModel]
+    denoisers: list[ManagedModel]
+    decoder: ManagedModel
+    decoder_config: dict[str, Any]
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides the activations of the stages, beside their arguments, as plain data."""
+
+    # Encode
+
+    @abstractmethod
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raise TypeError for options that `_encode` does not know."""
+
+    @abstractmethod
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+        """Everything that decides the embeddings, as plain data; under "files" the digests of all files among it."""
+
+    @abstractmethod
+    def _encode(
+        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device, modules: Modules
+    ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Named embeddings, on any device, made by these encoders."""
+
+    # Sample
+
+    @abstractmethod
+    def _sample_arguments(
+        self,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Check arguments of `sample` and return those of `_denoise`. Loads nothing."""
+
+    def _dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `_denoise` for a dry run: few steps, and the same for all runs with equal activations."""
+        return dry_run_arguments(arguments)
+
+    def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        """Why the negative prompt has no effect, in a sentence; empty where it has one."""
+        scale = self.default_guidance if guidance is None else guidance
+        return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
+
+    @abstractmethod
+    def _denoise(
+        self,
+        cond: Conditioning,
+        arguments: dict[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Modules,
+    ) -> torch.Tensor:
+        """Latents as the decoder takes them, on any device, made by these transformers."""
+
+    # Decode
+
+    def _decode_arguments(
+        self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
+    ) -> Mapping[str, Any]:
+        """Arguments of the decoder's `decode`, those given included. `room_bytes` on the device include the weights."""
+        return given
+
+    def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
+        """The part of the latents that a dry run decodes, to forecast the decoding of all of them."""
+        return latents

@@ -1,0 +1,202 @@
+"""StagedPipeline: encode, sample, decode, plan. Each stage loads what it needs and gives it back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...memory.host.flags import host_flags
+from ...memory.manager import STRATEGIES
+from ...memory.planning.forecast import Forecast
+from ...memory.planning.runplan import RunPlan, StagePlan
+from ...memory.probe import rates as measured_rates
+from ...memory.rates import Rates
+from ...memory.sizes import parse_bytes
+from ..encoding.conditioning import Conditioning, to_host
+from ..planning.plans import TYPICAL_PROMPT, Encoding, NoBudgetError, Run, plan_run, plan_stage
+from ..planning.sampling_forecasts import Sampling
+from ..sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
+from ..sampling.latents import check_finite, check_latents
+from .family import Modules, OnStep
+from .prompts import Prompt, match_negatives
+from .text import TextStage
+from .vae import VaeStages
+
+_WORDS = re.compile(r"\w")
+
+
+class StagedPipeline(TextStage, VaeStages):
+    """A pipeline whose encoders, transformer and decoder take turns on one device.
+
+    Made by `open_pipeline`. `keep=False` gives every byte back when a stage ends; with `keep=True` the transformer
+    stays on the device between runs for as long as nothing else needs the room.
+    """
+
+    def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
+        """What a user should know of a run with these arguments of `sample`, a sentence each."""
+        if not self.takes_negative or not _WORDS.search(cond.info.get("negative_prompt", "")):
+            return []
+        return [why] if (why := self._unguided(guidance, options)) else []
+
+    def sample(
+        self,
+        cond: Conditioning,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        seed: int = 0,
+        frames: int | None = None,
+        strategy: str = "auto",
+        on_step: OnStep | None = None,
+        noise: torch.Tensor | None = None,
+        compile: bool = False,
+        attention: str = AUTO,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
+
+        Sizes are in pixels. Sizes, steps and guidance are by default those that the pipeline is made for. `guidance` is
+        the scale of classifier-free guidance (`true_cfg_scale` where the pipeline has one, else `guidance_scale`).
+        `seed` gives the noise that the stock pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise`
+        gives it outright, in the layout of the pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise
+        or cpu.
+
+        `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
+        pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
+        What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
+        attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
+        """
+        steps = self.default_steps if steps is None else steps
+        strategy = host_flags().strategy(strategy, "transformer")
+        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        check_attention(attention, [unit.module for unit in self.denoisers] if attention != AUTO else ())
+
+        def run(device: torch.device, modules: Modules) -> torch.Tensor:
+            generator = torch.Generator("cpu").manual_seed(seed)
+            given = arguments | {"generator": generator, "latents": noise}
+            with kernels(modules.values(), compile, attention, on_compile=self._on_compile):
+                latents = self._denoise(cond, given, on_step, device, modules)
+            return to_host(latents.float())
+
+        for unit in self.denoisers if compile else ():
+            if unit.placement is not None and held_uncompiled(unit.module):
+                self.manager.evict(unit)
+
+        stage = self._sampling(arguments, reports=on_step is not None, noise=noise)
+        key = stage.key(cond)
+        expected: dict[str, Any] = {"work": key}
+        if strategy != "cpu" and not self.manager.accelerator.is_cpu:
+            forecast = stage.forecast(cond, key)
+            expected |= {"forecast": forecast, "planned": forecast and self._planned(forecast, strategy, stage.steps)}
+        latents = self._run_stage("sample", self.denoisers, run, strategy, **expected, keep=self.keep)
+        check_finite(latents, "the transformer made")
+        return latents
+
+    def _on_compile(self, compiles: bool) -> None:
+        for unit in (unit for unit in self.denoisers if unit.leases):
+            self.manager.timeline.tell("compile" if compiles else "compiled", unit)
+
+    def plan(
+        self,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        frames: int | None = None,
+        *,
+        cond: Conditioning | None = None,
+        prompt: Prompt = TYPICAL_PROMPT,
+        negative_prompt: Prompt = "",
+        vram: int | str | None = None,
+        ram: int | str | None = None,
+        strategy: str = "auto",
+        rates: Rates | None = None,
+        **options: Any,
+    ) -> RunPlan:
+        """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
+
+        Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`; `cond` is what will be sampled
+        from, or the prompts that will be encoded, by default one of usual length. `vram` and `ram` are budgets in bytes
+        or as "6GB", by default those of the pipeline; `vram` 0 is all that is free. `rates` are those of the machine by
+        default. At full size it takes seconds, once for each size. Raises ValueError for a budget that nobody stated,
+        without a GPU, and for a size that the pipeline's own code cannot run.
+        """
+        if strategy == "cpu":
+            raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
+        steps = self.default_steps if steps is None else steps
+        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        stated = self.vram_bytes if vram is None else parse_bytes(vram)
+        if not stated and self.manager.accelerator.is_cpu:
+            raise NoBudgetError("vram='8GB'")
+        budget_bytes = self._vram_budget() if vram is None else stated or self._free_vram()
+        ram_bytes = self._ram_budget(ram)
+        size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
+        size += f" x {frames} frames" if frames else ""
+        run = Run(
+            self.title,
+            size,
+            self.forecast_caveat,
+            self.manager.device,
+            strategy,
+            cond,
+            self._encoding(prompt, match_negatives(prompt, negative_prompt)),
+            self._sampling(arguments),
+            self._vae_run("decode", {}, budget_bytes, planned=True),
+        )
+        return plan_run(run, budget_bytes, ram_bytes, rates)
+
+    def _encoding(self, prompt: Prompt, negative_prompt: Prompt) -> Encoding:
+        def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
+            return self._encode(prompt, negative_prompt, {}, device, modules)
+
+        return Encoding(self.encoders, {"prompt": prompt, "negative_prompt": negative_prompt}, encode)
+
+    def _sampling(
+        self, arguments: Mapping[str, Any], *, reports: bool = True, noise: torch.Tensor | None = None
+    ) -> Sampling:
+        brief, steps = self._dry_run_arguments(arguments), arguments["num_inference_steps"]
+        return Sampling(self._forecaster, self.denoisers, self._denoise, brief, steps, reports, noise)
+
+    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan | None:
+        """The plan of a sampling stage that is about to run here; None if other models may stay on the device."""
+        if any(unit.resident_bytes for unit in self.manager.units() if unit not in self.denoisers):
+            return None
+        return plan_stage(
+            "sample",
+            forecast,
+            self.denoisers,
+            budget_bytes=self._vram_budget(),
+            ram_bytes=self._ram_budget(None),
+            rates=measured_rates(self.manager.device),
+            strategy=strategy,
+            steps=steps,
+        )
+
+    def _checked(
+        self,
+        cond: Conditioning | None,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        strategy: str,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        if cond is not None and (made_by := cond.info.get("pipeline", self.name)) != self.name:
+            raise ValueError(
+                f"the conditioning was made by {cond.info.get('model', made_by)}, not {self.title}. Encode the prompt "
+                "with this pipeline."
+            )
+        if strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; it takes at least 1.")
+        if (given := options.get("init_latents")) is not None:
+            check_latents(given)
+            check_finite(given, "the latents to start from hold")
+        return self._sample_arguments(width, height, steps, guidance, frames, options)

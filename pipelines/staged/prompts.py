@@ -1,0 +1,30 @@
+"""Prompts and negative prompts: one or several, and whether the negative one has an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Prompt = str | Sequence[str]
+
+
+def as_list(prompt: Prompt) -> list[str]:
+    """The prompts as a list."""
+    return [prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def match_negatives(prompt: Prompt, negative_prompt: Prompt) -> Prompt:
+    """One negative prompt for each prompt; a single one serves all. Raises ValueError for another number of them."""
+    if isinstance(prompt, str) and isinstance(negative_prompt, str):
+        return negative_prompt
+    count, negatives = len(as_list(prompt)), as_list(negative_prompt)
+    if len(negatives) not in (1, count):
+        raise ValueError(f"there are {count} prompts and {len(negatives)} negative ones. Give one, or as many.")
+    return negatives if len(negatives) == count else negatives * count
+
+
+def no_effect(scale: float, by_default: bool) -> str:
+    """Says that guidance of this scale ignores the negative prompt."""
+    return (
+        f"The negative prompt has no effect: guidance is {scale:g}{' by default' * by_default}. Above 1 it counts, "
+        "and each step runs twice."
+    )

@@ -1,0 +1,135 @@
+"""StageRunner: an open pipeline with its budgets, and how it runs one stage."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.host import management as host
+from ...memory.host.flags import host_flags
+from ...memory.manager import MemoryManager, manager
+from ...memory.planning.forecast import Forecast
+from ...memory.planning.runplan import StagePlan
+from ...memory.sizes import format_bytes, parse_bytes
+from ...memory.units.unit import ManagedModel
+from ..encoding.embedding_cache import EmbeddingCache, shared_cache
+from ..files.recognition import title_of
+from ..planning.forecasts import Forecaster
+from .family import ModelFamily, Modules, Part
+
+log = logging.getLogger("ballast")
+
+Result = TypeVar("Result")
+Opened = TypeVar("Opened", bound="StageRunner")
+
+
+class _Owner:
+    """Owns the models of a pipeline and its copies: they stay claimed while one of these lives."""
+
+
+class StageRunner(ModelFamily):
+    """An open pipeline: its models, the manager of its device, and its budgets."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str | torch.device,
+        vram: int | str | None,
+        ram: int | str | None,
+        keep: bool,
+        cache: EmbeddingCache | None,
+    ) -> None:
+        self.folder = folder
+        self.title = title_of(folder)
+        self.manager: MemoryManager = manager(device)
+        self.vram_bytes = None if vram is None else parse_bytes(vram)
+        self.ram_bytes = None if ram is None else parse_bytes(ram)
+        self.keep = keep
+        self.cache = cache or shared_cache()
+        self.forecasts = self.cache.directory / "forecasts"
+        self.encoders = []
+        self.denoisers = []
+        self._owner = _Owner()
+
+    def within(self: Opened, vram: int | str | None = None, ram: int | str | None = None, keep: bool = False) -> Opened:
+        """The same pipeline with other budgets for its runs, as in `open_pipeline`. Both share all that they load."""
+        other = copy.copy(self)
+        other.vram_bytes = None if vram is None else parse_bytes(vram)
+        other.ram_bytes = None if ram is None else parse_bytes(ram)
+        other.keep = keep
+        return other
+
+    def _claim(self, part: Part, label: str) -> ManagedModel:
+        """The managed model of a part, which every pipeline of this device that has the same part shares."""
+        return self.manager.claim(part.key, lambda: part.unit(label), self._owner)
+
+    @property
+    def _forecaster(self) -> Forecaster:
+        return Forecaster(self.name, self.facts, self.forecasts, self.manager.between_stages, self.stand_ins)
+
+    def _vram_budget(self) -> int:
+        """Bytes that a run here may take: the stated budget, for which other models make room, or what is free now."""
+        if self.vram_bytes is None:
+            return self._free_vram()
+        return self.vram_bytes if self.manager.accelerator.is_cpu else min(self.vram_bytes, self._free_vram())
+
+    def _free_vram(self) -> int:
+        return self.manager.budget_bytes + host.movable_bytes(self.manager.device)
+
+    def _ram_budget(self, ram: int | str | None) -> int:
+        limit = self.ram_bytes if ram is None else parse_bytes(ram)
+        return self.manager.ram_budget_bytes if limit is None else limit
+
+    def _run_stage(
+        self,
+        name: str,
+        units: list[ManagedModel],
+        run: Callable[[torch.device, Modules], Result],
+        strategy: str = "auto",
+        *,
+        work: Hashable = None,
+        forecast: Forecast | None = None,
+        planned: StagePlan | None = None,
+        keep: bool = False,
+    ) -> Result:
+        """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then leafwise."""
+        strategy = host_flags().strategy(strategy, units[0].role if units else "other")
+        stage: dict[str, Any] = {
+            "work": work,
+            "forecast": forecast,
+            "planned": planned,
+            "alone": not self.keep,
+            "keep": keep,
+            "vram": self.vram_bytes,
+            "ram": self.ram_bytes,
+        }
+        ladder = ("auto", "resident", "streamed", "leafwise")
+        less = ladder[max(2, ladder.index(strategy) + 1) :] if strategy in ladder else ()
+        for attempt in (strategy, *less):
+            device = torch.device("cpu") if attempt == "cpu" else self.manager.device
+            try:
+                with self.manager.stage(name, units, attempt, **stage):
+                    return run(device, {unit.name: unit.module for unit in units})
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                release_frames(error)
+                self.manager.make_room()
+                if attempt == "leafwise" or strategy == attempt == "cpu":
+                    raise self._out_of_memory(name, units, error) from None
+                log.warning("Ballast: out of memory in %s; trying again in less", name)
+        raise AssertionError("unreachable")
+
+    def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
+        working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)
+        return DoesNotFitError(
+            f"{stage} ran out of memory on {self.manager.device} even leafwise: its activations take "
+            f"{format_bytes(working)} beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. "
+            f"Choose a smaller size or fewer frames, or raise the vram budget. ({error})"
+        )

@@ -1,0 +1,71 @@
+"""TextStage: encoding prompts with the text encoders, or from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..encoding.conditioning import Conditioning
+from ..encoding.embedding_cache import cache_key
+from ..encoding.listening import Listener
+from ..sampling.latents import check_finite
+from .family import Modules
+from .prompts import Prompt, as_list, match_negatives
+from .runner import StageRunner
+
+
+class TextStage(StageRunner):
+    """The stage of a pipeline that its text encoders run."""
+
+    def __init__(self, folder: Path, **shared: Any) -> None:
+        super().__init__(folder, **shared)
+        self._listener = Listener()
+        self._text_files: Any = None  # the digests of the encoders' files, once asked for
+
+    def encode(self, prompt: Prompt, negative_prompt: Prompt = "", **options: Any) -> Conditioning:
+        """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
+
+        `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
+        """
+        self._check_options(options)
+        negative_prompt = match_negatives(prompt, negative_prompt)
+        key = self._encoding_key(prompt, negative_prompt, options)
+        if key and (found := self.cache.get(key)):
+            return found
+
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
+        info = {name: str(value) for name, value in words.items()}
+        self._listener.start()
+
+        def run(device: torch.device, modules: Modules) -> Conditioning:
+            tensors = self._encode(prompt, negative_prompt, options, device, modules)
+            notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
+            return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
+
+        prompts = 1 if isinstance(prompt, str) else len(prompt)
+        conditioning = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
+        for tensors in conditioning.tensors.values():  # before it is kept for good
+            for tensor in tensors if isinstance(tensors, list) else [tensors]:
+                check_finite(tensor, "the text encoders made")
+        self._encoding_key(prompt, negative_prompt, options)  # raises where a file was changed meanwhile
+        if key:
+            self.cache.put(key, conditioning)
+        return conditioning
+
+    def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> str | None:
+        """The key of an embedding in the cache. ValueError if the files are others than they were."""
+        facts = self._encoding_facts(prompt, negative_prompt, options)
+        if self._text_files not in (None, facts["files"]):
+            raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
+        self._text_files = facts["files"]
+        return cache_key(facts | {"notes": 1})  # which are kept with the embedding
+
+    def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
+        """What a user should know of how the prompts were read; kept in the conditioning."""
+        notes = self._listener.notes(self.title, prompts, negatives, self.knows)
+        if not self.takes_negative and any(text.strip() for text in negatives):
+            notes.append(f"The negative prompt has no effect: {self.title} takes none.")
+        return notes
