@@ -11,10 +11,8 @@ import torch
 from ..memory.units.weights import refuse_pickle
 from .encoding.embedding_cache import shared_cache
 from .families.hidream import HiDreamPipeline
-from .families.newbie import NewbiePipeline
-from .families.newbie.layouts import is_newbie
-from .families.pyramid_flow import PyramidFlowPipeline
-from .families.pyramid_flow.layouts import is_pyramid
+from .families.newbie import NewbiePipeline, is_newbie
+from .families.pyramid_flow import PyramidFlowPipeline, is_pyramid
 from .files.components import read_model_index
 from .generic import GenericPipeline
 from .staged import StagedPipeline

@@ -60,7 +60,7 @@ def test_videos_are_the_references(
     golden = load_file(DATA / f"{kind}.{mode}.safetensors")
     facts = json.loads((DATA / "generate.json").read_text("utf-8"))
     monkeypatch.setattr(
-        "ballast.pipelines.families.pyramid_flow.SeededNoise", lambda *_: Recorded(golden)
+        "ballast.pipelines.families.pyramid_flow.pipeline.SeededNoise", lambda *_: Recorded(golden)
     )  # once more for the dry run
     pipe = ballast.open_pipeline(folders[kind], device="sim")
     run: dict[str, Any] = {"width": facts["width"], "height": facts["height"], "frames": 8 * (facts["temp"] - 1) + 1}
