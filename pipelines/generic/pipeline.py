@@ -6,28 +6,24 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 
 from __future__ import annotations
 
-import ast
-import copy
 import functools
 import inspect
-import math
-import textwrap
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from .decoding.policy import WayName
-from .encoding.conditioning import Conditioning
-from .encoding.listening import encoder_title
-from .files.components import Component, parse_dtype, pipeline_class, read_components, read_model_index
-from .options import check_known
-from .sampling.latents import check_step
-from .sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
-from .staged import OnStep, Prompt, StagedPipeline, no_effect
+from ..decoding.policy import WayName
+from ..encoding.conditioning import Conditioning
+from ..encoding.listening import encoder_title
+from ..files.components import Component, parse_dtype, pipeline_class, read_components, read_model_index
+from ..options import check_known
+from ..sampling.picture_sizes import PictureSizes
+from ..staged import OnStep, Prompt, StagedPipeline, no_effect
+from .stand_ins import DecodeCalledError, StandInVae, Steps
+from .stock import check_frames, guides, own_words, picture_sizes, returned_names
 
 # Arguments that the stages set themselves.
 _OURS = {
@@ -37,9 +33,6 @@ _OURS = {
 }  # fmt: skip
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
-_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
-_EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
-_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 
 class GenericPipeline(StagedPipeline):
@@ -63,8 +56,8 @@ class GenericPipeline(StagedPipeline):
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)
-        self.title = _own_words(index, "_title") or self.title
-        self.knows = _own_words(index, "_knows")
+        self.title = own_words(index, "_title") or self.title
+        self.knows = own_words(index, "_knows")
         returned = returned_names(self.pipeline_class.encode_prompt)
         self.takes_negative = "negative_prompt" in self._encode_prompt or any(
             f"negative_{name}" in self._call for name in returned
@@ -242,12 +235,7 @@ class GenericPipeline(StagedPipeline):
         if frames is not None:
             if not self.is_video:
                 raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
-            step = _attribute(self._pipeline(torch.device("cpu"), {}), _TEMPORAL, 1)
-            if frames < 1 or (frames - 1) % step:
-                near = max(0, round((frames - 1) / step)) * step + 1
-                raise ValueError(
-                    f"frames is {frames}; {self.title} takes multiples of {step} and one more, such as {near}."
-                )
+            check_frames(self._pipeline(torch.device("cpu"), {}), self.title, frames)
             arguments["num_frames"] = frames
         return arguments
 
@@ -257,7 +245,7 @@ class GenericPipeline(StagedPipeline):
         if scale is None:
             own = self._call.get(name or "")
             scale = own.default if own and isinstance(own.default, int | float) else None
-        if name is None or scale is None or self._guides(name, scale):
+        if name is None or scale is None or guides(self._pipeline(torch.device("cpu"), {}), name, scale):
             return ""
         if scale > 1:
             return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
@@ -268,37 +256,10 @@ class GenericPipeline(StagedPipeline):
         names = ("true_cfg_scale", "guidance_scale", "guider")
         return next((name for name in names if name in self._call or name in self.components), None)
 
-    def _guides(self, name: str, scale: float) -> bool:
-        """Whether the pipeline's own code would guide with this scale."""
-        if name == "guider":
-            return not math.isclose(scale, 1)
-        pipe = self._pipeline(torch.device("cpu"), {})
-        if name == "guidance_scale" and hasattr(type(pipe), "do_classifier_free_guidance"):
-            pipe._guidance_scale = scale
-            with suppress(AttributeError):
-                return bool(pipe.do_classifier_free_guidance)
-        return scale > 1
-
     @functools.cached_property
     def sizes(self) -> PictureSizes:
         """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""
-        pipe, patch = self._pipeline(torch.device("cpu"), {}), self._patch_size()
-        latent = _attribute(pipe, _SPATIAL, 8)
-        transformer = self.components.get("transformer")
-        tokens = transformer and most_tokens(transformer.cls, transformer.config)
-        most = tokens and (tokens[0] * patch * latent, tokens[1] * patch * latent)
-        return PictureSizes(multiple_of(pipe, latent * patch), most or None)
-
-    def _patch_size(self) -> int:
-        """Latent pixels on a side of one token."""
-        transformer, vae = (self.components[n].config if n in self.components else {} for n in ("transformer", "vae"))
-        patch = transformer.get("patch_size") or transformer.get("all_patch_size") or 1
-        patch = patch[-1] if isinstance(patch, list) and patch else patch
-        if type(patch) is not int or patch < 1:
-            where = self.components["transformer"].folder / "config.json"
-            raise ValueError(f"{where} has the patch size {str(patch)[:80]!r}, which is no number. Download it again.")
-        packed = transformer.get("in_channels") == 4 * vae.get("latent_channels", 0)
-        return 2 if patch == 1 and packed else patch
+        return picture_sizes(self._pipeline(torch.device("cpu"), {}), self.components)
 
     def _denoise(
         self,
@@ -315,12 +276,12 @@ class GenericPipeline(StagedPipeline):
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
-        pipe.scheduler.step = _Steps(pipe.scheduler, arguments["generator"], on_step)
+        pipe.scheduler.step = Steps(pipe.scheduler, arguments["generator"], on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
         try:
             pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
-        except _DecodeCalledError as caught:
+        except DecodeCalledError as caught:
             return caught.latents
         finally:
             vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
@@ -341,83 +302,3 @@ class GenericPipeline(StagedPipeline):
         if self.components["vae"].config.get("timestep_conditioning") and "temb" not in given:
             return {**given, "temb": torch.zeros(latents.shape[0])}
         return given
-
-
-def _own_words(index: Mapping[str, Any], key: str) -> str:
-    """What a folder's index says of its model, as that of the demo does; nothing if it does not."""
-    words = index.get(key)
-    return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
-
-
-class StandInVae(nn.Module):
-    """Stands in for a VAE while the transformer runs: answers for it, and catches what it is asked to decode."""
-
-    def __init__(self, vae: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        object.__setattr__(self, "_vae", vae)  # not a child: its weights stay where they are
-        self.device = device
-        self.dtype = torch.float32
-
-    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _DecodeCalledError(latents)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_vae"], name)
-
-
-class _DecodeCalledError(Exception):
-    """Carries the latents out of a pipeline's call."""
-
-    def __init__(self, latents: torch.Tensor) -> None:
-        super().__init__("the pipeline reached its decoder")
-        self.latents = latents
-
-
-@functools.cache
-def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a function returns, read from its last `return a, b, c`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
-    last = max(returns, key=lambda value: value.lineno)
-    values = last.elts if isinstance(last, ast.Tuple) else [last]
-    if not all(isinstance(value, ast.Name) for value in values):
-        raise ValueError(f"{function.__qualname__} returns values without names, and cannot be staged.")
-    return tuple(value.id for value in values)  # type: ignore[attr-defined]
-
-
-def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:
-    return next((int(value) for name in names if (value := getattr(pipe, name, None))), default)
-
-
-class _Steps:
-    """Takes the place of a scheduler's `step`, which all pipelines call once a step: gives it the run's generator where
-    it draws noise, or the seed would not settle the result, and calls `on_step` after it.
-
-    An object, since the frame of a closure keeps what it closes over, the scheduler with its tensors on the device, for
-    as long as anybody holds the error that `on_step` raised.
-    """
-
-    def __init__(self, scheduler: Any, generator: torch.Generator, on_step: OnStep | None) -> None:
-        functools.update_wrapper(self, scheduler.step)
-        self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
-        draws = "generator" in inspect.signature(scheduler.step).parameters
-        self.drawing = {"generator": generator} if draws else {}
-        self.taken = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
-        return copy.deepcopy(self.scheduler, memo).step
-
-    def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
-        self.taken += 1
-        made = result[0] if isinstance(result, tuple) else result.prev_sample
-        check_step(made, self.taken, len(self.scheduler.timesteps))
-        if self.on_step is None:
-            return result
-        if type(self.scheduler).__name__ in _EXPECTING:
-            latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
-        else:
-            latents = made
-        self.on_step(self.taken, len(self.scheduler.timesteps), latents)
-        return result

@@ -1,0 +1,75 @@
+"""Stand-ins that a stock pipeline runs with while the transformer samples: for its VAE and its scheduler's step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..sampling.latents import check_step
+from ..staged import OnStep
+
+_EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
+
+
+class StandInVae(nn.Module):
+    """Stands in for a VAE while the transformer runs: answers for it, and catches what it is asked to decode."""
+
+    def __init__(self, vae: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        object.__setattr__(self, "_vae", vae)  # not a child: its weights stay where they are
+        self.device = device
+        self.dtype = torch.float32
+
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise DecodeCalledError(latents)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_vae"], name)
+
+
+class DecodeCalledError(Exception):
+    """Carries the latents out of a pipeline's call."""
+
+    def __init__(self, latents: torch.Tensor) -> None:
+        super().__init__("the pipeline reached its decoder")
+        self.latents = latents
+
+
+class Steps:
+    """Replaces a scheduler's `step`, which all pipelines call once a step, and calls `on_step` after it.
+
+    Gives the step the run's generator where it draws noise: else the seed would not decide the result.
+
+    An object, since the frame of a closure keeps what it closes over, the scheduler with its tensors on the device, for
+    as long as anybody holds the error that `on_step` raised.
+    """
+
+    def __init__(self, scheduler: Any, generator: torch.Generator, on_step: OnStep | None) -> None:
+        functools.update_wrapper(self, scheduler.step)
+        self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
+        draws = "generator" in inspect.signature(scheduler.step).parameters
+        self.drawing = {"generator": generator} if draws else {}
+        self.taken = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
+        return copy.deepcopy(self.scheduler, memo).step
+
+    def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
+        self.taken += 1
+        made = result[0] if isinstance(result, tuple) else result.prev_sample
+        check_step(made, self.taken, len(self.scheduler.timesteps))
+        if self.on_step is None:
+            return result
+        if type(self.scheduler).__name__ in _EXPECTING:
+            latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
+        else:
+            latents = made
+        self.on_step(self.taken, len(self.scheduler.timesteps), latents)
+        return result

@@ -1,0 +1,80 @@
+"""What a stock pipeline's code and configs say: the names it returns, the sizes it draws, whether it guides."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..files.components import Component
+from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
+
+_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+
+def own_words(index: Mapping[str, Any], key: str) -> str:
+    """What a folder's index says of its model, as that of the demo does; nothing if it does not."""
+    words = index.get(key)
+    return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
+
+
+@functools.cache
+def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of what a function returns, read from its last `return a, b, c`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    last = max(returns, key=lambda value: value.lineno)
+    values = last.elts if isinstance(last, ast.Tuple) else [last]
+    if not all(isinstance(value, ast.Name) for value in values):
+        raise ValueError(f"{function.__qualname__} returns values without names, and cannot be staged.")
+    return tuple(value.id for value in values)  # type: ignore[attr-defined]
+
+
+def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:
+    """The sizes that a pipeline draws, by its own checks and the transformer's tables."""
+    patch, latent = _patch_size(components), _attribute(pipe, _SPATIAL, 8)
+    transformer = components.get("transformer")
+    tokens = transformer and most_tokens(transformer.cls, transformer.config)
+    most = tokens and (tokens[0] * patch * latent, tokens[1] * patch * latent)
+    return PictureSizes(multiple_of(pipe, latent * patch), most or None)
+
+
+def check_frames(pipe: Any, title: str, frames: int) -> None:
+    """Raise ValueError for a number of frames that the VAE cannot decode."""
+    step = _attribute(pipe, _TEMPORAL, 1)
+    if frames < 1 or (frames - 1) % step:
+        near = max(0, round((frames - 1) / step)) * step + 1
+        raise ValueError(f"frames is {frames}; {title} takes multiples of {step} and one more, such as {near}.")
+
+
+def guides(pipe: Any, name: str, scale: float) -> bool:
+    """Whether a pipeline's own code guides with this scale, which is its argument or component `name`."""
+    if name == "guider":
+        return not math.isclose(scale, 1)
+    if name == "guidance_scale" and hasattr(type(pipe), "do_classifier_free_guidance"):
+        pipe._guidance_scale = scale
+        with suppress(AttributeError):
+            return bool(pipe.do_classifier_free_guidance)
+    return scale > 1
+
+
+def _patch_size(components: Mapping[str, Component]) -> int:
+    """Latent pixels on a side of one token."""
+    transformer, vae = (components[n].config if n in components else {} for n in ("transformer", "vae"))
+    patch = transformer.get("patch_size") or transformer.get("all_patch_size") or 1
+    patch = patch[-1] if isinstance(patch, list) and patch else patch
+    if type(patch) is not int or patch < 1:
+        where = components["transformer"].folder / "config.json"
+        raise ValueError(f"{where} has the patch size {str(patch)[:80]!r}, which is no number. Download it again.")
+    packed = transformer.get("in_channels") == 4 * vae.get("latent_channels", 0)
+    return 2 if patch == 1 and packed else patch
+
+
+def _attribute(pipe: Any, names: tuple[str, ...], default: int) -> int:
+    return next((int(value) for name in names if (value := getattr(pipe, name, None))), default)
