@@ -21,13 +21,13 @@ test: lint
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
 
-lint: .venv/test-ready .venv/types/ballast
+lint: contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd .venv/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ballast
 
-contracts: .venv/test-ready
-	$(BIN)/lint-imports
+contracts: .venv/test-ready .venv/types/ballast
+	PYTHONPATH=.venv/types $(BIN)/lint-imports
 
 # mypy finds the package by the name of its folder. Not `ln -s`, which in Git Bash copies.
 .venv/types/ballast: | .venv/test-ready

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from places import STUBS
@@ -37,6 +38,13 @@ def use_modules(host: Path | None, base: str | os.PathLike | None = None) -> Non
 
     args.cpu = True
     args.base_directory = None if base is None else str(base)
+
+
+def native_models() -> ModuleType:
+    """Tiny models of the host's classes. Imported late: there may be no host."""
+    from sim_device_pack import models
+
+    return models
 
 
 class Page:

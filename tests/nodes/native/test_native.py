@@ -24,7 +24,7 @@ from ballast.pipelines.encoding import embedding_cache
 from ballast.pipelines.encoding.embedding_cache import EmbeddingCache
 from comfy_execution.graph_utils import ExecutionBlocker
 from host import page, run_node
-from native_models import tiny
+from node_runner import native_models
 from torch import nn
 
 Kept = namedtuple("Kept", ["weight", "inplace_update"])
@@ -434,7 +434,7 @@ def lora(clip: Any, strength: float = 1.0) -> Any:
 @on_host
 @pytest.mark.parametrize("prompt", ["a (red:1.3) boat", "", "word " * 100], ids=["weights", "empty", "long"])
 def test_encoding_is_that_of_the_host(prompt: str, card: ModuleType) -> None:
-    clip = tiny().clip()
+    clip = native_models().clip()
     positive, negative, text = encode(clip, prompt, "a (blue:0.5) car")
     assert card.stats().allocated_bytes == 0, "the host leaves its encoder on the device; the node does not"
     assert card.stats().h2d_bytes > 2**20 and "SD1ClipModel 6.24 MB in VRAM, now gone" in text
@@ -445,8 +445,8 @@ def test_encoding_is_that_of_the_host(prompt: str, card: ModuleType) -> None:
 
 @on_host
 def test_variants_are_told_apart_and_each_is_right(card: ModuleType) -> None:
-    clip = tiny().clip()
-    variants = [clip, clip_skip(clip), lora(clip), lora(clip, 0.5), clip_skip(lora(clip)), tiny().clip(seed=9)]
+    clip = native_models().clip()
+    variants = [clip, clip_skip(clip), lora(clip), lora(clip, 0.5), clip_skip(lora(clip)), native_models().clip(seed=9)]
     keys = {encoding_keys(each, [each.tokenize("a boat")])[0] for each in variants}
     assert len(keys) == len(variants) and None not in keys
     for each in variants:
@@ -458,12 +458,12 @@ def test_variants_are_told_apart_and_each_is_right(card: ModuleType) -> None:
 
 @on_host
 def test_second_time_comes_from_the_cache_also_after_a_restart(card: ModuleType) -> None:
-    positive, _, _ = encode(lora(tiny().clip()), "again and again")
+    positive, _, _ = encode(lora(native_models().clip()), "again and again")
     for restart in (False, True):
         if restart:
             embedding_cache._shared.clear()
         card.reset_stats()
-        clip = lora(tiny().clip())  # loaded anew: nothing but its content says that it is the same
+        clip = lora(native_models().clip())  # loaded anew: nothing but its content says that it is the same
         again, _, text = encode(clip, "again and again")
         assert text == "from the cache, no encoder loaded"
         assert card.stats().h2d_bytes == card.stats().peak_bytes == 0
@@ -474,7 +474,7 @@ def test_second_time_comes_from_the_cache_also_after_a_restart(card: ModuleType)
 
 @on_host
 def test_key_is_the_same_with_patches_in_place(card: ModuleType) -> None:
-    clip = tiny().clip()
+    clip = native_models().clip()
     patched = lora(clip)
     expected = encoding_keys(clip, [clip.tokenize("a boat")])
     by_host(patched, "a boat")  # which leaves the patched weights on the device
@@ -485,7 +485,7 @@ def test_key_is_the_same_with_patches_in_place(card: ModuleType) -> None:
 
 @on_host
 def test_textual_inversion_counts_by_its_content(card: ModuleType) -> None:
-    clip = tiny().clip()
+    clip = native_models().clip()
     keys = []
     for value in (1.0, 2.0):
         tokens = clip.tokenize("a boat")
@@ -498,7 +498,7 @@ def test_textual_inversion_counts_by_its_content(card: ModuleType) -> None:
 def test_hooks_are_encoded_but_not_cached(card: ModuleType) -> None:
     import comfy.hooks
 
-    clip = tiny().clip().clone()
+    clip = native_models().clip().clone()
     clip.apply_hooks_to_conds = comfy.hooks.HookGroup()
     clip.apply_hooks_to_conds.add(comfy.hooks.WeightHook())
     before = len(list(native_cache().directory.glob("*")))
@@ -512,7 +512,7 @@ def test_hooks_are_encoded_but_not_cached(card: ModuleType) -> None:
 @on_host
 @pytest.mark.parametrize("n", [1, 20, 60, 120])
 def test_nothing_stays_after_running_out_of_memory(n: int, card: ModuleType) -> None:
-    clip = tiny().clip()
+    clip = native_models().clip()
     with card.fail_after(n), pytest.raises(torch.OutOfMemoryError):
         encode(clip, f"fails at {n}")
     assert card.stats().allocated_bytes == 0
@@ -524,7 +524,7 @@ def test_nothing_stays_after_an_interrupt(card: ModuleType, monkeypatch: pytest.
     import comfy.clip_model
     from comfy import model_management as mm
 
-    clip = tiny().clip()
+    clip = native_models().clip()
     forward, layers = comfy.clip_model.CLIPLayer.forward, []
 
     def press_stop(self: Any, *args: Any, **more: Any) -> Any:
@@ -547,7 +547,7 @@ def test_nothing_stays_after_an_interrupt(card: ModuleType, monkeypatch: pytest.
 def test_free_vram_frees_just_that_role(card: ModuleType) -> None:
     from comfy import model_management as mm
 
-    clip, vae, unet = tiny().clip(), tiny().vae(), tiny().unet()
+    clip, vae, unet = native_models().clip(), native_models().vae(), native_models().unet()
     with torch.inference_mode():
         mm.load_models_gpu([clip.patcher, vae.patcher, unet])
     everything = {"SD1ClipModel", "AutoencoderKL", "BaseModel"}

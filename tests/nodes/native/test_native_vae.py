@@ -16,7 +16,7 @@ from ballast.nodes.native import vae as native_vae
 from ballast.pipelines.sampling.latents import WrongLatentsError
 from comfy_execution.graph_utils import ExecutionBlocker
 from host import page, run_node
-from native_models import tiny
+from node_runner import native_models
 
 pytestmark = pytest.mark.host
 
@@ -30,7 +30,7 @@ def decode(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, Any, str]:
 def in_float32(kind: str, latents: torch.Tensor) -> torch.Tensor:
     """What the host makes of them on the CPU with the VAE loaded in float32."""
     with torch.inference_mode():
-        vae = getattr(tiny(), kind)(dtype=torch.float32, device=torch.device("cpu"))
+        vae = getattr(native_models(), kind)(dtype=torch.float32, device=torch.device("cpu"))
         return torch.cat([vae.decode(one).flatten(0, -4) for one in latents.split(1)])
 
 
@@ -41,7 +41,7 @@ LATENTS = {"vae": (2, 4, 8, 6), "video_vae": (1, 16, 3, 4, 6)}
 def test_decoding_is_in_float32_and_the_vae_stays_as_it_was(kind: str, card: ModuleType) -> None:
     latents = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(0))
     expected = in_float32(kind, latents)
-    vae = getattr(tiny(), kind)()
+    vae = getattr(native_models(), kind)()
     state = vae.first_stage_model.state_dict()
     before = {name: tensor.clone() for name, tensor in state.items()}
     described = {name: value for name, value in vars(vae).items() if name != "size"}
@@ -69,7 +69,7 @@ def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplo
     caplog.set_level(logging.INFO, "ballast")
     latents = torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1))
     expected = in_float32("vae", latents)
-    vae = tiny().vae()
+    vae = native_models().vae()
     for total, where in (("29MB", "sim:0"), ("3MB", "cpu")):
         card.enable(total=total)
         images, _, text = decode(vae, latents)
@@ -83,11 +83,11 @@ def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplo
 def test_frames_of_one_video_are_decoded_together(card: ModuleType) -> None:
     latents = torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        vae = tiny().frames_vae(dtype=torch.float32, device=torch.device("cpu"))
+        vae = native_models().frames_vae(dtype=torch.float32, device=torch.device("cpu"))
         expected = vae.decode(latents)
         alone = torch.cat([vae.decode(one) for one in latents.split(1)])
     assert (alone - expected).abs().max() > 1e-2
-    images, _, _ = decode(tiny().frames_vae(), latents)
+    images, _, _ = decode(native_models().frames_vae(), latents)
     torch.testing.assert_close(images, expected, atol=1e-3, rtol=0)
     assert card.stats().allocated_bytes == 0
 
@@ -96,7 +96,7 @@ def test_pictures_that_are_done_are_kept(card: ModuleType, monkeypatch: pytest.M
     """From the second on nothing but the CPU has room."""
     latents = torch.randn(3, 4, 6, 4, generator=torch.Generator().manual_seed(2))
     expected = in_float32("vae", latents)
-    vae, devices = tiny().vae(), []
+    vae, devices = native_models().vae(), []
     run = type(vae).decode
 
     def noted(self: Any, samples: torch.Tensor, *args: Any, **more: Any) -> Any:
@@ -115,7 +115,7 @@ def test_pictures_that_are_done_are_kept(card: ModuleType, monkeypatch: pytest.M
 @pytest.mark.parametrize("why", ["device", "ram"])
 def test_host_goes_on_in_tiles(why: str, card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the words of an out of memory, and where the maps of stripes would not fit in RAM."""
-    vae, tiles = tiny().vae(), []
+    vae, tiles = native_models().vae(), []
     tiled = type(vae).decode_tiled_
 
     def noted(self: Any, samples: torch.Tensor, **sizes: Any) -> Any:
@@ -146,7 +146,7 @@ def test_vae_runs_where_the_host_has_it(card: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(args, "cpu_vae", True)
     latents = torch.randn(1, 4, 4, 4)
     card.reset_stats()
-    _, _, text = decode(tiny().vae(), latents)
+    _, _, text = decode(native_models().vae(), latents)
     assert "in float32 on cpu" in text and card.stats().peak_bytes == 0
 
 
@@ -164,16 +164,16 @@ def test_cpu_takes_no_more_ram_than_there_is(card: ModuleType, monkeypatch: pyte
     expected = in_float32("vae", latents)
     monkeypatch.setattr(native_vae.striped, "run", noted)
     monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 4_000_000)
-    images, _, text = decode(tiny().vae(), latents)
+    images, _, text = decode(native_models().vae(), latents)
     assert budgets == [(500_000, 4_000_000)] and "in float32 on cpu" in text
     torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
     monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 0)
-    images, _, _ = decode(tiny().vae(), latents)
+    images, _, _ = decode(native_models().vae(), latents)
     torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
 
 def test_not_finite_is_told(card: ModuleType) -> None:
-    vae = tiny().vae()
+    vae = native_models().vae()
     with pytest.raises(ValueError, match="the latents hold NaN"):
         decode(vae, torch.full((1, 4, 4, 4), torch.nan))
     with torch.inference_mode():
@@ -209,7 +209,7 @@ def test_latents_of_another_model_are_told_and_not_saved(
     folder = Path(folder_paths.get_output_directory())
     before = set(folder.rglob("*.latent"))
     with pytest.raises(WrongLatentsError, match=f"^{says}") as caught:
-        decode(getattr(tiny(), kind)(), torch.zeros(shape))
+        decode(getattr(native_models(), kind)(), torch.zeros(shape))
     assert str(caught.value).endswith("Connect the VAE of the model that made them.")
     assert "\n" not in str(caught.value)
     assert set(folder.rglob("*.latent")) == before
