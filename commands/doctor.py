@@ -1,4 +1,4 @@
-"""What this machine has and what is missing, for `ballast doctor`."""
+"""`ballast doctor`: says what this machine has, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..memory import simulated
 from ..memory.accelerator import Accelerator, resolve_device
 from ..memory.host import contract as host_contract
 from ..memory.sizes import format_bytes
+from ..memory.tables import format_table
 from ..pipelines.encoding.embedding_cache import default_directory
 
 _MIN_RAM_BYTES = 8 * 2**30
@@ -55,6 +56,14 @@ def examine() -> list[Finding]:
         # Last: to find out makes it known to torch, which then has another idea of pinned memory.
         Finding("simulated", True, simulated.supported() or "the simulated GPU works (--device sim)"),
     ]
+
+
+def run() -> int:
+    """Print what was found. Returns 1 if something is missing."""
+    findings = examine()
+    rows = [("ok" if finding.ok else "MISS", finding.what, finding.detail) for finding in findings]
+    print(format_table(rows, heading=False))
+    return 0 if all(finding.ok for finding in findings) else 1
 
 
 def _library(name: str, lowest: str) -> Finding:

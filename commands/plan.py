@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .arguments import add_model_arguments, family_arguments
 
 if TYPE_CHECKING:
     from ..memory.planning.runplan import RunPlan
@@ -16,7 +18,8 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command, beside those of any run."""
+    """Add the command's options."""
+    add_model_arguments(parser)
     parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
@@ -29,14 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
 
 
-def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given of the arguments of one family."""
-    names = ("llama", "variant", "gemma", "jina", "vae", "text")
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-
-
-def run(arguments: argparse.Namespace) -> str:
-    """Make the plans, draw the picture if one is wanted, and return the text. Raises ValueError for bad options."""
+def run(arguments: argparse.Namespace) -> int:
+    """Make the plans, print them, and draw the picture if one is wanted. Raises ValueError for bad options."""
     from ..memory.planning.runplan import compare
     from ..pipelines.planning.forecasts import quietly
 
@@ -51,7 +48,8 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.out:
         _draw(plans, arguments.out)
         text += f"\n\nwrote {arguments.out}"
-    return text
+    print(text)
+    return 0
 
 
 def _plans(arguments: argparse.Namespace) -> list[RunPlan]:

@@ -1,0 +1,47 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the device, its budgets and the placement, for commands that run a model."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps, or sim for the simulated GPU")
+    parser.add_argument(
+        "--vram",
+        help="budget such as 8GB, by default all that is free; with --device sim the size of the simulated card",
+    )
+    parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
+    parser.add_argument("--seed", type=int, default=0, help="the noise to start from")
+    parser.add_argument(
+        "--strategy", default="auto", help="auto, resident (whole), streamed (by blocks), leafwise (by layers) or cpu"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the size of a picture and the options of model families, for commands that open any model."""
+    parser.add_argument("--negative", default="", help="what to avoid; counts where guidance is above 1")
+    parser.add_argument("--width", type=int, help="in pixels, by default as the pipeline is made for")
+    parser.add_argument("--height", type=int, help="in pixels, by default as the pipeline is made for")
+    parser.add_argument("--frames", type=int, help="frames of a video")
+    parser.add_argument("--steps", type=int, help="by default as many as the pipeline is made for")
+    parser.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
+    parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
+    parser.add_argument(
+        "--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
+    )
+    parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
+    for part, of in (("gemma", "NewBie"), ("jina", "NewBie"), ("vae", "NewBie, Pyramid-Flow")):
+        parser.add_argument(
+            f"--{part}", type=Path, help=f"{of}: that file, where the model is the file of a transformer"
+        )
+    parser.add_argument("--text", type=Path, help="Pyramid-Flow: the folder of the text encoders' folders, likewise")
+
+
+def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a model family that were given, as `open_pipeline` takes them."""
+    names = ("llama", "variant", "gemma", "jina", "vae", "text")
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}

@@ -1,0 +1,129 @@
+"""`ballast generate`: runs a pipeline, and writes its pictures or videos."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_device_arguments, add_model_arguments, family_arguments
+from .images import OUTPUTS, open_image, save_images
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..memory.timeline import Event
+    from ..memory.units.unit import ManagedModel
+    from ..pipelines import StagedPipeline
+
+SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_device_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
+    parser.add_argument("--prompt", default="", help="what to show")
+    parser.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
+    parser.add_argument("--image", type=Path, help="a picture to start from (NewBie, Pyramid-Flow)")
+    parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame",
+    )
+    parser.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
+
+
+def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
+    """Encode, sample, decode and write; or decode a latent file only. Raises ValueError for bad options."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    from ..memory import simulated
+    from ..pipelines import open_pipeline
+    from ..pipelines.decoding.rescue import load_latents, rescued
+
+    if not arguments.prompt and not arguments.latent:
+        raise ValueError("there is nothing to draw. Give a --prompt, or a --latent to decode.")
+    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
+        simulated.enable(total=arguments.vram or SIM_BYTES)
+    if arguments.out.suffix.lower() not in OUTPUTS:
+        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(OUTPUTS)}.")
+    transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
+    pipe = open_pipeline(
+        arguments.model,
+        arguments.device,
+        arguments.vram,
+        arguments.ram,
+        arguments.dtype,
+        cache_dir=cache_dir,
+        **family_arguments(arguments),
+    )
+    with pipe.manager.timeline.watched(_ReadingBar()):
+        latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
+        pipe.check_latents(latents)
+        advice = "Decode it with --latent."
+        with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
+            images = pipe.decode(latents)
+    written = save_images(images, arguments.out, pipe.frame_rate)
+    if arguments.timeline:
+        pipe.manager.timeline.picture().save(arguments.timeline)
+        written.append(arguments.timeline)
+    print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
+    return 0
+
+
+def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor:
+    from tqdm import tqdm
+
+    further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
+    if arguments.image:
+        if not pipe.starts_from_latents:
+            raise ValueError(f"{pipe.title} starts from noise only. Leave --image out.")
+        further["init_latents"] = pipe.encode_image(open_image(arguments.image, arguments.width, arguments.height))
+    conditioning = pipe.encode(arguments.prompt, arguments.negative)
+    for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
+        print(f"Note: {note}")
+    with tqdm(desc="sample", unit="step") as bar:
+
+        def on_step(step: int, steps: int, _: object) -> None:
+            bar.total = steps
+            bar.update()
+
+        return pipe.sample(
+            conditioning,
+            width=arguments.width,
+            height=arguments.height,
+            steps=arguments.steps,
+            guidance=arguments.guidance,
+            seed=arguments.seed,
+            frames=arguments.frames,
+            strategy=arguments.strategy,
+            compile=arguments.compile,
+            attention=arguments.attention,
+            on_step=on_step,
+            **further,
+        )
+
+
+class _ReadingBar:
+    """A bar for each model that is read from disk, which goes when it has been read."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, event: Event, unit: ManagedModel) -> None:
+        from tqdm import tqdm
+
+        if event.kind == "read":
+            self._bar = tqdm(total=event.bytes, desc=f"read {unit.name}", unit="B", unit_scale=True, leave=False)
+        elif event.kind in ("reading", "load") and self._bar is not None:
+            self._bar.update(event.bytes - self._bar.n)
+            if event.kind == "load":
+                self._bar.close()

@@ -1,0 +1,68 @@
+"""Reading and writing pictures and videos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
+
+
+def open_image(path: Path, width: int | None, height: int | None) -> torch.Tensor:
+    """A picture as [1,H,W,3] in 0..1, in another size if one is asked for."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        picture = opened.convert("RGB")
+    if width or height:
+        picture = picture.resize((width or picture.width, height or picture.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
+
+
+def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[Path]:
+    """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
+
+    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
+    """
+    from PIL import Image
+
+    written = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for number, item in enumerate((images * 255).round().byte().numpy()):
+        path = out.with_stem(f"{out.stem}-{number}") if number else out
+        frames = [Image.fromarray(frame) for frame in (item if item.ndim == 4 else item[None])]
+        if path.suffix == ".mp4":
+            _save_film(frames, path, frame_rate)
+            written.append(path)
+        elif len(frames) > 1 and path.suffix in (".webp", ".gif"):
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
+            written.append(path)
+        elif len(frames) > 1:
+            for index, frame in enumerate(frames):
+                written.append(path.with_stem(f"{path.stem}-{index:04}"))
+                frame.save(written[-1])
+        else:
+            frames[0].save(path)
+            written.append(path)
+    return written
+
+
+def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
+    """Write pictures as H.264. ImportError, with what to install, without PyAV."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(f"writing {path.name} needs PyAV: pip install av. Or use .webp, .gif or .png.") from error
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("libx264", rate=frame_rate)
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            film.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        film.mux(stream.encode())
