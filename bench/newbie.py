@@ -141,7 +141,7 @@ def draw(folder: Path) -> None:
 def _predicted(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) -> dict[str, Any]:
     """A row by the planner. Compiled blocks are planned as uncompiled ones: bytes as without, seconds unknown.
 
-    With all models resident a stage's peak is all weights and the most that it works in, so that of the run is all
+    With all models resident a stage's peak is all weights and its largest activations, so that of the run is all
     weights and the largest working memory. Among them are Gemma's vision tower, and a VAE that decodes in its own type.
     """
     plan = pipe.plan(side, side, steps, vram=way.budget_bytes or "1TB", ram="64GB", rates=ASSUMED)

@@ -40,6 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.width = arguments.height = arguments.frames = None
     arguments.compile, arguments.attention = False, "auto"
     arguments.image = arguments.denoise = arguments.latent = None
-    # A cache of its own, so that the encoder is seen to come and go each time.
+    # A cache of its own, so that each run shows the encoder on the timeline.
     with tempfile.TemporaryDirectory() as cache_dir:
         return generate.run(arguments, Path(cache_dir))

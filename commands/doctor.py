@@ -23,7 +23,7 @@ _MIN_RAM_BYTES = 8 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; if not `ok`, `detail` says what to do."""
+    """The result of one check; if not `ok`, `detail` says what to do."""
 
     what: str
     ok: bool
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at the device, torch, libraries, RAM, pinning, and a ComfyUI if one is near."""
+    """Check the device, torch, libraries, RAM, pinning, and a ComfyUI if one is near."""
     device = resolve_device()
     accelerator = Accelerator(device)
     ram = psutil.virtual_memory()

@@ -113,7 +113,7 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
 
 
 class _ReadingBar:
-    """A bar for each model that is read from disk, which goes when it has been read."""
+    """Shows a bar while a model is read from disk."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""Reading and writing pictures and videos."""
+"""Read and write pictures and videos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
 
 
 def open_image(path: Path, width: int | None, height: int | None) -> torch.Tensor:
-    """A picture as [1,H,W,3] in 0..1, in another size if one is asked for."""
+    """Read a picture as [1,H,W,3] in 0..1, resized if a size is given."""
     import numpy as np
     import torch
     from PIL import Image

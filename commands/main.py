@@ -11,7 +11,7 @@ from . import bench, demo, generate, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 if all went well, 1 for an error that has been told in one line."""
+    """Run one command. Returns the exit status: 0 for success, 1 for an error, which is printed in one line."""
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -1,4 +1,4 @@
-"""`ballast plan`: what a run would take, for one budget or several. Nothing is loaded."""
+"""`ballast plan`: predicts what a run needs, for one budget or several. Loads nothing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
 
 
 def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
-    """The machine's rates, with those in their place that the options name."""
+    """Replace the machine's rates by those that the options name."""
     rates = machine
     if arguments.h2d_gbps:
         to_device = arguments.h2d_gbps * 1e9

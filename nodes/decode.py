@@ -10,7 +10,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from .shared.progress import show_text
 from .shared.reference import PipelineReference, PipelineType
-from .shared.running import running, told
+from .shared.running import running, shows_failure
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class VaeDecode(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
         from ..pipelines.sampling.latents import samples_of
         from .shared.rescue import kept

@@ -9,7 +9,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
-from .shared.running import running, told
+from .shared.running import running, shows_failure
 
 _FOR_PIPELINES = (
     "conditioning is for Ballast's loaders, but a CLIP is connected. Use positive and negative, or connect a Ballast "
@@ -63,7 +63,7 @@ class TextEncode(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(cls, pipeline: PipelineReference | Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
         if not isinstance(pipeline, PipelineReference):
             return cls._encode_natively(pipeline, prompt, negative_prompt)

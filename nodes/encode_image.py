@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io
 
 from .shared.reference import PipelineReference, PipelineType
-from .shared.running import running, told
+from .shared.running import running, shows_failure
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class VaeEncode(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(cls, pipeline: PipelineReference, image: torch.Tensor) -> io.NodeOutput:
         pipe = pipeline.open()
         with running(cls, pipe, "encoding") as notes:
@@ -47,7 +47,7 @@ class VaeEncode(io.ComfyNode):
 
 
 def cropping(image: torch.Tensor, latents: torch.Tensor) -> list[str]:
-    """What a latent pixel is too large to hold of a picture, in a sentence; nothing if all of it is there."""
+    """Say which part of a picture its latent leaves out, in a sentence; empty if none."""
     whole, found = image.shape[1:3], latents.shape[-2:]
     # A latent pixel has a power of two on each side; what is left over at the end has none.
     times = [pixels // max(1, count) for pixels, count in zip(whole, found, strict=True)]

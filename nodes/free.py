@@ -14,14 +14,14 @@ from ..memory.manager import managers
 from ..memory.sizes import format_bytes
 from ..memory.vocabulary import Role
 from .shared.progress import show_text
-from .shared.running import told
+from .shared.running import shows_failure
 
 _WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one model, or all on a device, had there before and has after, in bytes."""
+    """Bytes of one model, or of all on a device, before and after."""
 
     name: str
     before: int
@@ -80,7 +80,7 @@ class FreeVram(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(
         cls, text_encoders: bool, transformers: bool, vaes: bool, host_models: bool, value: Any = None
     ) -> io.NodeOutput:
@@ -120,7 +120,7 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
 
 
 def compose(models: list[Held], totals: list[Held]) -> str:
-    """The report: a line for each device, then one for each model, and one for RAM if copies there went."""
+    """Compose the report: a line for each device, one for each model, and one for RAM if copies there were freed."""
     held = [total for total in totals if total.before or total.after]
     lines = [str(one) for one in (*held, *models)]
     if not totals:

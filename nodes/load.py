@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
 from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
-from .shared.running import told
+from .shared.running import shows_failure
 
 AUTO = "auto"
 
@@ -58,7 +58,7 @@ class LoadPipeline(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(
         cls,
         pipeline: str,

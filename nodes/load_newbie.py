@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from .shared.folders import file_stamp
 from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
-from .shared.running import told
+from .shared.running import shows_failure
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
 _TOOLTIPS = {
@@ -49,7 +49,7 @@ class LoadNewbie(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(
         cls,
         diffusion_model: str,
@@ -82,7 +82,7 @@ class LoadNewbie(io.ComfyNode):
 
 
 def offered(name: str, files: list[str]) -> list[str]:
-    """The files to choose from, first the one that the page takes by itself: by its name, else none.
+    """The files to choose from. The first one, which the page preselects, is the best match by name, else none.
 
     The order of a folder says nothing: any text encoder may come before Gemma.
     """

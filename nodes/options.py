@@ -20,7 +20,7 @@ _NOTHING: dict[str, Any] = {
 
 
 def compute_inputs() -> list[io.Input]:
-    """What every model takes."""
+    """The inputs for every model."""
     return [
         io.Boolean.Input(
             "compile",
@@ -39,7 +39,7 @@ def compute_inputs() -> list[io.Input]:
 
 
 def newbie_inputs() -> list[io.Input]:
-    """What NewBie's loop takes."""
+    """The inputs for NewBie's loop."""
     return [
         io.Combo.Input(
             "sampler",
@@ -78,7 +78,7 @@ def newbie_inputs() -> list[io.Input]:
 
 
 def pyramid_flow_inputs() -> list[io.Input]:
-    """What Pyramid-Flow's loop takes."""
+    """The inputs for Pyramid-Flow's loop."""
     return [
         io.String.Input(
             "first_frame_steps",
@@ -110,7 +110,7 @@ def pyramid_flow_inputs() -> list[io.Input]:
 
 
 class _Options(io.ComfyNode):
-    """Hands on what is set; what is left as it is stays out, since not every pipeline knows it."""
+    """Passes on the options that are set. Others are left out, since not every pipeline knows them."""
 
     @classmethod
     def execute(cls, **chosen: Any) -> io.NodeOutput:
@@ -161,7 +161,7 @@ class PyramidFlowOptions(_Options):
 
 
 class SamplerOptions(_Options):
-    """The options of all families in one, which graphs have that were saved before each had its own."""
+    """The options of all families in one node, for graphs that were saved before each family had its own."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -179,7 +179,7 @@ class SamplerOptions(_Options):
 
 
 def in_widgets(error: UnknownOptionError) -> Exception:
-    """The error in words of the page, where each option is a widget that can be set to nothing."""
+    """Reword the error for the page, where each option is a widget that can be set to nothing."""
     if not all(name in _NOTHING and name in OWNERS for name in error.names):
         return error
     told = []

@@ -13,7 +13,7 @@ from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
-from .shared.running import told
+from .shared.running import shows_failure
 
 if TYPE_CHECKING:
     from ..memory.planning.runplan import RunPlan
@@ -110,7 +110,7 @@ class VramPlan(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(
         cls,
         pipeline: PipelineReference,
@@ -151,7 +151,7 @@ class VramPlan(io.ComfyNode):
 
 
 def _budgets(words: str) -> list[int | None]:
-    """Bytes; 0 is all that is free, None the pipeline's own budget."""
+    """Parse budgets to bytes; 0 is all that is free, None the pipeline's own budget."""
     sizes: list[int | None] = []
     for word in filter(None, map(str.strip, words.split(","))):
         try:
@@ -162,7 +162,7 @@ def _budgets(words: str) -> list[int | None]:
 
 
 def _lines(plans: list[RunPlan]) -> str:
-    """Short ones: the page draws a proportional font in a narrow node."""
+    """Summarise plans in short lines: the page draws a proportional font in a narrow node."""
     one = plans[0]
     lines = [f"{one.model}, {one.work}, {one.steps} steps", *(plan.brief() for plan in plans)]
     return "\n".join(lines if len(plans) > 1 else [*lines, one.reason])

@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from .shared.progress import show_text
-from .shared.running import prompt_id, told
+from .shared.running import prompt_id, shows_failure
 
 _DRAWN_STAGES = 6
 _OLDER = "Nothing of Ballast ran in this prompt: all came from the cache. The stages are those of the prompt before."
@@ -62,7 +62,7 @@ class VramReport(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(cls, stages: int = 12, after: Any = None, prompts: int = 1) -> io.NodeOutput:
         # One picture: of the device that ran last.
         used = [manager for manager in managers() if manager.timeline.stages]

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from .options import in_widgets
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
-from .shared.running import running, told
+from .shared.running import running, shows_failure
 
 if TYPE_CHECKING:
     from ..pipelines.encoding.conditioning import Conditioning
@@ -120,7 +120,7 @@ class Sampler(io.ComfyNode):
         )
 
     @classmethod
-    @told
+    @shows_failure
     def execute(
         cls,
         pipeline: PipelineReference,

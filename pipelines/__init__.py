@@ -1,4 +1,4 @@
-"""What each model family needs to be encoded, sampled and decoded. Knows nothing of ComfyUI.
+"""Encodes, samples and decodes with each model family. Imports nothing of ComfyUI.
 
 The families are imported when they are first asked for: ComfyUI starts no slower for them.
 """

@@ -1,4 +1,4 @@
-"""Which class runs a pipeline, and opening one."""
+"""Open a pipeline: find its family, and check its options."""
 
 from __future__ import annotations
 

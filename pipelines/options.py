@@ -1,4 +1,4 @@
-"""Options that only some pipelines know, and what to say of one that another pipeline is given."""
+"""Check the options of `sample`, some of which only one family knows."""
 
 from __future__ import annotations
 

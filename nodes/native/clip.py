@@ -1,4 +1,4 @@
-"""The host's own text encoders: prompt to native CONDITIONING through the embedding cache, and none stays in VRAM."""
+"""Encode prompts with ComfyUI's own CLIP: from the embedding cache, or by the encoder, which then leaves VRAM."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LAYOUT = "native"  # in the info of a stored one: names of the host's dictionar
 
 @dataclass(frozen=True)
 class Encoded:
-    """Native conditionings, in the order of their prompts, and what it took to make them."""
+    """Native conditionings, in the order of their prompts, and a summary for the node."""
 
     conditionings: list[Native]
     summary: str
 
 
 def native_cache() -> EmbeddingCache:
-    """The one that pipelines in this host use too."""
+    """The embedding cache that pipelines in this host use too."""
     return shared_cache(Path(folder_paths.get_user_directory()) / "ballast" / "embeddings")
 
 
@@ -47,7 +47,7 @@ def is_clip(thing: Any) -> bool:
 
 
 def encode_prompts(clip: Any, prompts: Sequence[str], cache: EmbeddingCache) -> Encoded:
-    """Native conditionings as the host's own encoding gives them, those of the cache without touching the device.
+    """Encode prompts as the host does. Prompts in the cache do not touch the device.
 
     An encoder that ran is off the device afterwards, whatever happened.
     """
@@ -89,7 +89,7 @@ def _encode(clip: Any, tokens: Any, prompt: str, key: str | None, cache: Embeddi
 
 
 def pack(conditioning: Native, prompt: str = "") -> Conditioning | None:
-    """What the cache can hold; None if some of it cannot be stored exactly as it is."""
+    """Convert a native conditioning for the cache; None if some of it cannot be stored exactly."""
     if len(conditioning) != 1:
         return None
     embeddings, extras = conditioning[0]
@@ -109,7 +109,7 @@ def pack(conditioning: Native, prompt: str = "") -> Conditioning | None:
 
 
 def _known(cache: EmbeddingCache, key: str | None) -> Native | None:
-    """A conditioning from the cache. A file there that is not of our making counts as none."""
+    """Read a conditioning from the cache; None for a file that this pack did not write."""
     kept = cache.get(key) if key else None
     try:
         return unpack(kept) if kept else None
@@ -119,7 +119,7 @@ def _known(cache: EmbeddingCache, key: str | None) -> Native | None:
 
 
 def unpack(packed: Conditioning) -> Native:
-    """The host's conditioning, where it keeps what passes between nodes."""
+    """Convert a conditioning of the cache to the host's, on the device where it keeps those."""
     mm = host.model_management()
     on = mm.intermediate_device() if mm else torch.device("cpu")
     tensors = packed.to(on)
@@ -128,5 +128,5 @@ def unpack(packed: Conditioning) -> Native:
 
 
 def _is_stored(value: Any) -> bool:
-    """Whether a file holds it as it is: any plain tensor."""
+    """Whether a file can store the value exactly: any plain tensor."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta

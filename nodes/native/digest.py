@@ -1,4 +1,4 @@
-"""What the host's models are made of, and digests of it. Whatever is not known to have a safe one is refused."""
+"""Digests of the host's models, by their weights and facts. Anything without a safe digest is refused."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class NoDigestError(TypeError):
 
 
 def digest(value: Any) -> str:
-    """Of plain data and tensors. NoDigestError for anything else."""
+    """The digest of plain data and tensors. Raises NoDigestError for anything else."""
     return hashlib.sha256(json.dumps(plain(value)).encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:
-    """Data as JSON holds it, with types told apart, and the content of tensors. NoDigestError for anything else."""
+    """Data as JSON holds it, with its types, and the digest of tensors. Raises NoDigestError for anything else."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -89,5 +89,5 @@ def base_tensors(patcher: Any) -> dict[str, torch.Tensor]:
 
 
 def path(thing: Any) -> str:
-    """Where a class or function is from."""
+    """The module and name of a class or function."""
     return f"{thing.__module__}.{thing.__qualname__}"

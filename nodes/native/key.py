@@ -1,4 +1,4 @@
-"""The key of a native encoder's embeddings: everything that decides them, or None if anything is not known for sure.
+"""The cache key of a native encoder's embeddings: everything that decides them, or None if anything is uncertain.
 
 Weights count by their content, wherever they were loaded from, and code by where it is from: only the host's own and
 torch's, which their versions stand for. The rest is plain data.
@@ -47,7 +47,7 @@ _patches: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDicti
 
 
 def encoding_keys(clip: Any, tokens: Iterable[Any]) -> list[str | None]:
-    """The key of each prompt's tokens; None where there is no sound one."""
+    """The key of each prompt's tokens; None where no key is safe."""
     try:
         encoder = _encoder_facts(clip)
     except NoDigestError:
@@ -91,7 +91,7 @@ def _encoder_facts(clip: Any) -> list[Any]:
 
 
 def weights_digest(patcher: Any) -> str:
-    """Of the content of all weights, as they were before any patch. Made once for each model."""
+    """The digest of all weights as they were before any patch. Computed once for each model."""
     if patcher.model not in _weights:
         tensors = base_tensors(patcher)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -101,7 +101,7 @@ def weights_digest(patcher: Any) -> str:
 
 
 def _patches_digest(patcher: Any) -> str:
-    """Of LoRAs and the like, with their strengths. The host gives a changed set of them another UUID."""
+    """The digest of LoRAs and other patches, with their strengths. The host gives a changed set another UUID."""
     version = patcher.patches_uuid
     if patcher not in _patches or _patches[patcher][0] != version:
         _patches[patcher] = (version, digest(patcher.patches))
@@ -109,7 +109,7 @@ def _patches_digest(patcher: Any) -> str:
 
 
 def _module_facts(name: str, module: nn.Module, patched: Collection[str]) -> list[Any]:
-    """Its class and its plain attributes but for those that patches set. Others are made of these, or are weights."""
+    """A module's class and plain attributes without those that patches set. Others follow from these."""
     _check_code(module)
     if module._forward_hooks or module._forward_pre_hooks:
         raise NoDigestError("hooks")
@@ -128,7 +128,7 @@ def _module_facts(name: str, module: nn.Module, patched: Collection[str]) -> lis
 
 
 def _check_code(thing: Any) -> None:
-    """Only of the host's and torch's own code does a version tell what it does; some packs put theirs in its place."""
+    """Raise NoDigestError for code outside the host and torch: no version says what it does."""
     kind = type(thing)
     methods = (getattr(kind, name, None) for name in ("forward", "encode_token_weights", "encode_from_tokens"))
     for code in (kind, *(method for method in methods if method is not None)):
@@ -139,7 +139,7 @@ def _check_code(thing: Any) -> None:
 
 
 def _holds(value: Any) -> bool:
-    """Whether there is anything in nested dicts and lists."""
+    """Whether nested dicts and lists hold anything."""
     if isinstance(value, dict | list | tuple | set):
         return any(map(_holds, value.values() if isinstance(value, dict) else value))
     return value is not None

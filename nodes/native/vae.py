@@ -1,4 +1,4 @@
-"""The host's own VAEs, decoding in float32: on a private copy, so that the VAE that others hold stays as it is."""
+"""Decode with ComfyUI's own VAEs in float32, on a private copy: the VAE that other nodes hold does not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HANDLES = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """Frames [F,H,W,C] in 0..1, float32 on the CPU, and what it took to make them."""
+    """Frames [F,H,W,C] in 0..1, float32 on the CPU, and a summary for the node."""
 
     images: torch.Tensor
     summary: str
@@ -67,7 +67,7 @@ def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
 
 
 def _check_fit(vae: Any, latents: torch.Tensor, error: Exception) -> None:
-    """Raise WrongLatentsError where what failed was never of this VAE.
+    """Raise WrongLatentsError if the latents that failed are those of another VAE.
 
     Asked afterwards: some of the host's VAEs take more than they say, and what works is not to be refused.
     """

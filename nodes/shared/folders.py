@@ -1,4 +1,4 @@
-"""Where the host has pipelines and models, by the names that loaders offer."""
+"""Find pipelines and models in the host's folders, by the names that loaders offer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_llamas() -> dict[str, Path]:
 
 
 def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
-    """Folders in the host's `models/<kind>` that are wanted, by their path there; none inside another.
+    """Folders in the host's `models/<kind>` that `wanted` accepts, by their path there; none inside another.
 
     Links are followed: folders of models often lie on another disk. Where links inside a model may lead, which are a
     stranger's, `memory.files.check_links` says; it is told of the host's folders here.

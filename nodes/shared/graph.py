@@ -1,4 +1,4 @@
-"""The running graph: which of our models its later nodes need, in the order in which they will run.
+"""Read the running graph: which of our models the next nodes need, in the order in which they will run.
 
 The host hands every node that asks for it the whole prompt. Nodes whose outputs it has cached are in it too and will
 not run, which cannot be seen from here: what they are thought to need is a hint that costs at most a worse choice.

@@ -1,4 +1,4 @@
-"""Latents in false colours, for models that the host knows no colours of: shapes show, and where they come from."""
+"""Draw latents in false colours, for models whose latents the host cannot colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows while a node runs: text in the node, the progress bar, a preview of the latents."""
+"""Show progress on the page while a node runs: text in the node, a bar, a preview of the latents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _failed: set[str] = set()  # the nodes whose text says why they failed
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:
-    """Draw text in the running node, in the place of the one there.
+    """Draw text in the running node, replacing the text there.
 
     Several lines become sentences: Nodes 2.0 draws them as one paragraph.
     """
@@ -66,7 +66,7 @@ def show_failure(node: type[io.ComfyNode], text: str) -> None:
 
 
 def clear_failure(node: type[io.ComfyNode]) -> None:
-    """Say that the running node is done, if it shows a failure and has had nothing to say since."""
+    """Replace a failure that the running node still shows, now that it is done."""
     if _id(node) in _failed:
         show_text(node, "done")
 
@@ -106,7 +106,7 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
 
 
 class StepProgress:
-    """Called after each step: stops the run if the user said so, moves the bar, shows a preview if one is wanted."""
+    """Called after each step: stops an interrupted run, moves the bar, and shows a preview if previews are on."""
 
     def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)

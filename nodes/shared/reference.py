@@ -1,4 +1,4 @@
-"""PipelineReference: what travels between the nodes in place of weights."""
+"""PipelineReference: what loaders pass to other nodes in place of weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PipelineReference:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep)
 
     def _model(self) -> tuple:
-        """What settles which model runs, and where. Budgets are those of a run."""
+        """The fields that decide which model runs, and where. Budgets belong to a run."""
         return self.path, self.stamp, self.dtype, self.device, self.family
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class PipelineReference:
 
 
 def shared_inputs() -> list[io.Input]:
-    """What every loader asks for: budget, type, device."""
+    """The inputs of every loader: budget, type, device."""
     return [
         io.Float.Input(
             "vram_gb",
@@ -125,7 +125,7 @@ def shared_inputs() -> list[io.Input]:
 
 
 def ram_input() -> io.Input:
-    """What every loader asks for last, since saved graphs know inputs by their order."""
+    """The last input of every loader: saved graphs know inputs by their order."""
     return io.Float.Input(
         "ram_gb",
         default=0.0,
@@ -150,7 +150,7 @@ def make_reference(
     family: Mapping[str, str],
     ram_gb: float,
 ) -> PipelineReference:
-    """The reference of a loader's inputs, which the graph's later nodes are known by.
+    """Make the reference of a loader's inputs, and remember it for the nodes that follow.
 
     It is opened, which reads configs only, so that a bad folder fails here.
     """

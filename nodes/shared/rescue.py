@@ -1,4 +1,4 @@
-"""What the decoding node cannot finish is saved where ComfyUI's users look for results."""
+"""Save latents that the decoding node could not decode, in ComfyUI's output folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = "Move it to ComfyUI's input folder and open it with Load Latent, to de
 
 @contextmanager
 def kept(node: type[io.ComfyNode], latents: torch.Tensor) -> Iterator[None]:
-    """If the block, which decodes `latents`, fails, they are in the output folder, with the prompt and the workflow."""
+    """If the block, which decodes `latents`, fails, save them in the output folder, with prompt and workflow."""
     metadata = {}
     if not args.disable_metadata:
         facts = {"prompt": node.hidden.prompt, **(node.hidden.extra_pnginfo or {})}

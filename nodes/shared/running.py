@@ -1,4 +1,4 @@
-"""What surrounds a stage that runs in a node: the graph's order for the manager, words and a bar for the page."""
+"""Run a stage in a node: tell the manager what comes next, and show text and a bar on the page."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LONGEST = 500  # characters of an error
 _NEWS = ("read", "place", "compile")  # that is shown at once
 
 
-def told(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """A node's `execute` that shows in the node why it failed, in the place of what it said before."""
+def shows_failure(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a node's `execute` to show in the node why it failed."""
 
     @functools.wraps(execute)
     def run(node: type[io.ComfyNode], *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def told(execute: Callable[..., Any]) -> Callable[..., Any]:
 def running(
     node: type[io.ComfyNode], pipe: StagedPipeline, doing: str, idle: str = "", notes: Sequence[str] = ()
 ) -> Iterator[list[str]]:
-    """For the time of a stage the manager knows what comes after it, and the node shows what it does.
+    """While a stage runs, tell the manager which models come next, and show progress in the node.
 
     Afterwards the node shows the notes, with those that the block added to what it was given, and what the stage took,
     or `idle` where none ran.
@@ -76,7 +76,7 @@ def prompt_id() -> str:
 
 
 class _Page:
-    """Shows each event of a stage in the node, as far as it can be read, and what is read from disk as a bar."""
+    """Shows events of a stage in the node, slowly enough to read, and reading from disk as a bar."""
 
     def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, doing: str) -> None:
         self._node, self._pipe, self._doing = node, pipe, doing
@@ -96,7 +96,7 @@ class _Page:
 
 
 def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
-    """Such as "Llama 3.1 8B: encoding, streamed, 8 of 32 blocks stay, 5.20 of 8.00 GB"; nothing for what leaves."""
+    """Such as "Llama 3.1 8B: encoding, streamed, 8 of 32 blocks stay, 5.20 of 8.00 GB"; empty for evictions."""
     title = pipe.titles.get(unit.name, unit.name)
     if event.kind == "read":
         return f"{title}: reading {format_bytes(event.bytes)}"

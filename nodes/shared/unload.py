@@ -1,4 +1,4 @@
-"""The page's unload buttons, as far as they are about copies in RAM: the host's own list of models has none of them."""
+"""Drop copies in RAM when the user presses an unload button: the host's own list of models has none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PATHS = ("/free", "/api/free")
 
 
 def listen() -> None:
-    """Hear of requests to unload models."""
+    """Subscribe to requests to unload models."""
     from server import PromptServer
 
     app = getattr(getattr(PromptServer, "instance", None), "app", None)

@@ -1,4 +1,4 @@
-"""Running a VAE in float32, in the way that fits: whole, in exact stripes, in blended tiles, on the CPU.
+"""Run a VAE in float32, in the first way that fits: whole, in exact stripes, in blended tiles, on the CPU.
 
 `torch.autocast(dtype=torch.float32)` does nothing, so the weights themselves are float32 (the VAE's unit is read so)
 and so are the latents.
@@ -32,7 +32,7 @@ from .precision import full_float32
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
-CPU_SHARE = 1 / 8  # of spare RAM, for stripes on the CPU to work in; their maps lie in the rest
+CPU_SHARE = 1 / 8  # of spare RAM, for the activations of stripes on the CPU; the feature maps get the rest
 
 
 # `call(module, tensor, device, way)`: what is run, of a tensor on the CPU or the device, or one in stripes.
@@ -67,7 +67,7 @@ class VaeRun:
     splits: bool = True
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result for all, float32 on the CPU. Those of a batch that are done are kept when memory runs out."""
+        """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out."""
         way = self.choose(tensor)
         if self.splits and len(tensor) > 1 and way.name != "whole":
             done, way = [], self.choose(tensor[:1])
@@ -78,7 +78,7 @@ class VaeRun:
         return self._step_down(tensor, way)[0]
 
     def choose(self, tensor: torch.Tensor, ram_bytes: int | None = None, speed: Rates | None = None) -> Way:
-        """The way that is tried first, with `ram_bytes` for feature maps; by default what could be had."""
+        """Choose the way to try first, with `ram_bytes` for feature maps, by default all that can be freed."""
         if host_flags().vae_on_cpu:
             return Way("cpu")
         if self.forecasts is None:
@@ -87,7 +87,7 @@ class VaeRun:
         return choose(self._ways(self.forecasts, tensor, speed), self.room_bytes, room)
 
     def _ways(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
-        """The ways with what they take; those after one that is chosen at once have no dry run."""
+        """Yield the ways with their needs. A way has its dry run only when it is asked for."""
         weights = self.vae.size_bytes
         whole = forecasts.whole(tensor)
         yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
@@ -103,7 +103,7 @@ class VaeRun:
         return max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
 
     def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
-        """RAM that a way takes beside weights, as far as that is known."""
+        """RAM that a way needs beside the weights, or 0 where no forecast knows."""
         if way.name == "cpu" and self.forecasts and (whole := self.forecasts.whole(tensor)):
             return whole.units[self.vae.name].peak_bytes
         if way.name == "stripes" and not way.ram_bytes and self.forecasts:  # stepped down to
@@ -157,7 +157,7 @@ class VaeRun:
 
 
 def _sparingly(run: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, ram_bytes: int) -> torch.Tensor:
-    """On the CPU in stripes, which take less RAM than the whole does; whole all the same if that fails."""
+    """Run on the CPU in stripes, which need less RAM than whole; run whole if the stripes fail."""
     try:
         return _in_stripes(run, tensor, torch.device("cpu"), int(CPU_SHARE * ram_bytes), ram_bytes)
     except Exception as error:
@@ -202,14 +202,14 @@ def _call(
 def run_decoder(
     module: torch.nn.Module, latents: torch.Tensor, device: torch.device, arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Pixels of latents, by a VAE that is in place on a device."""
+    """Decode latents to pixels, by a VAE whose weights are on the device."""
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
     return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
 
 
 def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.device, way: WayName) -> torch.Tensor:
-    """Latents of pixels in -1..1: the mean of what the VAE says, so that the same picture gives the same latents."""
+    """Encode pixels in -1..1 to latents: the mean of the posterior, so that equal pictures give equal latents."""
     encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
     found = encode(pixels.to(device, torch.float32))
     return getattr(found, "latent_dist", found).mode()
@@ -234,7 +234,7 @@ def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
 
 
 def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = False) -> torch.Tensor:
-    """The latents of one tile, or its pixels; all of them where the VAE knows no tiles."""
+    """Cut the latents of one tile, or its pixels; return all of them where the VAE has no tiling."""
     _set_tiling(module, True)
     ratio = getattr(module, "spatial_compression_ratio", 8)
     sides = []
@@ -245,7 +245,7 @@ def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = Fal
 
 
 def _tile_pixels(facts: Mapping[str, Any], name: str, ratio: int) -> int:
-    """The side of a VAE's tiles, in the names that its kind has for it; 0 where it has none."""
+    """Read the side of a VAE's tiles, which each class names differently; 0 where it has none."""
     if facts.get("tile_latent_min_size"):  # pictures, whose tiles are square
         return facts["tile_latent_min_size"] * ratio
     return facts.get(name, 0)

@@ -1,4 +1,4 @@
-"""Which way to decode: by what each takes, before any is tried. Pure functions: no tensor, no device."""
+"""Choose the way to decode by its forecast, before any is tried. Pure functions: no tensor, no device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LEAST_SHARE = 1 / 8  # of the room, for stripes once memory ran out in what the
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode, and what it takes: bytes on the device with the weights, RAM for feature maps, seconds.
+    """One way to decode, and its needs: bytes on the device with the weights, RAM for feature maps, seconds.
 
-    `share` is the part of the room that stripes are to use. What is not known is None, and is found out by trying.
+    `share` is the part of the budget that stripes use. None is unknown: only trying tells.
     """
 
     name: WayName
@@ -28,20 +28,20 @@ class Way:
 
     @property
     def words(self) -> str:
-        """What people call it."""
+        """What the user reads."""
         part = "" if self.share == 1 else f" of 1/{round(1 / self.share)} of the room"
         return {"whole": "whole", "stripes": f"in stripes{part}", "tiles": "in tiles", "cpu": "on the CPU"}[self.name]
 
     def fits(self, room_bytes: int, ram_bytes: int) -> bool:
-        """Whether it is worth trying."""
+        """Whether it may fit the budgets."""
         return (self.peak_bytes is None or self.peak_bytes <= room_bytes) and self.ram_bytes <= ram_bytes
 
 
 def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
-    """The first of the ways, best first, that fits; the one after it where stripes take absurdly longer.
+    """Choose the first way that fits, best first; the one after it where stripes take far longer.
 
     Whole and in stripes give the same picture; blended tiles do not, but are quick; the CPU, which always fits, is the
-    last of the ways. Those after the chosen one are not looked at, as far as can be.
+    last of the ways. Ways after the chosen one are not forecast.
     """
     fitting = (way for way in ways if way.fits(room_bytes, ram_bytes))
     first = next(fitting)
@@ -54,7 +54,7 @@ def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
 
 
 def less(way: Way) -> Way | None:
-    """What to try when memory ran out all the same; None after the CPU."""
+    """The way to try after an out-of-memory error; None after the CPU."""
     if way.name == "stripes" and way.share > _LEAST_SHARE:
         return Way("stripes", share=_LEAST_SHARE)
     after: dict[WayName, WayName] = {"whole": "stripes", "stripes": "tiles", "tiles": "cpu"}

@@ -1,4 +1,4 @@
-"""How exact products and convolutions are."""
+"""Switch off TF32 and the like while the VAE runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Float32 means float32 in this process until the block ends.
+    """Compute float32 products and convolutions in full float32 until the block ends.
 
     By default torch lets CUDA's convolutions round their inputs to TF32, ten bits of mantissa instead of 23. Nor are
     kernels tried out meanwhile, which costs time and memory for each height of a stripe.

@@ -1,4 +1,4 @@
-"""A latent is never lost: if decoding fails for good, it is in a file that ComfyUI's Load Latent opens."""
+"""Save the latents when decoding fails, in a file that ComfyUI's Load Latent opens."""
 
 from __future__ import annotations
 

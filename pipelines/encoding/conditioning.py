@@ -105,7 +105,7 @@ class Conditioning:
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor that shares memory with nothing, and that may be changed outside inference mode."""
+    """Copy a tensor to the CPU: contiguous, sharing no memory, and writable outside inference mode."""
     with torch.inference_mode(False):
         return torch.empty(value.shape, dtype=value.dtype).copy_(value)
 
@@ -114,7 +114,7 @@ Text = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # embeddings [B,l,c], th
 
 
 def pair(named: Mapping[str, torch.Tensor], prompts: int) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-    """Tensors of so many prompts and then their negatives, by name: those of the negatives apart, as `negative_...`."""
+    """Split named tensors of `prompts` prompts and then their negatives: the latter get names `negative_...`."""
     found: dict[str, torch.Tensor | list[torch.Tensor]] = {}
     for name, value in named.items():
         found |= {name: value[:prompts], f"negative_{name}": value[prompts:]}
@@ -122,7 +122,7 @@ def pair(named: Mapping[str, torch.Tensor], prompts: int) -> dict[str, torch.Ten
 
 
 def text_of(tensors: Mapping[str, Any], sign: str = "") -> Text:
-    """What a transformer with a pooled feature takes of a prompt, or with `negative_` of its negative."""
+    """The text of a prompt for a transformer with a pooled feature; with `sign` "negative_" of its negative."""
     names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
     embeds, mask, pooled = (tensors[f"{sign}{name}"] for name in names)
     return embeds, mask, pooled

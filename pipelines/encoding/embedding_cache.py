@@ -1,4 +1,4 @@
-"""The text-embedding cache, in RAM and on disk: the same prompt never loads an encoder again.
+"""Cache text embeddings in RAM and on disk: the same prompt never loads an encoder again.
 
 Files are written beside their name and then renamed, so a reader never sees half of one; a damaged one is dropped. Both
 tiers give up the least recently used entries beyond their caps.
@@ -30,7 +30,7 @@ log = logging.getLogger("ballast")
 RAM_BYTES = 512 * 2**20
 DISK_BYTES = 4 * 2**30
 _KEY = re.compile("[0-9a-f]{64}")
-# What pipelines call embeddings and their masks, and `nodes.native_clip` whatever comes with them. They become
+# What pipelines call embeddings and their masks, and `nodes.native.clip` whatever comes with them. They become
 # arguments of a pipeline's call, where nothing else may get in.
 _NAMES = re.compile(r"embed|mask|^extra\d+$")
 

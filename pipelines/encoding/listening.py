@@ -1,4 +1,4 @@
-"""What the text encoders read of a prompt: how much of it, and whether they know its words.
+"""Watch the tokenizers: where they cut a prompt, and which of its words they do not know.
 
 Pipelines cut a prompt at 77 or 256 tokens within their own code, so the tokenizers are listened to.
 """
@@ -18,7 +18,7 @@ _CLASS = re.compile(r"(?:Text|Encoder|Model|PreTrained|For[A-Z]\w+|With[A-Z]\w+)
 
 @dataclass(frozen=True)
 class Reading:
-    """How many tokens of a text an encoder keeps, of how many, the words that it keeps last, and those it knows not."""
+    """What an encoder kept of a text: `kept` of `given` tokens, and the last words of these."""
 
     encoder: str
     text: str
@@ -28,7 +28,7 @@ class Reading:
 
 
 class Listener:
-    """Notes what tokenizers are given. One encoder may read a text several times, in less memory: it counts once."""
+    """Notes the texts that tokenizers get. A text that an encoder reads again, after an error, counts once."""
 
     def __init__(self) -> None:
         self._readings: dict[tuple[str, str], Reading] = {}
@@ -39,7 +39,7 @@ class Listener:
         self._readings.clear()
 
     def attach(self, tokenizer: Any, encoder: str) -> Any:
-        """The tokenizer of an encoder, listened to from now on."""
+        """Watch the tokenizer of an encoder from now on, and return it."""
         kind: Any = type(tokenizer)
         hear = self._hear
 

@@ -1,4 +1,4 @@
-"""Any diffusers pipeline, in three loads: encoders only, transformer only, VAE only.
+"""GenericPipeline: any diffusers pipeline, in three loads: encoders only, transformer only, VAE only.
 
 The pipeline's own code runs unmodified in each. In the sampling stage a stand-in takes the VAE's place: it answers what
 the pipeline asks of the VAE and catches what it would have decoded, so no family needs decode code of its own.
@@ -79,7 +79,7 @@ class GenericPipeline(StagedPipeline):
         return read_model_index(folder), {}
 
     def _adapted(self, component: Component) -> Component:
-        """A component as this family runs it."""
+        """Adapt a component to this family."""
         return component
 
     def _check_complete(self, index: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class GenericPipeline(StagedPipeline):
         parts |= modules
         parts |= {name: self._tool(name) for name in tools}
         parts["vae"] = StandInVae(self.decoder.module, device)
-        # The device is the manager's: an offloaded module says `cpu` or `meta` when it is asked.
+        # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
         staged = type(
             self.pipeline_class.__name__,

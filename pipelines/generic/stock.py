@@ -19,7 +19,7 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae
 
 
 def own_words(index: Mapping[str, Any], key: str) -> str:
-    """What a folder's index says of its model, as that of the demo does; nothing if it does not."""
+    """Read what a folder's index says of its model under `key`, as that of the demo does; empty if nothing."""
     words = index.get(key)
     return words if isinstance(words, str) and words.isprintable() and len(words) <= 160 else ""
 

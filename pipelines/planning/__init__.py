@@ -1,1 +1,1 @@
-"""What a run of a pipeline will take: forecasts of its stages, and plans made of them."""
+"""Forecasts of a pipeline's stages, and plans of its runs."""

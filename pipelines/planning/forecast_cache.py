@@ -1,4 +1,4 @@
-"""Forecasts of stages by key, in RAM and on disk: a size that was ever planned is planned at once."""
+"""Cache forecasts of stages in RAM and on disk: a size has its dry run once."""
 
 from __future__ import annotations
 

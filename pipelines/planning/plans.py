@@ -32,7 +32,7 @@ TYPICAL_PROMPT = (
 
 
 class NoBudgetError(ValueError):
-    """There is no GPU whose free memory could be the budget, and none was stated."""
+    """Without a GPU a plan needs a stated budget."""
 
     def __init__(self, such_as: str) -> None:
         super().__init__(f"there is no GPU here to plan for. State a budget, such as {such_as}.")

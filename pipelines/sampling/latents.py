@@ -1,4 +1,4 @@
-"""Whether latents are what a VAE can decode, wherever they come from."""
+"""Check latents before a VAE decodes them, and while they are sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_FINITE = (
 
 
 class WrongLatentsError(ValueError):
-    """Latents of another model than the VAE's. They are whole: nothing is lost by not decoding them."""
+    """The latents are those of another model than the VAE's. Nothing is lost by not decoding them."""
 
 
 def check_fit(latents: torch.Tensor, vae: str, channels: int | None, dimensions: int, advice: str) -> None:

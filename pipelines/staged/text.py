@@ -56,7 +56,7 @@ class TextStage(StageRunner):
         return conditioning
 
     def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> str | None:
-        """The key of an embedding in the cache. ValueError if the files are others than they were."""
+        """The key of an embedding in the cache. Raises ValueError if a file changed since the pipeline was opened."""
         facts = self._encoding_facts(prompt, negative_prompt, options)
         if self._text_files not in (None, facts["files"]):
             raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")

@@ -50,7 +50,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 from conftest import HOST
 from host import InputError, page, run_node
-from places import DATA, ROOT
+from places import DATA, ROOT, SUPPORT
 
 SCHEMAS = DATA / "node_schemas.json"
 NODES = asyncio.run(BallastExtension().get_node_list())
@@ -180,7 +180,7 @@ def test_importing_the_pack_is_quick_and_loads_no_library() -> None:
     """Seconds of CPU time, since this machine may be busy; the host test has the host's own figure."""
     code = f"""
 import asyncio, sys, time
-sys.path[:0] = [{str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(SUPPORT)!r}]
 from node_runner import use_modules
 from pathlib import Path
 use_modules({f"Path({str(HOST)!r})" if HOST else None})

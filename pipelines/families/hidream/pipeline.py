@@ -1,4 +1,4 @@
-"""HiDream-I1: the generic path, with Llama from a folder of its own, in three variants, at the size asked for.
+"""HiDream-I1: the generic pipeline, with Llama from its own folder, in three variants, at the requested size.
 
 Its four text encoders take turns. Llama's 32 hidden states, 32 MiB for a prompt, are read at the start of a step
 only, so they stay in RAM, and go to the device when they are read.
@@ -85,7 +85,7 @@ class HiDreamPipeline(GenericPipeline):
         return index, elsewhere | {FOLDER: model, TOKENIZER_FOLDER: tokenizer}
 
     def _choose(self, folder: Path, scheduler: str) -> None:
-        """Which variant this is, and whether the scheduler in the folder is to be used."""
+        """Choose the variant, and whether to use the scheduler in the folder."""
         stored = read_json(folder / "scheduler" / "scheduler_config.json")
         self.variant: Variant | None = self._chosen or detect(folder, scheduler, stored)
         # Early copies of the repositories have another scheduler than the model is to be run with. One of its class,

@@ -14,7 +14,7 @@ from ...encoding.conditioning import to_host
 
 
 class HiddenStates:
-    """Stands between the stock pipeline and `LlamaModel`: has no more computed than what is read, and keeps no more.
+    """Wraps `LlamaModel` for the stock pipeline: computes and keeps only the hidden states that are read.
 
     What it answers has, of the states after each layer, those of the numbered layers, on the CPU.
     """
@@ -31,7 +31,7 @@ class HiddenStates:
 
 
 def at_their_places(states: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """States of the numbered layers [len(layers), B, tokens, channels] where the transformer looks for them.
+    """Put the states of the numbered layers [len(layers), B, tokens, channels] where the transformer reads them.
 
     The places between hold zeros, which it does not read.
     """
@@ -43,7 +43,7 @@ def at_their_places(states: torch.Tensor, layers: Sequence[int]) -> torch.Tensor
 
 
 class OnDevice:
-    """States in RAM [layers, B, tokens, channels] that come to a device as they are read, each once.
+    """States in RAM [layers, B, tokens, channels], each copied to a device when it is first read.
 
     Nothing here holds them there: they go when the transformer has projected them, at the start of each step.
     """

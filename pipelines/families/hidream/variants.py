@@ -26,7 +26,7 @@ class Variant:
     scheduler: str  # a class of diffusers
 
     def scheduler_config(self) -> dict[str, Any]:
-        """What its scheduler is made with."""
+        """The config of its scheduler."""
         if self.scheduler == "UniPCMultistepScheduler":
             return {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.shift}
         return {"shift": self.shift}
@@ -48,7 +48,7 @@ VARIANTS = {
 
 
 def detect(folder: Path, scheduler: str, config: Mapping[str, Any]) -> Variant | None:
-    """Which of them lies in a folder, told by its scheduler and its name; None if neither tells.
+    """Detect the variant in a folder by its scheduler and its name; None if neither tells.
 
     The name of the folder counts, or that of one around it, as in a download cache. Where both speak the scheduler's
     class has the word: a folder is easier to rename.

@@ -1,4 +1,4 @@
-"""Where the parts of NewBie lie: in the official folders, in diffusers', or in ComfyUI's split files."""
+"""Find the parts of NewBie: in the official folders, in diffusers', or in ComfyUI's split files."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class NewbiePipeline(StagedPipeline):
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         positive, negative = ([text] if isinstance(text, str) else list(text) for text in (prompt, negative_prompt))
-        texts = [*positive, *negative]  # in one call: an encoder that is streamed comes once
+        texts = [*positive, *negative]  # in one call: a streamed encoder passes through the device once
         longest = options.get("max_sequence_length", _MAX_TOKENS)
         gemma, jina = modules["text_encoder"], modules["text_encoder_2"]
         systematic = [with_system_prompt(text) for text in texts]

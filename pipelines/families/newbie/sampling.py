@@ -1,4 +1,4 @@
-"""From noise to picture along a velocity: steps of Euler or of the midpoint method, guidance, a picture to start from.
+"""Solve from noise to picture: Euler and midpoint steps, guidance, starting from a picture.
 
 Time runs from 0, noise, to 1, picture. The formulas are those of sample.py and transport/ in
 NewBieAI-Lab/NewBie-image-Exp0.1.
@@ -14,7 +14,7 @@ Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 def times(steps: int, shift: float, denoise: float = 1.0) -> list[float]:
-    """The times of so many steps, `steps` + 1 of them, the last one 1. A `shift` above 1 gives noise more of them.
+    """The `steps` + 1 times of a run, the last one 1. A `shift` above 1 puts more of them where noise is strong.
 
     With `denoise` below 1 they are the last ones of a longer run, and the first is not 0.
     """
@@ -24,7 +24,7 @@ def times(steps: int, shift: float, denoise: float = 1.0) -> list[float]:
 
 
 def start(noise: torch.Tensor, picture: torch.Tensor | None, time: float) -> torch.Tensor:
-    """Where a run begins: noise, or a picture with as much noise as there is at that time."""
+    """The sample that a run begins with: noise, or a picture with the noise of that time."""
     return noise if picture is None else (1 - time) * noise + time * picture
 
 
@@ -43,7 +43,7 @@ def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float, 
 
 
 def euler(velocity: Velocity, x: torch.Tensor, schedule: list[float]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """After each step the sample, and what it is expected to become."""
+    """Yield, after each Euler step, the sample and the picture that it predicts."""
     for time, then in zip(schedule, schedule[1:], strict=False):
         direction = velocity(x, time)
         expected = x + (1 - time) * direction

@@ -1,4 +1,4 @@
-"""Where the parts of Pyramid-Flow lie: in its folders, or in single files beside the text encoders of another model."""
+"""Find the parts of Pyramid-Flow: in its folders, or in single files beside the text encoders of another model."""
 
 from __future__ import annotations
 

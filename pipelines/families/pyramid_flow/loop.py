@@ -149,7 +149,7 @@ class History:
 
 
 class SeededNoise:
-    """Float32 noise on the CPU that a seed settles: sample i of a batch draws from `seed` + i."""
+    """Draws float32 noise on the CPU: sample i of a batch from `seed` + i."""
 
     def __init__(self, seed: int, batch: int = 1, gamma: float = 1 / 3) -> None:
         self.generators = [torch.Generator().manual_seed((seed + i) % 2**64) for i in range(batch)]

@@ -1,4 +1,4 @@
-"""Pyramid-Flow: text and pictures to video, with its transformers, its VAE and the loop that makes frame after frame.
+"""Pyramid-Flow: text and pictures to video, by its transformers, its VAE and a loop that samples frame by frame.
 
 No pipeline of diffusers runs it, so the stages are ours.
 """
@@ -110,7 +110,7 @@ class PyramidFlowPipeline(StagedPipeline):
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         positive, negative = ([text] if isinstance(text, str) else list(text) for text in (prompt, negative_prompt))
-        # In one call: an encoder that is streamed comes once.
+        # In one call: a streamed encoder passes through the device once.
         texts = [*(text + SUFFIX for text in positive), *negative]
         tokenizers = {name: self._tokenizer(name.replace("text_encoder", "tokenizer")) for name in modules}
         return pair(encode_texts(modules, tokenizers, texts, device), len(positive))
@@ -188,7 +188,7 @@ class PyramidFlowPipeline(StagedPipeline):
         return no_effect(first, guidance is None)
 
     def _dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The first frame and the last one, which sees most, two steps a stage. The time of others is in between."""
+        """The first frame and the last, which attends to most, with two steps a stage."""
         units = arguments["shape"][1]
         begin = 0 if arguments["init_latents"] is None else 1
         some = sorted({begin, units - 1})
@@ -219,7 +219,7 @@ class PyramidFlowPipeline(StagedPipeline):
             for unit in units:
                 done = noise[:, :, :unit] if unit else None
                 latents = generate(velocity, noise[:, :, : unit + 1], draw, settings, first=done, **run)
-            latents = noise  # of the right shape; no more is wanted of a dry run
+            latents = noise  # a dry run needs the shape only
         else:
             latents = generate(velocity, noise, draw, settings, first=first, **run)
         return to_vae(latents.float(), self.layout.kind)
@@ -244,7 +244,7 @@ class PyramidFlowPipeline(StagedPipeline):
 
 
 class _Report:
-    """What the loop reports, as `on_step` takes it."""
+    """Passes the loop's steps to `on_step`."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step

@@ -1,4 +1,4 @@
-"""Around the causal video VAE, without running it: how latents are scaled, where tiles lie, what decoding takes."""
+"""Plan decoding with the causal video VAE: scaling of latents, places of tiles, bytes of activations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def blended(
 
 
 def cache_bytes(config: Mapping[str, Any], height: int, width: int) -> int:
-    """What is carried from chunk to chunk of a video, or tile, of so many pixels: two frames a convolution."""
+    """Bytes that pass from chunk to chunk of a video, or tile, of this size in pixels: two frames a convolution."""
     wide, area = config["decoder_block_out_channels"], _latents(config, height, width)
     count = (config["decoder_in_channels"] + 4 * wide[-1]) * area
     for came, out, layers, in_space, in_time in _levels(config):
@@ -92,9 +92,9 @@ def cache_bytes(config: Mapping[str, Any], height: int, width: int) -> int:
 
 
 def decode_bytes(config: Mapping[str, Any], height: int, width: int, window: int = 1) -> int:
-    """The most that decoding a video, or tile, of so many pixels in chunks holds at once.
+    """Peak bytes of activations while a video, or tile, of this size in pixels decodes in chunks.
 
-    Without the weights, frames that the caller keeps, and what a kernel takes for itself.
+    Without the weights, the frames that the caller keeps, and the workspace of kernels.
     """
     area = _latents(config, height, width)
     waiting = config["decoder_in_channels"] * 2 * (window + 1) * area
@@ -115,7 +115,7 @@ def decode_bytes(config: Mapping[str, Any], height: int, width: int, window: int
 
 
 def choose(config: Mapping[str, Any], height: int, width: int, budget: int) -> tuple[int, int | None] | None:
-    """The `window` and `tile_pixels` with which a video decodes in so many bytes beside the weights; None if none do.
+    """Choose `window` and `tile_pixels` so that a video decodes in `budget` bytes beside the weights; None if none fit.
 
     Tiles change the picture and windows only the pace: so no tiles if possible, else large ones; then a wide window.
     """
