@@ -5,7 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
+from .shared.inputs import loader_inputs, ram_input
+from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
 AUTO = "auto"
@@ -30,7 +31,7 @@ class LoadPipeline(io.ComfyNode):
                     "Pyramid-Flow as downloaded. Or the bundled demo model, which draws simple "
                     "shapes on any machine and knows few words, in English only.",
                 ),
-                *shared_inputs(),
+                *loader_inputs(),
                 io.Combo.Input(
                     "llama",
                     options=[AUTO, *find_llamas()],

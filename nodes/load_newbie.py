@@ -9,7 +9,8 @@ import folder_paths
 from comfy_api.latest import io
 
 from .shared.folders import file_stamp
-from .shared.reference import PipelineType, make_reference, ram_input, shared_inputs
+from .shared.inputs import loader_inputs, ram_input
+from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
 _FOLDERS = {"diffusion_model": "diffusion_models", "gemma": "text_encoders", "jina": "text_encoders", "vae": "vae"}
@@ -43,7 +44,7 @@ class LoadNewbie(io.ComfyNode):
             description="Chooses NewBie-image by the four files that ComfyUI's own graph for it uses. Weights are "
             "loaded by the nodes that need them, and given back. Its folders go into Load Pipeline.",
             search_aliases=["newbie loader", "anime"],
-            inputs=[*files, *shared_inputs(), ram_input()],
+            inputs=[*files, *loader_inputs(), ram_input()],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )

@@ -11,6 +11,7 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
+from .shared.inputs import frames_input, size_inputs
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
@@ -37,22 +38,7 @@ class VramPlan(io.ComfyNode):
                 PipelineType.Input(
                     "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
-                io.Int.Input(
-                    "width",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    step=16,
-                    tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    step=16,
-                    tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
-                ),
+                *size_inputs(),
                 io.Int.Input(
                     "steps",
                     default=0,
@@ -77,15 +63,7 @@ class VramPlan(io.ComfyNode):
                     "be given, as in 512MB. 0 for all that is free, as in the loader. Empty for the loader's own "
                     "budget.",
                 ),
-                io.Int.Input(
-                    "frames",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
-                ),
+                frames_input(),
                 io.Combo.Input(
                     "strategy",
                     options=["auto", "resident", "streamed", "leafwise"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .options import in_widgets
+from .shared.inputs import frames_input, size_inputs
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
@@ -30,22 +31,7 @@ class Sampler(io.ComfyNode):
                     "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
                 ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
-                io.Int.Input(
-                    "width",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    step=16,
-                    tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    step=16,
-                    tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
-                ),
+                *size_inputs(),
                 io.Int.Input(
                     "steps",
                     default=0,
@@ -72,15 +58,7 @@ class Sampler(io.ComfyNode):
                     control_after_generate=True,
                     tooltip="The noise to start from: the same as diffusers draws on the CPU from this seed.",
                 ),
-                io.Int.Input(
-                    "frames",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
-                ),
+                frames_input(),
                 io.Combo.Input(
                     "strategy",
                     options=["auto", "resident", "streamed", "leafwise", "cpu"],

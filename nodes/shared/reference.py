@@ -16,6 +16,7 @@ from ...memory import simulated
 from ...memory.host import management as host
 from ...requirements import complaint
 from .graph import remember
+from .inputs import GPU_OR_SIM
 from .progress import show_text
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ log = logging.getLogger("ballast")
 PipelineType = io.Custom("BALLAST_PIPELINE")
 ConditioningType = io.Custom("BALLAST_CONDITIONING")
 OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`, by name
-
-_GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
 
 # By the model and the budgets of a reference: a key that was the reference itself would keep its pipeline alive.
 _open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
@@ -82,63 +81,6 @@ class PipelineReference:
         return f"PipelineReference({Path(self.path).name}, {self.dtype})"
 
 
-def shared_inputs() -> list[io.Input]:
-    """The inputs of every loader: budget, type, device."""
-    return [
-        io.Float.Input(
-            "vram_gb",
-            default=0.0,
-            min=0.0,
-            max=1024.0,
-            step=0.1,
-            tooltip="VRAM that Ballast may use, in GB: weights and what they work in. 0 means all that is free, less "
-            "ComfyUI's reserve.",
-        ),
-        io.Combo.Input(
-            "dtype",
-            options=["auto", "bfloat16", "float16", "float32"],
-            default="auto",
-            optional=True,
-            advanced=True,
-            tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
-            "The VAE always runs in float32.",
-        ),
-        io.Boolean.Input(
-            "keep_loaded",
-            default=True,
-            optional=True,
-            advanced=True,
-            tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
-            "Text encoders and VAE leave when their node is done, unless ComfyUI runs with --highvram or --gpu-only.",
-        ),
-        io.Combo.Input(
-            "device",
-            options=["auto", "cpu", "sim", _GPU_OR_SIM],
-            default="auto",
-            optional=True,
-            advanced=True,
-            tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
-            "which shows what would happen in VRAM on a machine that has none. gpu or sim is auto where ComfyUI uses a "
-            "GPU, else sim.",
-        ),
-    ]
-
-
-def ram_input() -> io.Input:
-    """The last input of every loader: saved graphs know inputs by their order."""
-    return io.Float.Input(
-        "ram_gb",
-        default=0.0,
-        min=0.0,
-        max=4096.0,
-        step=0.5,
-        optional=True,
-        advanced=True,
-        tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit is "
-        "read from disk in every step.",
-    )
-
-
 def make_reference(
     node: type[io.ComfyNode],
     path: Path,
@@ -157,7 +99,7 @@ def make_reference(
     if told := complaint(optional=False):
         raise ImportError(told)
     own = host.device()
-    if device == _GPU_OR_SIM:
+    if device == GPU_OR_SIM:
         device = "auto" if own is not None and own.type != "cpu" else "sim"
     if device == "sim" and own is not None and own.type != "cpu":
         # torch knows one accelerator in a process; a simulated one beside a real one would take its place.

@@ -1,0 +1,99 @@
+"""Inputs that several nodes have."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
+
+
+def loader_inputs() -> list[io.Input]:
+    """The inputs of every loader: budget, type, device."""
+    return [
+        io.Float.Input(
+            "vram_gb",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.1,
+            tooltip="VRAM that Ballast may use, in GB: weights and what they work in. 0 means all that is free, less "
+            "ComfyUI's reserve.",
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=["auto", "bfloat16", "float16", "float32"],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="The type that encoders and transformer run in; auto keeps that of the files. "
+            "The VAE always runs in float32.",
+        ),
+        io.Boolean.Input(
+            "keep_loaded",
+            default=True,
+            optional=True,
+            advanced=True,
+            tooltip="Keep the transformer in VRAM between runs while nothing else needs the room. "
+            "Text encoders and VAE leave when their node is done, unless ComfyUI runs with --highvram or --gpu-only.",
+        ),
+        io.Combo.Input(
+            "device",
+            options=["auto", "cpu", "sim", GPU_OR_SIM],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="auto is the device that ComfyUI uses. sim is a simulated GPU run by the CPU, "
+            "which shows what would happen in VRAM on a machine that has none. gpu or sim is auto where ComfyUI uses a "
+            "GPU, else sim.",
+        ),
+    ]
+
+
+def ram_input() -> io.Input:
+    """The last input of every loader: saved graphs know inputs by their order."""
+    return io.Float.Input(
+        "ram_gb",
+        default=0.0,
+        min=0.0,
+        max=4096.0,
+        step=0.5,
+        optional=True,
+        advanced=True,
+        tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit is "
+        "read from disk in every step.",
+    )
+
+
+def size_inputs() -> list[io.Input]:
+    """Width and height of a picture."""
+    return [
+        io.Int.Input(
+            "width",
+            default=0,
+            min=0,
+            max=16384,
+            step=16,
+            tooltip="Width of the picture in pixels; 0 for the one that the pipeline was made for.",
+        ),
+        io.Int.Input(
+            "height",
+            default=0,
+            min=0,
+            max=16384,
+            step=16,
+            tooltip="Height of the picture in pixels; 0 for the one that the pipeline was made for.",
+        ),
+    ]
+
+
+def frames_input() -> io.Input:
+    """The number of frames of a video."""
+    return io.Int.Input(
+        "frames",
+        default=0,
+        min=0,
+        max=16384,
+        optional=True,
+        advanced=True,
+        tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
+    )
