@@ -145,6 +145,5 @@ def _in_use(theirs: Collection[host.HostModel]) -> dict[str, int]:
 
 def _pages(patcher: Any) -> int:
     """Bytes of a dynamic model in pages of its own; 0 for others, whose weights are tensors."""
-    if not patcher.is_dynamic():
-        return 0
-    return int(patcher.loaded_size()) - int(getattr(patcher.model, "model_loaded_weight_memory", 0))
+    tensors = int(getattr(patcher.model, "model_loaded_weight_memory", 0))
+    return int(patcher.loaded_size()) - tensors if patcher.is_dynamic() else 0
