@@ -124,7 +124,7 @@ class VramPlan(io.ComfyNode):
         free = [f"{manager.device}: {manager.budget_bytes // _FREE_STEP_BYTES}" for manager in gpus]
         try:
             return "" if all(_budgets(vram_gb)) else "; ".join(free)
-        except ValueError:  # which is told when it runs
+        except ValueError:  # which `execute` reports
             return ""
 
 

@@ -65,7 +65,7 @@ def encode_prompts(clip: Any, prompts: Sequence[str], cache: EmbeddingCache) -> 
             found[i] = _encode(clip, tokens[i], prompts[i], keys[i], cache)
         held_bytes = clip.patcher.loaded_size()
     except BaseException as error:
-        release_frames(error)  # they hold what it was working on
+        release_frames(error)  # they hold its activations
         gc.collect()
         raise
     finally:

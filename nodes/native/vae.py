@@ -88,7 +88,7 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     host.evict([vae.patcher])  # of no use here, and its weights are all in place then
     module = float32_copy(vae.patcher)
     parts = [latents] if _mixes_pictures(module) else latents.split(1)
-    done: list[torch.Tensor] = []  # which stay when memory runs out in a later one
+    done: list[torch.Tensor] = []  # kept when a later one runs out of memory
     for device in dict.fromkeys((torch.device(vae.device), torch.device("cpu"))):
         try:
             with full_float32(), _double_on(device, vae, module) as double:
@@ -120,7 +120,7 @@ def _double_on(device: torch.device, vae: Any, module: nn.Module) -> Iterator[An
     try:
         yield double
     except BaseException as error:
-        release_frames(error)  # they hold what it was working on
+        release_frames(error)  # they hold its activations
         gc.collect()
         raise
     finally:

@@ -34,7 +34,7 @@ def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, 
     """Folders in the host's `models/<kind>` that `wanted` accepts, by their path there; none inside another.
 
     Links are followed: folders of models often lie on another disk. Where links inside a model may lead, which are a
-    stranger's, `memory.files.check_links` says; it is told of the host's folders here.
+    stranger's, `memory.files.check_links` says; it gets the host's folders here.
     """
     kinds = [other for other in folder_paths.folder_names_and_paths if other != "custom_nodes"]
     roots = [folder_paths.models_dir, *(root for other in kinds for root in folder_paths.get_folder_paths(other))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 AUTO = "auto"
-# Of diffusers' attention backends; what a machine lacks is told when it is asked for.
+# Of diffusers' attention backends. A run reports one that this machine lacks.
 _ATTENTION = ["native", "flash", "_flash_3", "sage", "xformers", "flex", "_native_cudnn", "_native_efficient"]
 
 

@@ -10,7 +10,7 @@ WayName = Literal["whole", "stripes", "tiles", "cpu"]
 
 _PATIENCE = 8  # times as long as blended tiles, which change the picture, and a minute
 _MINUTE = 60.0
-_LEAST_SHARE = 1 / 8  # of the room, for stripes once memory ran out in what they had made of all of it
+_LEAST_SHARE = 1 / 8  # of the budget, for stripes after an out-of-memory error
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..options import check_known
 from ..sampling.picture_sizes import PictureSizes
 from ..staged import OnStep, Prompt, StagedPipeline, no_effect
 from .stand_ins import DecodeCalledError, StandInVae, Steps
-from .stock import check_frames, guides, own_words, picture_sizes, returned_names
+from .stock import check_frames, encode_defaults, guides, own_words, picture_sizes, returned_names
 
 # Arguments that the stages set themselves.
 _OURS = {
@@ -168,7 +168,7 @@ class GenericPipeline(StagedPipeline):
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
         pipe = self._pipeline(device, modules, *tools)
-        arguments = self._encode_defaults() | options | {"device": device}
+        arguments = encode_defaults(self._encode_prompt, self._call) | options | {"device": device}
         names = returned_names(self.pipeline_class.encode_prompt)
 
         def run(**texts: Any) -> dict[str, Any]:
@@ -189,23 +189,13 @@ class GenericPipeline(StagedPipeline):
         import transformers
 
         return {
-            "format": 1,  # to be raised when dry runs come to other results
+            "format": 1,  # to be raised when dry runs give other results
             "pipeline": self.name,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "config": self._config,
             "components": {c.name: c.config if c.is_module else c.identity() for c in self.components.values()},
             "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
         }
-
-    def _encode_defaults(self) -> dict[str, Any]:
-        """What the pipeline's own call would pass on: its defaults, and None for what has none."""
-        defaults = {}
-        for name, parameter in self._encode_prompt.items():
-            if name in self._call and self._call[name].default is not inspect.Parameter.empty:
-                defaults[name] = self._call[name].default
-            elif parameter.default is inspect.Parameter.empty and name != "self":
-                defaults[name] = None
-        return defaults
 
     # Sample
 

@@ -36,6 +36,17 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(value.id for value in values)  # type: ignore[attr-defined]
 
 
+def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """What a pipeline's `__call__` passes to its `encode_prompt`: its own defaults, and None for what has none."""
+    defaults = {}
+    for name, parameter in encode.items():
+        if name in call and call[name].default is not inspect.Parameter.empty:
+            defaults[name] = call[name].default
+        elif parameter.default is inspect.Parameter.empty and name != "self":
+            defaults[name] = None
+    return defaults
+
+
 def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:
     """The sizes that a pipeline draws, by its own checks and the transformer's tables."""
     patch, latent = _patch_size(components), _attribute(pipe, _SPATIAL, 8)

@@ -1,4 +1,4 @@
-"""What sampling needs in VRAM: by a dry run of a few steps, or from the cache of earlier ones."""
+"""Forecast the VRAM that sampling needs: by a dry run of a few steps, or from the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Denoise = Callable[
 ]
 
 _BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
-_DRY_STEPS = 4  # after which multistep solvers hold all that they ever hold
+_DRY_STEPS = 4  # after which multistep solvers hold their full history
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a VAE needs in VRAM and RAM, for each way to run it: by a dry run on shapes, or from the cache."""
+"""Forecast the VRAM and RAM that each way to run a VAE needs: by a dry run on shapes, or from the cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a transformer computes: its repeated blocks compiled or as they are, and with which attention.
+"""Compile a transformer's repeated blocks, and choose its attention backend, while it runs.
 
 A block's own forward is compiled, and what a placement puts around it stays outside: it is the block's class that is
-changed for a while. A placement may come and go meanwhile, and may outlive the change.
+changed for a while. A placement may be made and dropped meanwhile, and may outlive the change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kernels(
     dynamic: bool | None = None,
     on_compile: Callable[[bool], None] = lambda compiles: None,
 ) -> Iterator[None]:
-    """Let modules compute so until it ends; then they are as they were.
+    """Compile blocks and set the attention of modules until the block ends; then restore them.
 
     `compile` compiles the members of their block lists, each class of them once, for this and later runs. `backend` and
     `dynamic` are torch.compile's: by default what changes between two calls, such as the length of a prompt, is

@@ -53,7 +53,7 @@ def most_tokens(kind: type, config: Mapping[str, Any]) -> Sides | None:
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     try:
         rows, columns = reach(defaults | dict(config))
-    except (LookupError, TypeError, ValueError):  # a config that says something else there is told of elsewhere
+    except (LookupError, TypeError, ValueError):  # a bad config is reported elsewhere
         return None
     return (rows, columns) if rows > 0 and columns > 0 else None
 
