@@ -12,7 +12,7 @@ from .images import OUTPUTS, open_image, save_images
 if TYPE_CHECKING:
     import torch
 
-    from ..memory.timeline import Event
+    from ..memory.reports.timeline import Event
     from ..memory.units.unit import ManagedModel
     from ..pipelines import StagedPipeline
 

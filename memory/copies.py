@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from .books import Books
 from .budget import Budget, spare_ram_bytes
 from .planning.eviction import Use, choose_evictions
-from .timeline import Timeline
+from .reports.timeline import Timeline
 from .units.unit import ManagedModel
 from .vocabulary import Role
 

@@ -26,7 +26,7 @@ from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
 from .planning.runplan import StagePlan
-from .report import Report, UnitReport
+from .reports.report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage

@@ -21,11 +21,11 @@ from .host import management as host
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import window_bytes
+from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
 from .streaming.choice import make_placement
 from .streaming.placement import Resident
 from .streaming.stream import Streamed
-from .timeline import OnDevice, Timeline
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
 from .work import WorkBook

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from .accelerator import Accelerator
-from .batch import batch_of, in_parts, joined
 from .budget import Budget
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
@@ -21,8 +20,9 @@ from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.ladder import Attempt, describe, next_attempt
 from .planning.runplan import StagePlan
+from .reports.timeline import Timeline
 from .sizes import format_bytes
-from .timeline import Timeline
+from .units.batch import batch_of, in_parts, joined
 from .units.calls import Forward, interpose
 from .units.unit import ManagedModel
 from .work import Work, WorkBook

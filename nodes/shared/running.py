@@ -18,7 +18,7 @@ from .graph import coming_units
 from .progress import clear_failure, show_failure, show_text
 
 if TYPE_CHECKING:
-    from ...memory.timeline import Event
+    from ...memory.reports.timeline import Event
     from ...memory.units.unit import ManagedModel
     from ...pipelines import StagedPipeline
 

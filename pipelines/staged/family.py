@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from ...memory.batch import BatchDims
 from ...memory.planning.dry_run import StandIns
+from ...memory.units.batch import BatchDims
 from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning

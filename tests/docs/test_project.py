@@ -81,7 +81,7 @@ def test_importing_the_pack_loads_nothing_heavy() -> None:
         "spec.loader.exec_module(module)\n"
         "heavy = {'accelerate', 'diffusers', 'matplotlib', 'rich', 'transformers'}\n"
         "print(sorted(({'torch'} | heavy) & set(sys.modules)))\n"
-        "import pack.pipelines, pack.memory.charts, pack.memory.planning.runplan, pack.memory.timeline\n"
+        "import pack.pipelines, pack.memory.charts, pack.memory.planning.runplan, pack.memory.reports.timeline\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

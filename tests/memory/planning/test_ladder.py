@@ -13,9 +13,9 @@ import pytest
 import tiny
 import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager
-from ballast.memory.batch import batch_of, in_parts, joined
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.ladder import Attempt, describe, next_attempt
+from ballast.memory.units.batch import batch_of, in_parts, joined
 from torch import nn
 
 Folders = Callable[[str], Path]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sizes import format_bytes
-from .tables import format_table
-from .units.unit import ManagedModel
-from .vocabulary import Role, Tier
+from ..sizes import format_bytes
+from ..tables import format_table
+from ..units.unit import ManagedModel
+from ..vocabulary import Role, Tier
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from .accelerator import Accelerator
-from .planning.runplan import seconds as in_seconds
-from .sizes import format_bytes
-from .tables import format_table
-from .units.unit import ManagedModel
-from .vocabulary import Role, Tier
+from ..accelerator import Accelerator
+from ..planning.runplan import seconds as in_seconds
+from ..sizes import format_bytes
+from ..tables import format_table
+from ..units.unit import ManagedModel
+from ..vocabulary import Role, Tier
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from .planning.runplan import StagePlan
+    from ..planning.runplan import StagePlan
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
 Progress = Literal["reading", "compile", "compiled"]
@@ -260,14 +260,14 @@ class Timeline:
         self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES, runs: int | None = None
     ) -> Image:
         """VRAM over time in the newest stages, by unit, as an RGB picture; without matplotlib one that says so."""
-        from .charts import drawn
+        from ..charts import drawn
 
         found = self.newest(stages, runs)
         return drawn(lambda: _draw(found, width, height), width, height)
 
 
 def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
-    from .charts.timeline import Span, Stage, draw_timeline
+    from ..charts.timeline import Span, Stage, draw_timeline
 
     def spans(stage: StageRecord) -> Iterator[Span]:
         for before, event in zip(stage.events, stage.events[1:], strict=False):
