@@ -181,8 +181,9 @@ def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folder
     if least >= dit.size_bytes:
         pytest.skip("too few blocks to stream")
     sample(cond)
-    assert dit.forecast is not None
-    pipe.vram_bytes = (least + dit.size_bytes) // 2 + dit.forecast.peak_bytes
+    forecast = pipe.manager.work.of(dit).forecast
+    assert forecast is not None
+    pipe.vram_bytes = (least + dit.size_bytes) // 2 + forecast.peak_bytes
     for _ in range(2):
         latents = sample(cond)
         torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)

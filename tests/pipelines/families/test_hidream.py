@@ -361,7 +361,7 @@ def test_states_are_in_ram_until_they_are_read(tiny_folders: Folders, sim: Modul
     with sim.watch(watch):
         pipe.sample(cond, 48, 32, steps=3, guidance=4.0)
     assert len(arrived) == 3 * len(states)
-    held = pipe.denoisers[0].forecast.live_bytes
+    held = pipe.manager.work.of(pipe.denoisers[0]).forecast.live_bytes
     others = sum(t.nbytes for name, t in cond.tensors.items() if "llama3" not in name)
     assert held <= 2 * others + 64 * 2**10, "embeddings of T5 and CLIP, pairs of them, latents and small tables"
     device = torch.device("sim:0")
