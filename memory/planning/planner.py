@@ -124,7 +124,8 @@ def make_plan(
     """The fastest placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
-    the calls of `work` belong to, `idle_bytes` what the stage holds before the first. `in_ram` says that the weights
+    the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What has too few blocks to be
+    streamed, where that is asked for, is resident. `in_ram` says that the weights
     need not be read first, `from_disk` that they can be streamed from there. When nothing fits, the plan is the one
     that wants least, with `fits` false.
     """
@@ -140,7 +141,8 @@ def make_plan(
                 )
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
-    allowed = [c for c in made if c.placement in bound_to] or made
+    # What cannot be streamed, though that is asked for, is on the device as a whole.
+    allowed = [c for c in made if c.placement in bound_to] or [c for c in made if c.placement == "resident"]
     # Where nothing can run from disk, weights that exceed the RAM budget are a matter of the run.
     ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
     on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
@@ -151,7 +153,7 @@ def make_plan(
         for c in made
         if c is not chosen
     )
-    asked = by_user and len(bound_to) == 1
+    asked = strategy if by_user and len(bound_to) == 1 else ""
     reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates, asked)
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
@@ -273,9 +275,9 @@ def _reason(
     fits: bool,
     ram_bytes: int,
     rates: Rates,
-    asked: bool,
+    asked: str,
 ) -> str:
-    how = f"{chosen.placement.capitalize()}, as asked for"
+    how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits and chosen.peak_vram_bytes <= budget_bytes:
         ram = format_bytes(ram_bytes)
