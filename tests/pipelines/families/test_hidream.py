@@ -379,7 +379,7 @@ def test_runs_follow_each_other_with_captions_streamed(
     keep: bool, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at full size, where the projections pass through the ring too: all runs are alike, and nothing piles up."""
-    monkeypatch.setattr("ballast.memory.planning.residency._SMALL_SHARE", 0.0)
+    monkeypatch.setattr("ballast.memory.units.structure._SMALL_SHARE", 0.0)
     pipe: Any = ballast.open_pipeline(tiny_folders("hidream"), device="sim", keep=keep)
     cond = pipe.encode("a red boat", "blurry, grey", **WORDS)
     transformer = pipe.denoisers[0].module
