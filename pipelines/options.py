@@ -29,3 +29,9 @@ def check_known(title: str, options: Iterable[str], known: Collection[str]) -> N
     """Raise UnknownOptionError for options that are not among the known ones."""
     if unknown := sorted(set(options) - set(known)):
         raise UnknownOptionError(title, unknown, known)
+
+
+def check_stage(title: str, options: Iterable[str], for_text: Collection[str]) -> None:
+    """Raise TypeError for options of `sample` that only encoding reads, and would have no effect there."""
+    if misplaced := sorted(set(options) & set(for_text)):
+        raise TypeError(f"{', '.join(misplaced)}: {title} reads this when it encodes the prompt. Give it to encode.")

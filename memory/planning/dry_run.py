@@ -59,6 +59,14 @@ def lay_weights(module: nn.Module, card: Card) -> None:
         slot.holder[slot.key] = made[id(slot.tensor)]
 
 
+def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
+    """Put stand-ins in the place of a module's methods that read values."""
+    for owner in module.modules():
+        for (kind, replaced), stand_in in stand_ins.items():
+            if type(owner).__name__ == kind:
+                vars(owner)[replaced] = functools.partial(stand_in, owner)
+
+
 @dataclass
 class _Peaks:
     """What has been seen of one unit."""
@@ -136,10 +144,7 @@ class _DryModule:
         blocks, _ = split_blocks(module, list(slots(module)))
         self.blocks = [0.0] * len(blocks)
         lay_weights(module, self.card)
-        for owner in module.modules():
-            for (kind, replaced), stand_in in stand_ins.items():
-                if type(owner).__name__ == kind:
-                    vars(owner)[replaced] = functools.partial(stand_in, owner)
+        lay_stand_ins(module, stand_ins)
         for index, block in enumerate(blocks):
             _wrap_forward(block.module, functools.partial(self._counted, index))
         self._bring_leaves(module)
@@ -185,7 +190,7 @@ class _DryModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen, held = self.book.enter(self.name)
-        key = _kind_of_call(args, kwargs)
+        key = kind_of_call(args, kwargs)
         call = self.calls.get(key)
         if call and call.settled:
             result = tree_map_only(_Shape, _Shape.make, call.shapes)
@@ -229,8 +234,8 @@ def _wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Cal
     vars(module)["forward"] = wrapper(module.forward)
 
 
-def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """What makes two calls alike: shapes, dtypes, and the values of masks and ids."""
+def kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
+    """Tell what makes two calls alike: shapes, dtypes, and the values of masks and ids."""
     leaves, structure = tree_flatten((args, kwargs))
     return (str(structure), *map(_kind, leaves))
 

@@ -48,7 +48,10 @@ def _clear_function_caches(namespace: Mapping[str, Any]) -> None:
 
 
 def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
-    """`value` with every tensor on `device` replaced by its host copy; the same object if it could be kept."""
+    """`value` with every tensor on `device` replaced by its host copy; the same object if it could be kept.
+
+    What is cached for that device, under its name, is left out: there it would be taken for one on the device.
+    """
     if isinstance(value, torch.Tensor):
         return value.cpu() if value.device == device else value
     if id(value) in seen or isinstance(value, nn.Module | type | ModuleType):
@@ -57,12 +60,23 @@ def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
     if isinstance(value, tuple):
         items = [_to_host(item, device, seen) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
+            if _names(value, device):
+                return None
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     elif isinstance(value, dict | list | deque):
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             moved = _to_host(item, device, seen)
-            if moved is not item:
+            if moved is not item and isinstance(value, dict) and _names(key, device):
+                del value[key]
+            elif moved is not item:
                 value[key] = moved
     elif hasattr(value, "__dict__"):
         _to_host(vars(value), device, seen)
     return value
+
+
+def _names(key: Any, device: torch.device) -> bool:
+    """Whether the key of a cached value names the device."""
+    if isinstance(key, tuple):
+        return any(_names(part, device) for part in key)
+    return isinstance(key, torch.device | str) and str(key) == str(device)

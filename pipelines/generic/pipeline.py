@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,36 @@ from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..encoding.listening import encoder_title
 from ..files.components import Component, parse_dtype, pipeline_class, read_components, read_model_index
-from ..options import check_known
+from ..options import check_known, check_stage
+from ..planning.forecasts import quietly
 from ..sampling.picture_sizes import PictureSizes
 from ..staged import OnStep, Prompt, StagedPipeline, no_effect
-from .stand_ins import DecodeCalledError, StandInVae, Steps
-from .stock import check_frames, encode_defaults, guides, own_words, picture_sizes, returned_names
+from . import proof
+from .rehearsal import rehearse
+from .stand_ins import DecodeCalledError, StandIn, StandInVae, Steps, keeping_embeddings
+from .stock import (
+    check_frames,
+    encode_defaults,
+    guides,
+    needed_inputs,
+    own_words,
+    picture_sizes,
+    returned_names,
+    text_options,
+)
 
+_FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 # Arguments that the stages set themselves.
 _OURS = {
-    "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
+    "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *_FRAMES, "guidance_scale",
     "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
     "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
 }  # fmt: skip
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
+_BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
+_HOST = torch.device("cpu")
 _STEPS = 28  # where a pipeline has no number of its own
+_COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|scheduler)(_\d+)?")
 
 
 class GenericPipeline(StagedPipeline):
@@ -50,8 +67,11 @@ class GenericPipeline(StagedPipeline):
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
         if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
+        if needed := needed_inputs(self.pipeline_class):
+            raise ValueError(f"{self.name} starts from more than text ({', '.join(needed)}), and cannot be staged yet.")
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
-        self.is_video = "num_frames" in self._call
+        self._frames = next((name for name in _FRAMES if name in self._call), None)
+        self.is_video = self._frames is not None
         self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
@@ -73,6 +93,25 @@ class GenericPipeline(StagedPipeline):
         self.decoder_config = self.components["vae"].config
         convolutions = [m for m in self.decoder.module.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
         self.latent_dimensions = 5 if any(isinstance(m, nn.Conv3d) for m in convolutions) else 4
+        self._prove()
+
+    def _prove(self) -> None:
+        """Raise ValueError, in one line, where the stages would not end as the stock call does."""
+        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof")
+        verdict = proof.recall(directory, key)
+        if verdict is None:
+            for name in self._without_weights("tokenizer", "processor"):
+                self._tool(name)  # one that cannot be read says so itself
+            try:
+                with quietly(), self.manager.between_stages():
+                    verdict = rehearse(self)
+            except Exception as error:
+                verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
+            else:
+                proof.keep(directory, key, verdict)
+        if verdict.differs:
+            raise ValueError(f"{self.name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
+        self.default_negative = verdict.negative
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""
@@ -85,10 +124,10 @@ class GenericPipeline(StagedPipeline):
     def _check_complete(self, index: dict[str, Any]) -> None:
         """Raise ValueError for what would only fail when it is used."""
         optional = self.pipeline_class._optional_components
-        needed = ("text_encoder", "tokenizer", "transformer", "scheduler")
-        absent = [n for n in self._init if n.startswith(needed) and n not in self.components and n not in optional]
+        parts = {n: found for n in self._init if (found := _COMPONENT.fullmatch(n))}
+        absent = [n for n in parts if n not in self.components and n not in optional]
         # A second or third one may be left out by [null, null], such as T5 of Stable Diffusion 3.
-        if missing := [n for n in absent if n in needed or index.get(n) != [None, None]]:
+        if missing := [n for n in absent if not parts[n][2] or index.get(n) != [None, None]]:
             raise ValueError(
                 f"{self.folder} lacks {', '.join(missing)}, which {self.name} needs. Put each into a folder of that "
                 "name and list it in model_index.json."
@@ -104,13 +143,21 @@ class GenericPipeline(StagedPipeline):
         parts |= {name: value for name, value in self._config.items() if name in self._init}
         parts |= modules
         parts |= {name: self._tool(name) for name in tools}
-        parts["vae"] = StandInVae(self.decoder.module, device)
+        parts["vae"] = StandInVae(self.decoder, device, torch.float32)
+        for unit in self.denoisers:
+            if unit.name not in modules and unit.role == "transformer":
+                parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype)
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
         staged = type(
             self.pipeline_class.__name__,
             (self.pipeline_class,),
-            {"__module__": self.pipeline_class.__module__, "_execution_device": on_device, "device": on_device},
+            {
+                "__module__": self.pipeline_class.__module__,
+                "_execution_device": on_device,
+                "device": on_device,
+                "encode_prompt": keeping_embeddings(self.pipeline_class.encode_prompt),
+            },
         )
         pipe = staged(**parts)
         pipe.set_progress_bar_config(disable=True)
@@ -138,9 +185,12 @@ class GenericPipeline(StagedPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        check_known(self.title, options, self._encode_prompt.keys() - _OURS)
+        known = {name for name in self._encode_prompt if not name.endswith("_per_prompt")} - _OURS
+        check_known(self.title, options, known)
 
-    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    def _encoding_facts(
+        self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
         import diffusers
         import transformers
 
@@ -155,13 +205,13 @@ class GenericPipeline(StagedPipeline):
             "dtypes": {c.name: str(c.run_dtype) for c in text if c.is_module},
             "options": options,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "negative_prompt": negative_prompt if isinstance(negative_prompt, str) else list(negative_prompt),
+            "negative_prompt": list(negative_prompt) if isinstance(negative_prompt, list | tuple) else negative_prompt,
         }
 
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt,
+        negative_prompt: Prompt | None,
         options: dict[str, Any],
         device: torch.device,
         modules: Mapping[str, nn.Module],
@@ -180,7 +230,7 @@ class GenericPipeline(StagedPipeline):
             named = run(prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=True)
         else:
             named = run(prompt=prompt)
-            if any(f"negative_{name}" in self._call for name in named):
+            if negative_prompt is not None and any(f"negative_{name}" in self._call for name in named):
                 named |= {f"negative_{name}": value for name, value in run(prompt=negative_prompt).items()}
         return {name: value for name, value in named.items() if value is not None and name in self._call}
 
@@ -210,8 +260,13 @@ class GenericPipeline(StagedPipeline):
     ) -> dict[str, Any]:
         # How many pictures is settled by how many prompts were encoded.
         known = {k for k in self._call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
+        check_stage(self.title, options, text_options(self.pipeline_class) & known)
         check_known(self.title, options, known | ({"guidance_scale"} if "true_cfg_scale" in self._call else set()))
+        if options.get(_BINNING):
+            raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options}
+        if _BINNING in self._call:
+            arguments[_BINNING] = False
         for key in ("prompt", "negative_prompt"):
             if key in self._call:
                 arguments[key] = None
@@ -223,10 +278,10 @@ class GenericPipeline(StagedPipeline):
         self.sizes.check(self.title, width, height)
         arguments |= {key: size for key, size in (("width", width), ("height", height)) if size is not None}
         if frames is not None:
-            if not self.is_video:
+            if self._frames is None:
                 raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
-            check_frames(self._pipeline(torch.device("cpu"), {}), self.title, frames)
-            arguments["num_frames"] = frames
+            check_frames(self._pipeline(_HOST, {}), self.title, frames)
+            arguments[self._frames] = frames
         return arguments
 
     def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
@@ -235,7 +290,7 @@ class GenericPipeline(StagedPipeline):
         if scale is None:
             own = self._call.get(name or "")
             scale = own.default if own and isinstance(own.default, int | float) else None
-        if name is None or scale is None or guides(self._pipeline(torch.device("cpu"), {}), name, scale):
+        if name is None or scale is None or guides(self._pipeline(_HOST, {}), name, scale):
             return ""
         if scale > 1:
             return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
@@ -249,7 +304,7 @@ class GenericPipeline(StagedPipeline):
     @functools.cached_property
     def sizes(self) -> PictureSizes:
         """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""
-        return picture_sizes(self._pipeline(torch.device("cpu"), {}), self.components)
+        return picture_sizes(self._pipeline(_HOST, {}), self.components)
 
     def _denoise(
         self,

@@ -5,31 +5,37 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from ...memory.units.unit import ManagedModel
 from ..sampling.latents import check_step
 from ..staged import OnStep
+from .stock import returned_names
 
 _EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
 
 
-class StandInVae(nn.Module):
-    """Stands in for a VAE while the transformer runs: answers for it, and catches what it is asked to decode."""
+class StandIn(nn.Module):
+    """Stands in for a module that is not there to run: answers what code asks of it."""
 
-    def __init__(self, vae: nn.Module, device: torch.device) -> None:
+    def __init__(self, unit: ManagedModel, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        object.__setattr__(self, "_vae", vae)  # not a child: its weights stay where they are
-        self.device = device
-        self.dtype = torch.float32
+        object.__setattr__(self, "_unit", unit)  # not a child: its weights stay where they are
+        self.device, self.dtype = device, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_unit"].module, name)
+
+
+class StandInVae(StandIn):
+    """Stands in for a VAE while the transformer runs, and catches what it is asked to decode."""
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise DecodeCalledError(latents)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_vae"], name)
 
 
 class DecodeCalledError(Exception):
@@ -38,6 +44,23 @@ class DecodeCalledError(Exception):
     def __init__(self, latents: torch.Tensor) -> None:
         super().__init__("the pipeline reached its decoder")
         self.latents = latents
+
+
+def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline's `encode_prompt` that gives back embeddings which it was given, as CogView3's does not."""
+    names, signature = returned_names(encode), inspect.signature(encode)
+
+    @functools.wraps(encode)
+    def encode_prompt(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(pipe, *args, **kwargs).arguments
+        made = encode(pipe, *args, **kwargs)
+        values = made if isinstance(made, tuple) else (made,)
+        kept = tuple(
+            value if given.get(name) is None else given[name] for name, value in zip(names, values, strict=True)
+        )
+        return kept if isinstance(made, tuple) else kept[0]
+
+    return encode_prompt
 
 
 class Steps:

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,10 @@ from ..files.components import Component
 from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
+_PICTURES = ("image", "images", "control_image", "mask_image", "video", "pose_video")
+_FROM_PICTURES = re.compile(
+    "Img2Img|ImageToImage|Inpaint|Edit|Upscale|ControlNet|Control|ImageToVideo|VideoToVideo|Redux|Fill"
+)
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 
@@ -47,6 +52,37 @@ def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, 
     return defaults
 
 
+def needed_inputs(cls: type) -> list[str]:
+    """What a pipeline's `__call__` starts from beside texts, and cannot do without: a picture, a mask, poses."""
+    call = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
+    words = [
+        name for name, parameter in call.items() if name != "self" and parameter.default is inspect.Parameter.empty
+    ]
+    words = [name for name in words if "prompt" not in name and name not in ("args", "kwargs")]
+    pictures = [name for name in call if name in _PICTURES]
+    return words or (pictures if _FROM_PICTURES.search(cls.__name__) else [])
+
+
+@functools.cache
+def text_options(cls: type) -> frozenset[str]:
+    """The arguments of a pipeline's `__call__` that it only hands to its `encode_prompt`, or checks."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
+    for decorated in ast.walk(tree):
+        if isinstance(decorated, ast.FunctionDef):
+            decorated.decorator_list = []
+    handed = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("encode_prompt", "check_inputs")
+        for name in ast.walk(node)
+    ]
+    encodes = {n.value.id for n in handed if isinstance(n, ast.keyword) and isinstance(n.value, ast.Name)}
+    encodes |= {name.id for name in handed if isinstance(name, ast.Name)}
+    used = {name.id for name in ast.walk(tree) if isinstance(name, ast.Name) and name not in handed}
+    taken = inspect.signature(cls.encode_prompt).parameters  # type: ignore[attr-defined]
+    return frozenset(name for name in taken if name in encodes - used)
+
+
 def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:
     """The sizes that a pipeline draws, by its own checks and the transformer's tables."""
     patch, latent = _patch_size(components), _attribute(pipe, _SPATIAL, 8)
@@ -54,6 +90,11 @@ def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSize
     tokens = transformer and most_tokens(transformer.cls, transformer.config)
     most = tokens and (tokens[0] * patch * latent, tokens[1] * patch * latent)
     return PictureSizes(multiple_of(pipe, latent * patch), most or None)
+
+
+def fewest_frames(pipe: Any) -> int:
+    """The least number of frames that make more than one of latents."""
+    return 1 + _attribute(pipe, _TEMPORAL, 1)
 
 
 def check_frames(pipe: Any, title: str, frames: int) -> None:

@@ -42,6 +42,7 @@ class ModelFamily(ABC):
     is_video = False
     frame_rate = 24  # of a video, frames a second
     takes_negative = True
+    default_negative: str | None = ""  # None where the stock pipeline tells no negative prompt from an empty one
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
@@ -67,12 +68,19 @@ class ModelFamily(ABC):
         """Raise TypeError for options that `_encode` does not know."""
 
     @abstractmethod
-    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    def _encoding_facts(
+        self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
         """Everything that decides the embeddings, as plain data; under "files" the digests of all files among it."""
 
     @abstractmethod
     def _encode(
-        self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any], device: torch.device, modules: Modules
+        self,
+        prompt: Prompt,
+        negative_prompt: Prompt | None,
+        options: dict[str, Any],
+        device: torch.device,
+        modules: Modules,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Named embeddings, on any device, made by these encoders."""
 

@@ -22,7 +22,7 @@ from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
 from ..sampling.latents import check_finite, check_latents
 from .family import Modules, OnStep
-from .prompts import Prompt, match_negatives
+from .prompts import Prompt
 from .text import TextStage
 from .vae import VaeStages
 
@@ -113,7 +113,7 @@ class StagedPipeline(TextStage, VaeStages):
         *,
         cond: Conditioning | None = None,
         prompt: Prompt = TYPICAL_PROMPT,
-        negative_prompt: Prompt = "",
+        negative_prompt: Prompt | None = None,
         vram: int | str | None = None,
         ram: int | str | None = None,
         strategy: str = "auto",
@@ -146,13 +146,13 @@ class StagedPipeline(TextStage, VaeStages):
             self.manager.device,
             strategy,
             cond,
-            self._encoding(prompt, match_negatives(prompt, negative_prompt)),
+            self._encoding(prompt, self._negative(prompt, negative_prompt)),
             self._sampling(arguments),
             self._vae_run("decode", {}, budget_bytes, planned=True),
         )
         return plan_run(run, budget_bytes, ram_bytes, rates)
 
-    def _encoding(self, prompt: Prompt, negative_prompt: Prompt) -> Encoding:
+    def _encoding(self, prompt: Prompt, negative_prompt: Prompt | None) -> Encoding:
         def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
             return self._encode(prompt, negative_prompt, {}, device, modules)
 

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 Prompt = str | Sequence[str]
 
 
-def as_list(prompt: Prompt) -> list[str]:
-    """The prompts as a list."""
+def as_list(prompt: Prompt | None) -> list[str]:
+    """The prompts as a list, empty for None."""
+    if prompt is None:
+        return []
     return [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-def match_negatives(prompt: Prompt, negative_prompt: Prompt) -> Prompt:
+def match_negatives(prompt: Prompt, negative_prompt: Prompt | None) -> Prompt | None:
     """One negative prompt for each prompt; a single one serves all. Raises ValueError for another number of them."""
+    if negative_prompt is None:
+        return None
     if isinstance(prompt, str) and isinstance(negative_prompt, str):
         return negative_prompt
     count, negatives = len(as_list(prompt)), as_list(negative_prompt)

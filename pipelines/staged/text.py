@@ -25,19 +25,20 @@ class TextStage(StageRunner):
         self._listener = Listener()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
-    def encode(self, prompt: Prompt, negative_prompt: Prompt = "", **options: Any) -> Conditioning:
+    def encode(self, prompt: Prompt, negative_prompt: Prompt | None = None, **options: Any) -> Conditioning:
         """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
 
+        Without a negative prompt it is that of the stock pipeline, which tells none from an empty one in some families.
         `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
         """
         self._check_options(options)
-        negative_prompt = match_negatives(prompt, negative_prompt)
+        negative_prompt = self._negative(prompt, negative_prompt)
         key = self._encoding_key(prompt, negative_prompt, options)
         if key and (found := self.cache.get(key)):
             return found
 
         words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
-        info = {name: str(value) for name, value in words.items()}
+        info = {name: "" if value is None else str(value) for name, value in words.items()}
         self._listener.start()
 
         def run(device: torch.device, modules: Modules) -> Conditioning:
@@ -55,7 +56,10 @@ class TextStage(StageRunner):
             self.cache.put(key, conditioning)
         return conditioning
 
-    def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> str | None:
+    def _negative(self, prompt: Prompt, negative_prompt: Prompt | None) -> Prompt | None:
+        return match_negatives(prompt, self.default_negative if negative_prompt is None else negative_prompt)
+
+    def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]) -> str | None:
         """The key of an embedding in the cache. Raises ValueError if a file changed since the pipeline was opened."""
         facts = self._encoding_facts(prompt, negative_prompt, options)
         if self._text_files not in (None, facts["files"]):

@@ -47,10 +47,15 @@ def flux2_klein() -> DiffusionPipeline:
         vae=diffusers.AutoencoderKLFlux2(
             block_out_channels=(4, 8, 8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=2
         ),
-        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**decoder_sizes(layers=3, head_dim=8))),
+        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**decoder_sizes(layers=28, head_dim=8))),
         tokenizer=tokenizer(chat=True),
         transformer=diffusers.Flux2Transformer2DModel(
-            **two_streams(timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)
+            **two_streams(
+                timestep_guidance_channels=32,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=False,
+                joint_attention_dim=48,  # of three layers of the encoder
+            )
         ),
     )
     pipe.vae.bn.running_mean.normal_(std=0.1)
@@ -198,7 +203,7 @@ def zimage() -> DiffusionPipeline:
     return diffusers.ZImagePipeline(
         scheduler=flow(),
         vae=autoencoder(),
-        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(layers=3, head_dim=8))),
+        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(layers=28, head_dim=8))),
         tokenizer=tokenizer(chat=True),
         transformer=transformer,
     )
@@ -311,7 +316,6 @@ IMAGES = [
         "flux2_klein",
         "Flux2KleinPipeline",
         flux2_klein,
-        encode_kwargs={"max_sequence_length": TEXT_TOKENS, "text_encoder_out_layers": (1, 2)},
         negative=False,
     ),
     Family("sd3", "StableDiffusion3Pipeline", sd3),

@@ -1,0 +1,83 @@
+"""Echoes: modules without weights, whose results have their true shapes and made-up values.
+
+The values follow from every tensor that a call was given. So two runs through echoes end alike only where they called
+the same modules with the same tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...memory.planning.dry_run import StandIns, kind_of_call, lay_stand_ins, lay_weights
+from ...memory.simulated.dry import DEVICE, dry_card
+from ...memory.simulated.tensor import SimTensor
+
+_LARGEST = 10.0  # of a value that counts: masks hold minus infinity
+_MOST_ELEMENTS = 2**25  # of one result
+
+
+class Echo:
+    """Answers for a module: `face` is one like it, on the CPU, in float32.
+
+    `build` makes its structure with parameters on `meta`, which each kind of call runs once, on shapes. `methods` are
+    those of the module, beside `forward`, that are answered as one call. `calls` tells what came to the module itself:
+    the method, and a number that follows from its tensors.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], stand_ins: StandIns, methods: Sequence[str] = ()) -> None:
+        self.face, self._inner = build().float(), build().float()
+        vars(self.face)["_runs_on"] = torch.device("cpu")
+        self.calls: list[tuple[str, float]] = []
+        self._shapes: dict[Any, Any] = {}
+        lay_stand_ins(self._inner, stand_ins)
+        with dry_card() as card:
+            lay_weights(self._inner, card)
+        for name, module in self.face.named_modules():
+            for method in ("forward", *(methods if not name else ())):
+                original = getattr(module, method)
+                answer = functools.partial(self._answer, name, method)
+                vars(module)[method] = functools.update_wrapper(answer, original)
+
+    def _answer(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        heard = _digest([value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)])
+        if not name:
+            self.calls.append((method, heard))
+        key = name, method, kind_of_call(args, kwargs)
+        if key not in self._shapes:
+            self._shapes[key] = self._run(getattr(self._inner.get_submodule(name), method), args, kwargs)
+        numbers = itertools.count(1)
+        return tree_map_only(torch.Tensor, lambda raw: _made_up(raw, heard, next(numbers)), self._shapes[key])
+
+    def _run(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch.inference_mode(), dry_card():
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
+            return tree_map_only(SimTensor, lambda tensor: tensor.raw, called(*args, **kwargs))
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> float:
+    """A number that follows smoothly from every value: rounding hardly changes it."""
+    total = 0.0
+    for place, tensor in enumerate(tensors, 1):
+        values = tensor.detach().double().flatten().nan_to_num().clamp(-_LARGEST, _LARGEST)
+        total += float(values @ _noise(len(values), place)) / max(1, len(values)) ** 0.5
+    return total
+
+
+def _made_up(raw: torch.Tensor, heard: float, number: int) -> torch.Tensor:
+    if not raw.is_floating_point():
+        return torch.zeros(raw.shape, dtype=raw.dtype) if raw.is_meta else raw.clone()
+    return torch.sin(4 * _noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
+
+
+def _noise(count: int, number: int) -> torch.Tensor:
+    """So many numbers in -2..2 that look random and are always the same."""
+    if count > _MOST_ELEMENTS:
+        raise ValueError(f"a tensor of {count} elements is too large to rehearse with")
+    return 2 * (torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + number) * 43758.5453).frac()

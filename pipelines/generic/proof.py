@@ -1,0 +1,125 @@
+"""Prove that a pipeline in stages gives what its stock call gives, before anything is loaded.
+
+A call that is split in three may go wrong without an error: stock code may overwrite embeddings that it is given,
+decode more than once, or change what was decoded. So both ways run on echoes of the modules, and have to end alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...memory.files import read_json, replace_file
+from ...memory.planning.dry_run import StandIns
+from ...memory.units.unit import ManagedModel
+from .echo import Echo
+
+Modules = Mapping[str, nn.Module]
+
+_CLOSE = 1e-4
+_LONGEST_REASON = 200  # characters of somebody else's words
+_MOST_KNOWN = 1000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the stages differ from the stock call, in a few words, empty where they do not.
+
+    `negative` is the negative prompt that the stock call takes by default, None if it goes without.
+    """
+
+    differs: str = ""
+    negative: str | None = None
+
+
+def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, Echo]:
+    """An echo of each unit, by name."""
+    return {u.name: Echo(u.skeleton, stand_ins, ("decode",) if u.role == "vae" else ()) for u in units}
+
+
+def difference(
+    stock: Callable[[Modules], torch.Tensor], staged: Callable[[Modules], torch.Tensor], echoes: Mapping[str, Echo]
+) -> str:
+    """How the stages differ from the stock call, in a few words; empty where they do not.
+
+    Both make pictures as `decode` gives them, with the modules that they are given. What they raise is passed on.
+    """
+    made, calls = _run(stock, echoes)
+    made_staged, calls_staged = _run(staged, echoes)
+    for name in echoes:
+        # More may be asked of an encoder than is used.
+        encodes = name.startswith("text_encoder")
+        if not encodes and (found := _differing_calls(name, calls[name], calls_staged[name])):
+            return found
+    if made.shape != made_staged.shape:
+        return f"its call returns {_shape(made)}, and its VAE decodes {_shape(made_staged)}"
+    same = torch.allclose(made, made_staged, atol=_CLOSE, rtol=0)
+    return "" if same else "its call changes what its VAE decodes"
+
+
+_known: OrderedDict[str, Verdict] = OrderedDict()
+
+
+def recall(directory: Path, key: str | None) -> Verdict | None:
+    """The verdict of a `key` that was kept; None if there is none."""
+    verdict = _known.get(key) if key else None
+    if verdict is None and key and (verdict := _read(directory / f"{key}.json")):
+        _remember(key, verdict)
+    return verdict
+
+
+def keep(directory: Path, key: str | None, verdict: Verdict) -> None:
+    """Keep a verdict. A disk that cannot be written costs the time to prove it again."""
+    if key:
+        _remember(key, verdict)
+        with suppress(OSError):
+            replace_file(directory / f"{key}.json", json.dumps(asdict(verdict)).encode())
+
+
+def not_compared(error: Exception) -> Verdict:
+    """The verdict where the comparison ended with an error."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return Verdict(f"it cannot be compared with its own call ({words[:_LONGEST_REASON]})")
+
+
+def _remember(key: str, verdict: Verdict) -> None:
+    _known[key] = verdict
+    while len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        verdict = Verdict(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
+    known = isinstance(verdict.differs, str) and isinstance(verdict.negative, str | None)
+    return verdict if known else None
+
+
+def _run(
+    way: Callable[[Modules], torch.Tensor], echoes: Mapping[str, Echo]
+) -> tuple[torch.Tensor, dict[str, list[tuple[str, float]]]]:
+    for echo in echoes.values():
+        echo.calls.clear()
+    made = way({name: echo.face for name, echo in echoes.items()})
+    return made, {name: list(echo.calls) for name, echo in echoes.items()}
+
+
+def _differing_calls(name: str, stock: Sequence[tuple[str, float]], staged: Sequence[tuple[str, float]]) -> str:
+    if len(stock) != len(staged):
+        return f"its {name} is called {len(stock)} times, and {len(staged)} times in stages"
+    pairs = zip(stock, staged, strict=True)
+    same = all(a == b and abs(one - other) < _CLOSE * max(1.0, abs(one)) for (a, one), (b, other) in pairs)
+    return "" if same else f"its {name} gets other values in stages"
+
+
+def _shape(pictures: torch.Tensor) -> str:
+    return " x ".join(map(str, pictures.shape[1:-1]))
