@@ -13,6 +13,17 @@ OWNERS = {
     ),
 }
 
+# What stands for arguments of diffusers' pipelines here.
+_INSTEAD = {
+    **dict.fromkeys(("callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs"), "on_step"),
+    **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "a list of prompts, to encode"),
+    **dict.fromkeys(("guidance_scale", "true_cfg_scale"), "guidance"),
+    **dict.fromkeys(("num_frames", "video_length"), "frames"),
+    "generator": "seed, or noise",
+    "latents": "noise",
+    "num_inference_steps": "steps",
+}
+
 
 class UnknownOptionError(TypeError):
     """Options that the model `title` does not know: `names`."""
@@ -20,7 +31,8 @@ class UnknownOptionError(TypeError):
     def __init__(self, title: str, names: Iterable[str], known: Collection[str]) -> None:
         self.title, self.names = title, tuple(names)
         foreign = [f"{name} is for {OWNERS[name]}, not for {title}: leave it out." for name in names if name in OWNERS]
-        strange = ", ".join(name for name in self.names if name not in OWNERS)
+        foreign += [f"{name}: give {_INSTEAD[name]} instead." for name in names if name in _INSTEAD]
+        strange = ", ".join(name for name in self.names if name not in OWNERS and name not in _INSTEAD)
         takes = f"It takes: {', '.join(sorted(known)) or 'none'}."
         super().__init__(" ".join([*foreign, *([f"{title} has no argument {strange}. {takes}"] if strange else [])]))
 

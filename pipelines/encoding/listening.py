@@ -43,8 +43,9 @@ class Listener:
         kind: Any = type(tokenizer)
         hear = self._hear
 
-        def listened(self: Any, text: Any = None, *arguments: Any, **named: Any) -> Any:
-            found = kind.__call__(self, text, *arguments, **named)
+        def listened(self: Any, *given: Any, **named: Any) -> Any:
+            found = kind.__call__(self, *given, **named)
+            text = named["text"] if "text" in named else next(iter(given), None)
             if named.get("truncation"):
                 hear(kind, self, encoder, [text] if isinstance(text, str) else text, found, named)
             return found

@@ -200,6 +200,11 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     return content
 
 
+def names_class(entry: Any) -> bool:
+    """Whether an entry of an index is a component: the library and the class, or none. Others are settings."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)
+
+
 def pipeline_class(name: str) -> type:
     """The diffusers pipeline class of that name."""
     import diffusers
@@ -222,7 +227,7 @@ def read_components(
     """
     found = {}
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list) or len(entry) != 2 or None in entry:
+        if name.startswith("_") or not names_class(entry) or None in entry:
             continue
         if not name.isidentifier():
             raise ValueError(f"{folder / 'model_index.json'} names a component {name!r}, which is no folder name.")

@@ -19,14 +19,14 @@ from torch import nn
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..encoding.listening import encoder_title
-from ..files.components import Component, parse_dtype, pipeline_class, read_components, read_model_index
+from ..files.components import Component, names_class, parse_dtype, pipeline_class, read_components, read_model_index
 from ..options import check_known, check_stage
 from ..planning.forecasts import quietly
 from ..sampling.picture_sizes import PictureSizes
-from ..staged import OnStep, Prompt, StagedPipeline, no_effect
+from ..staged import Negative, OnStep, Prompt, StagedPipeline, no_effect
 from . import proof
 from .rehearsal import rehearse
-from .stand_ins import DecodeCalledError, StandIn, StandInVae, Steps, keeping_embeddings
+from .stand_ins import DecodeCalledError, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import (
     check_frames,
     encode_defaults,
@@ -62,7 +62,7 @@ class GenericPipeline(StagedPipeline):
         found = read_components(folder, index, parse_dtype(dtype), elsewhere)
         self.components = {name: self._adapted(component) for name, component in found.items()}
         self._tools: dict[str, Any] = {}
-        self._config = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
+        self._config = {k: v for k, v in index.items() if not k.startswith("_") and not names_class(v)}
         self._init = inspect.signature(self.pipeline_class).parameters
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
         if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
@@ -111,7 +111,7 @@ class GenericPipeline(StagedPipeline):
                 proof.keep(directory, key, verdict)
         if verdict.differs:
             raise ValueError(f"{self.name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
-        self.default_negative = verdict.negative
+        self.default_negative, self.left_out = verdict.negative, verdict.left_out
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""
@@ -149,16 +149,16 @@ class GenericPipeline(StagedPipeline):
                 parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype)
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
-        staged = type(
-            self.pipeline_class.__name__,
-            (self.pipeline_class,),
-            {
-                "__module__": self.pipeline_class.__module__,
-                "_execution_device": on_device,
-                "device": on_device,
-                "encode_prompt": keeping_embeddings(self.pipeline_class.encode_prompt),
-            },
-        )
+        stock = self.pipeline_class
+        namespace: dict[str, Any] = {
+            "__module__": stock.__module__,
+            "_execution_device": on_device,
+            "device": on_device,
+        }
+        namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
+        if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
+            namespace["prepare_latents"] = checking_noise(stock.prepare_latents)
+        staged = type(stock.__name__, (stock,), namespace)
         pipe = staged(**parts)
         pipe.set_progress_bar_config(disable=True)
         return pipe
@@ -188,9 +188,7 @@ class GenericPipeline(StagedPipeline):
         known = {name for name in self._encode_prompt if not name.endswith("_per_prompt")} - _OURS
         check_known(self.title, options, known)
 
-    def _encoding_facts(
-        self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import diffusers
         import transformers
 
@@ -211,7 +209,7 @@ class GenericPipeline(StagedPipeline):
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt | None,
+        negative_prompt: Negative,
         options: dict[str, Any],
         device: torch.device,
         modules: Mapping[str, nn.Module],

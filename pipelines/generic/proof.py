@@ -32,11 +32,13 @@ _MOST_KNOWN = 1000
 class Verdict:
     """How the stages differ from the stock call, in a few words, empty where they do not.
 
-    `negative` is the negative prompt that the stock call takes by default, None if it goes without.
+    `negative` is the negative prompt that the stock call takes by default, None if it goes without. `left_out` are
+    the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
     """
 
     differs: str = ""
     negative: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, Echo]:
@@ -44,24 +46,26 @@ def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, E
     return {u.name: Echo(u.skeleton, stand_ins, ("decode",) if u.role == "vae" else ()) for u in units}
 
 
-def difference(
+def compare(
     stock: Callable[[Modules], torch.Tensor], staged: Callable[[Modules], torch.Tensor], echoes: Mapping[str, Echo]
-) -> str:
-    """How the stages differ from the stock call, in a few words; empty where they do not.
+) -> Verdict:
+    """Compare the stages with the stock call.
 
     Both make pictures as `decode` gives them, with the modules that they are given. What they raise is passed on.
     """
     made, calls = _run(stock, echoes)
     made_staged, calls_staged = _run(staged, echoes)
-    for name in echoes:
+    left_out = tuple(name for name in echoes if calls[name] and not calls_staged[name])
+    for name in sorted(echoes, key=lambda name: name == "vae"):  # which comes last
         # More may be asked of an encoder than is used.
         encodes = name.startswith("text_encoder")
-        if not encodes and (found := _differing_calls(name, calls[name], calls_staged[name])):
-            return found
+        if not encodes and name not in left_out and (found := _differing_calls(name, calls[name], calls_staged[name])):
+            return Verdict(found)
     if made.shape != made_staged.shape:
-        return f"its call returns {_shape(made)}, and its VAE decodes {_shape(made_staged)}"
-    same = torch.allclose(made, made_staged, atol=_CLOSE, rtol=0)
-    return "" if same else "its call changes what its VAE decodes"
+        return Verdict(f"its call returns {_shape(made)}, and its VAE decodes {_shape(made_staged)}")
+    if not torch.allclose(made, made_staged, atol=_CLOSE, rtol=0):
+        return Verdict("its call changes what its VAE decodes")
+    return Verdict(left_out=left_out)
 
 
 _known: OrderedDict[str, Verdict] = OrderedDict()
@@ -97,11 +101,12 @@ def _remember(key: str, verdict: Verdict) -> None:
 
 def _read(path: Path) -> Verdict | None:
     try:
-        verdict = Verdict(**read_json(path))
-    except (OSError, ValueError, TypeError):
+        facts = read_json(path)
+        verdict = Verdict(facts["differs"], facts["negative"], tuple(facts["left_out"]))
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    known = isinstance(verdict.differs, str) and isinstance(verdict.negative, str | None)
-    return verdict if known else None
+    words = (verdict.differs, verdict.negative or "", *verdict.left_out)
+    return verdict if all(isinstance(word, str) for word in words) else None
 
 
 def _run(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...memory.units.unit import ManagedModel
-from ..sampling.latents import check_step
+from ..sampling.latents import check_noise, check_step
 from ..staged import OnStep
 from .stock import returned_names
 
@@ -29,6 +29,11 @@ class StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_unit"].module, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What it stands for: some code asks for the kind of its VAE."""
+        return type(self.__dict__["_unit"].module) if "_unit" in self.__dict__ else StandIn
 
 
 class StandInVae(StandIn):
@@ -47,20 +52,40 @@ class DecodeCalledError(Exception):
 
 
 def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline's `encode_prompt` that gives back embeddings which it was given, as CogView3's does not."""
+    """A pipeline's `encode_prompt` that gives back the embeddings which it is given, as CogView3's does not.
+
+    Negative ones are left out where the call does not guide: AnyFlow's takes their being there for guidance.
+    """
     names, signature = returned_names(encode), inspect.signature(encode)
 
     @functools.wraps(encode)
-    def encode_prompt(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(pipe, *args, **kwargs).arguments
-        made = encode(pipe, *args, **kwargs)
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        if given.get("do_classifier_free_guidance") is False:
+            given.update({name: None for name in names if name.startswith("negative_") and name in given})
+        made = encode(*bound.args, **bound.kwargs)
         values = made if isinstance(made, tuple) else (made,)
-        kept = tuple(
-            value if given.get(name) is None else given[name] for name, value in zip(names, values, strict=True)
-        )
-        return kept if isinstance(made, tuple) else kept[0]
+        kept = [value if given.get(name) is None else given[name] for name, value in zip(names, values, strict=True)]
+        return tuple(kept) if isinstance(made, tuple) else kept[0]
 
     return encode_prompt
+
+
+def checking_noise(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline's `prepare_latents` that raises ValueError for given noise of another shape than it would draw."""
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        drawn = signature.bind(*args, **kwargs)
+        if (noise := drawn.arguments.get("latents")) is not None:
+            drawn.arguments |= {"latents": None, "generator": torch.Generator("cpu").manual_seed(0)}
+            made = prepare(*drawn.args, **drawn.kwargs)
+            check_noise(noise, (made[0] if isinstance(made, tuple) else made).shape)
+        return prepare(*args, **kwargs)
+
+    return prepare_latents
 
 
 class Steps:

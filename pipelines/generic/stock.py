@@ -8,7 +8,8 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
 _PICTURES = ("image", "images", "control_image", "mask_image", "video", "pose_video")
 _FROM_PICTURES = re.compile(
-    "Img2Img|ImageToImage|Inpaint|Edit|Upscale|ControlNet|Control|ImageToVideo|VideoToVideo|Redux|Fill"
+    "Img2Img|ImageToImage|Inpaint|Edit|Upscale|Control|ImageToVideo|VideoToVideo|Adapter|Pix2Pix|Redux|Fill"
 )
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -65,22 +66,38 @@ def needed_inputs(cls: type) -> list[str]:
 
 @functools.cache
 def text_options(cls: type) -> frozenset[str]:
-    """The arguments of a pipeline's `__call__` that it only hands to its `encode_prompt`, or checks."""
+    """The arguments of a pipeline's `__call__` that it only hands to its `encode_prompt`, or checks.
+
+    Some go by a property: `self._clip_skip = clip_skip`, and then `clip_skip=self.clip_skip`.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
-    for decorated in ast.walk(tree):
-        if isinstance(decorated, ast.FunctionDef):
-            decorated.decorator_list = []
-    handed = [
-        name
+    handing = [
+        node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("encode_prompt", "check_inputs")
-        for name in ast.walk(node)
     ]
-    encodes = {n.value.id for n in handed if isinstance(n, ast.keyword) and isinstance(n.value, ast.Name)}
-    encodes |= {name.id for name in handed if isinstance(name, ast.Name)}
-    used = {name.id for name in ast.walk(tree) if isinstance(name, ast.Name) and name not in handed}
+    storing = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _stores_argument(node)]
+    handed = _names(handing)
+    used = _names([tree]) - handed - _names(storing)
     taken = inspect.signature(cls.encode_prompt).parameters  # type: ignore[attr-defined]
-    return frozenset(name for name in taken if name in encodes - used)
+    return frozenset(name for name in taken if name in handed and name not in used)
+
+
+def _stores_argument(node: ast.Assign) -> bool:
+    target, value = node.targets[0], node.value
+    return isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and target.attr == f"_{value.id}"
+
+
+def _names(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """How often each argument is read, by its name or as an attribute of the pipeline."""
+    found: Counter[str] = Counter()
+    for top in nodes:
+        for node in ast.walk(top):
+            if isinstance(node, ast.Name):
+                found[node.id] += 1
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
+                found[node.attr] += 1
+    return found
 
 
 def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:

@@ -43,7 +43,7 @@ class Encoding:
     """An encoding stage to plan: `encode` runs these units on the prompts, which are part of the forecast's key."""
 
     units: Sequence[ManagedModel]
-    prompts: Mapping[str, str | Sequence[str]]
+    prompts: Mapping[str, str | Sequence[str] | None]
     encode: Callable[[torch.device, Mapping[str, nn.Module]], Mapping[str, torch.Tensor | list[torch.Tensor]]]
 
 

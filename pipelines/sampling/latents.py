@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,24 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
     """Raise ValueError, with the remedy, if a tensor holds NaN or infinite values."""
     if not torch.isfinite(tensor).all():
         raise ValueError(_NOT_FINITE.format(what=what))
+
+
+def check_seed(seed: Any) -> None:
+    """Raise ValueError for a seed that is no whole number of 64 bits."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise ValueError(
+            f"seed is {str(seed)[:80]}; it takes one whole number of 64 bits. For noise of your own, give noise."
+        )
+
+
+def check_noise(noise: Any, shape: Sequence[int] | None = None) -> None:
+    """Raise TypeError or ValueError for noise that is no dense tensor in floating point, or has another shape."""
+    if not isinstance(noise, torch.Tensor):
+        raise TypeError(f"the noise is {type(noise).__name__}; give a tensor, or a seed.")
+    if noise.is_nested or noise.layout != torch.strided or noise.is_meta or not noise.is_floating_point():
+        raise ValueError("the noise is not a dense tensor of floating-point numbers. Give one, or a seed.")
+    if shape is not None and tuple(noise.shape) != tuple(shape):
+        raise ValueError(f"the noise is {list(noise.shape)}; this run takes {list(shape)}. Give that, or a seed.")
 
 
 def check_step(latents: torch.Tensor, step: int, steps: int) -> None:

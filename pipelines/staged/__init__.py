@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .family import ModelFamily, Modules, OnStep, Part
 from .pipeline import StagedPipeline
-from .prompts import Prompt, no_effect
+from .prompts import Negative, Prompt, as_list, no_effect
 
-__all__ = ["ModelFamily", "Modules", "OnStep", "Part", "Prompt", "StagedPipeline", "no_effect"]
+__all__ = ["ModelFamily", "Modules", "Negative", "OnStep", "Part", "Prompt", "StagedPipeline", "as_list", "no_effect"]

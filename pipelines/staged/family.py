@@ -15,7 +15,7 @@ from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..planning.sampling_forecasts import dry_run_arguments
-from .prompts import Prompt, no_effect
+from .prompts import Negative, Prompt, no_effect
 
 OnStep = Callable[[int, int, torch.Tensor], None]
 Modules = Mapping[str, nn.Module]  # by name of their unit
@@ -44,6 +44,7 @@ class ModelFamily(ABC):
     takes_negative = True
     default_negative: str | None = ""  # None where the stock pipeline tells no negative prompt from an empty one
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
+    left_out: tuple[str, ...] = ()  # modules of the stock pipeline that make what no stage does, as sound
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
     latent_dimensions = 4
@@ -68,16 +69,14 @@ class ModelFamily(ABC):
         """Raise TypeError for options that `_encode` does not know."""
 
     @abstractmethod
-    def _encoding_facts(
-        self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         """Everything that decides the embeddings, as plain data; under "files" the digests of all files among it."""
 
     @abstractmethod
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt | None,
+        negative_prompt: Negative,
         options: dict[str, Any],
         device: torch.device,
         modules: Modules,

@@ -20,9 +20,9 @@ from ..encoding.conditioning import Conditioning, to_host
 from ..planning.plans import TYPICAL_PROMPT, Encoding, NoBudgetError, Run, plan_run, plan_stage
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
-from ..sampling.latents import check_finite, check_latents
+from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from .family import Modules, OnStep
-from .prompts import Prompt
+from .prompts import Negative, Prompt
 from .text import TextStage
 from .vae import VaeStages
 
@@ -38,9 +38,13 @@ class StagedPipeline(TextStage, VaeStages):
 
     def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
         """What a user should know of a run with these arguments of `sample`, a sentence each."""
-        if not self.takes_negative or not _WORDS.search(cond.info.get("negative_prompt", "")):
-            return []
-        return [why] if (why := self._unguided(guidance, options)) else []
+        notes = []
+        if names := ", ".join(self.left_out):
+            notes = [f"{self.title} runs without {names}: what these make beside pictures, such as sound, is left out."]
+        if self.takes_negative and _WORDS.search(cond.info.get("negative_prompt", "")):
+            why = self._unguided(guidance, options)
+            notes += [why] * bool(why)
+        return notes
 
     def sample(
         self,
@@ -71,6 +75,10 @@ class StagedPipeline(TextStage, VaeStages):
         What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
         attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
         """
+        check_seed(seed)
+        if noise is not None:
+            check_noise(noise)
+            check_finite(noise, "the noise holds")
         steps = self.default_steps if steps is None else steps
         strategy = host_flags().strategy(strategy, "transformer")
         arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
@@ -113,7 +121,7 @@ class StagedPipeline(TextStage, VaeStages):
         *,
         cond: Conditioning | None = None,
         prompt: Prompt = TYPICAL_PROMPT,
-        negative_prompt: Prompt | None = None,
+        negative_prompt: Negative = None,
         vram: int | str | None = None,
         ram: int | str | None = None,
         strategy: str = "auto",
@@ -152,7 +160,7 @@ class StagedPipeline(TextStage, VaeStages):
         )
         return plan_run(run, budget_bytes, ram_bytes, rates)
 
-    def _encoding(self, prompt: Prompt, negative_prompt: Prompt | None) -> Encoding:
+    def _encoding(self, prompt: Prompt, negative_prompt: Negative) -> Encoding:
         def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
             return self._encode(prompt, negative_prompt, {}, device, modules)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Prompt = str | Sequence[str]
+Negative = Prompt | None  # None for what the stock pipeline takes by default
 
 
 def as_list(prompt: Prompt | None) -> list[str]:
@@ -14,7 +15,7 @@ def as_list(prompt: Prompt | None) -> list[str]:
     return [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-def match_negatives(prompt: Prompt, negative_prompt: Prompt | None) -> Prompt | None:
+def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:
     """One negative prompt for each prompt; a single one serves all. Raises ValueError for another number of them."""
     if negative_prompt is None:
         return None

@@ -13,7 +13,7 @@ from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
 from ..sampling.latents import check_finite
 from .family import Modules
-from .prompts import Prompt, as_list, match_negatives
+from .prompts import Negative, Prompt, as_list, match_negatives
 from .runner import StageRunner
 
 
@@ -25,7 +25,7 @@ class TextStage(StageRunner):
         self._listener = Listener()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
-    def encode(self, prompt: Prompt, negative_prompt: Prompt | None = None, **options: Any) -> Conditioning:
+    def encode(self, prompt: Prompt, negative_prompt: Negative = None, **options: Any) -> Conditioning:
         """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
 
         Without a negative prompt it is that of the stock pipeline, which tells none from an empty one in some families.
@@ -56,10 +56,10 @@ class TextStage(StageRunner):
             self.cache.put(key, conditioning)
         return conditioning
 
-    def _negative(self, prompt: Prompt, negative_prompt: Prompt | None) -> Prompt | None:
+    def _negative(self, prompt: Prompt, negative_prompt: Negative) -> Negative:
         return match_negatives(prompt, self.default_negative if negative_prompt is None else negative_prompt)
 
-    def _encoding_key(self, prompt: Prompt, negative_prompt: Prompt | None, options: dict[str, Any]) -> str | None:
+    def _encoding_key(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> str | None:
         """The key of an embedding in the cache. Raises ValueError if a file changed since the pipeline was opened."""
         facts = self._encoding_facts(prompt, negative_prompt, options)
         if self._text_files not in (None, facts["files"]):

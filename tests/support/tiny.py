@@ -36,7 +36,7 @@ def _fill_zeros(module: torch.nn.Module) -> None:
             parameter.normal_(std=0.05)
 
 
-def _seeded(build: Callable[[], DiffusionPipeline]) -> Callable[[], DiffusionPipeline]:
+def seeded(build: Callable[[], DiffusionPipeline]) -> Callable[[], DiffusionPipeline]:
     """Make a builder repeatable, and its pipeline ready to run."""
 
     def built() -> DiffusionPipeline:
@@ -53,7 +53,7 @@ def _seeded(build: Callable[[], DiffusionPipeline]) -> Callable[[], DiffusionPip
 
 
 FAMILIES: dict[str, Family] = {
-    family.name: dataclasses.replace(family, build=_seeded(family.build)) for family in [*IMAGES, *VIDEOS]
+    family.name: dataclasses.replace(family, build=seeded(family.build)) for family in [*IMAGES, *VIDEOS]
 }
 
 

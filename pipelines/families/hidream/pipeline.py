@@ -21,7 +21,7 @@ from ...encoding.conditioning import Conditioning
 from ...files.components import Component
 from ...generic import GenericPipeline
 from ...sampling.picture_sizes import PictureSizes
-from ...staged import Prompt
+from ...staged import Negative, Prompt
 from .llama import FOLDER, TOKENIZER_FOLDER, find_llama
 from .routing import any_routing
 from .states import HiddenStates, at_their_places, reading_from_ram
@@ -112,13 +112,13 @@ class HiDreamPipeline(GenericPipeline):
 
     # Encode
 
-    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         return super()._encoding_facts(prompt, negative_prompt, options) | {"llama_layers": self._layers}
 
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt,
+        negative_prompt: Negative,
         options: dict[str, Any],
         device: torch.device,
         modules: Mapping[str, nn.Module],

@@ -16,9 +16,9 @@ from ....memory.units.weights import file_identity
 from ...encoding.conditioning import Conditioning, pair
 from ...files.components import parse_dtype
 from ...options import check_known
-from ...sampling.latents import check_step
+from ...sampling.latents import check_noise, check_step
 from ...sampling.picture_sizes import PictureSizes
-from ...staged import OnStep, Prompt, StagedPipeline
+from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list
 from .gemma import gemma_features, with_system_prompt
 from .jina import jina_features
 from .layouts import find_layout
@@ -87,7 +87,7 @@ class NewbiePipeline(StagedPipeline):
     def _check_options(self, options: dict[str, Any]) -> None:
         check_known(self.title, options, {"max_sequence_length"})
 
-    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import transformers
 
         words = (*self.layout.gemma_words.files, *self.layout.jina_words.files)
@@ -101,18 +101,18 @@ class NewbiePipeline(StagedPipeline):
             "dtypes": [str(self.parts[unit.name].run_dtype) for unit in self.encoders],
             "options": options,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "negative_prompt": negative_prompt if isinstance(negative_prompt, str) else list(negative_prompt),
+            "negative_prompt": list(negative_prompt) if isinstance(negative_prompt, list | tuple) else negative_prompt,
         }
 
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt,
+        negative_prompt: Negative,
         options: dict[str, Any],
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        positive, negative = ([text] if isinstance(text, str) else list(text) for text in (prompt, negative_prompt))
+        positive, negative = as_list(prompt), as_list(negative_prompt or "")
         texts = [*positive, *negative]  # in one call: a streamed encoder passes through the device once
         longest = options.get("max_sequence_length", _MAX_TOKENS)
         gemma, jina = modules["text_encoder"], modules["text_encoder_2"]
@@ -218,13 +218,11 @@ class NewbiePipeline(StagedPipeline):
         return x / vae["scaling_factor"] + (vae["shift_factor"] or 0)
 
     def _noise(self, arguments: dict[str, Any], batch: int) -> torch.Tensor:
-        shape = (arguments["height"] // _SPATIAL, arguments["width"] // _SPATIAL)
+        channels = self.decoder_config["latent_channels"]
+        shape = (channels, arguments["height"] // _SPATIAL, arguments["width"] // _SPATIAL)
         if (given := arguments["latents"]) is not None:
+            check_noise(given, (batch, *shape))
             return given.float()
-        seed, channels = arguments["generator"].initial_seed(), self.decoder_config["latent_channels"]
-        return torch.stack(
-            [
-                torch.randn(channels, *shape, generator=torch.Generator().manual_seed((seed + i) % 2**64))
-                for i in range(batch)
-            ]
-        )
+        seed = arguments["generator"].initial_seed()
+        drawn = (torch.Generator().manual_seed((seed + i) % 2**64) for i in range(batch))
+        return torch.stack([torch.randn(*shape, generator=generator) for generator in drawn])

@@ -18,7 +18,8 @@ from ...encoding.conditioning import Conditioning, pair, text_of
 from ...encoding.listening import encoder_title
 from ...files.components import parse_dtype, read_components
 from ...options import check_known
-from ...staged import OnStep, Prompt, StagedPipeline, no_effect
+from ...sampling.latents import check_noise
+from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list, no_effect
 from .arguments import CHANNELS, size_of, three_stages
 from .layouts import Layout, find_layout
 from .loop import GuidedVelocity, SeededNoise, Settings, Step, check_size, generate
@@ -88,7 +89,7 @@ class PyramidFlowPipeline(StagedPipeline):
     def _check_options(self, options: dict[str, Any]) -> None:
         check_known(self.title, options, ())
 
-    def _encoding_facts(self, prompt: Prompt, negative_prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import transformers
 
         return {
@@ -98,18 +99,18 @@ class PyramidFlowPipeline(StagedPipeline):
             "files": {name: part.identity() for name, part in self.texts.items()},
             "dtypes": [str(part.run_dtype) for part in self.texts.values() if part.is_module],
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "negative_prompt": negative_prompt if isinstance(negative_prompt, str) else list(negative_prompt),
+            "negative_prompt": list(negative_prompt) if isinstance(negative_prompt, list | tuple) else negative_prompt,
         }
 
     def _encode(
         self,
         prompt: Prompt,
-        negative_prompt: Prompt,
+        negative_prompt: Negative,
         options: dict[str, Any],
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        positive, negative = ([text] if isinstance(text, str) else list(text) for text in (prompt, negative_prompt))
+        positive, negative = as_list(prompt), as_list(negative_prompt or "")
         # In one call: a streamed encoder passes through the device once.
         texts = [*(text + SUFFIX for text in positive), *negative]
         tokenizers = {name: self._tokenizer(name.replace("text_encoder", "tokenizer")) for name in modules}
@@ -209,6 +210,7 @@ class PyramidFlowPipeline(StagedPipeline):
         batch = len(velocity.positive[0])
         draw = SeededNoise(arguments["generator"].initial_seed(), batch)
         noise = draw.initial(*arguments["shape"]) if arguments["latents"] is None else arguments["latents"].float()
+        check_noise(noise, (batch, *arguments["shape"]))
         first = arguments["init_latents"]
         if first is not None:
             first = from_vae(first.float(), self.layout.kind).expand(batch, -1, -1, -1, -1)

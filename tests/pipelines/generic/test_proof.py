@@ -1,0 +1,180 @@
+"""The proof that stages end as the stock call does: what echoes hear, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ballast
+import diffusers
+import pytest
+import tiny
+import torch
+from ballast.pipelines.generic import proof, rehearsal
+from ballast.pipelines.generic.echo import Echo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+Folders = Callable[[str], Path]
+
+
+class Small(nn.Module):
+    """Answers with a tensor, and counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layer = nn.Linear(4, 6)
+
+    def forward(self, tensor: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(tensor)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.layer(latents).tanh()
+
+
+def echo() -> Echo:
+    return Echo(Small, {}, ("decode",))
+
+
+@given(st.integers(0, 11), st.floats(0.01, 5), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_echo_hears_every_value(place: int, by: float, second: bool) -> None:
+    given_one, given_two = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 2, 12).view(3, 4)
+    one = echo()
+    before = one.face(given_one, given_two)
+    changed = (given_two if second else given_one).clone()
+    changed.view(-1)[place] += by
+    after = one.face(given_one, changed) if second else one.face(changed, given_two)
+    assert before.shape == after.shape == (3, 6)
+    assert not torch.allclose(before, after, atol=1e-6)
+    assert torch.equal(before, one.face(given_one, given_two))
+    assert torch.equal(before, echo().face(given_one, given_two)), "another echo answers alike"
+
+
+def test_an_echo_hears_what_changes_places() -> None:
+    one, tensor = echo(), torch.randn(3, 4)
+    assert not torch.allclose(one.face(tensor), one.face(tensor.flip(0)), atol=1e-4)
+    assert not torch.allclose(one.face(tensor, tensor + 1), one.face(tensor + 1, tensor), atol=1e-4)
+
+
+def test_rounding_hardly_changes_an_echo() -> None:
+    one, tensor = echo(), torch.randn(3, 4)
+    torch.testing.assert_close(one.face(tensor * (1 + 1e-7)), one.face(tensor), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sana", "sd3"])
+def test_an_echo_has_the_shapes_of_its_module(name: str, tiny_folders: Folders) -> None:
+    """Recorded from a stock run with the real modules: each result of each, by an echo of it."""
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+    calls: list[tuple[str, Any, Any, Any]] = []
+    load = diffusers.DiffusionPipeline.from_pretrained
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        made = load(*args, **kwargs)
+        for part, module in made.components.items():
+            if isinstance(module, nn.Module) and part != "vae":
+                hook = lambda _, args, kwargs, result, part=part: calls.append((part, args, kwargs, result))  # noqa: E731
+                module.register_forward_hook(hook, with_kwargs=True)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusers.DiffusionPipeline, "from_pretrained", loaded)
+        tiny.stock(tiny_folders(name))
+    assert calls
+    echoes = proof.echoes_of(list(pipe._units.values()), {})
+    for part, args, kwargs, result in calls:
+        with torch.inference_mode():
+            made = echoes[part].face(*args, **kwargs)
+        assert type(made) is type(result)
+        for mine, real in zip(tensors(made), tensors(result), strict=True):
+            assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def verdict(stock: Callable[[Any], torch.Tensor], staged: Callable[[Any], torch.Tensor]) -> proof.Verdict:
+    return proof.compare(stock, staged, {"vae": echo(), "transformer": echo(), "vocoder": echo()})
+
+
+def picture(modules: Any) -> torch.Tensor:
+    return modules["vae"].decode(modules["transformer"](torch.ones(1, 2, 3, 4))[..., :4])[..., :3]
+
+
+def test_equal_ways_are_equal() -> None:
+    assert verdict(picture, picture) == proof.Verdict()
+
+
+WAYS: dict[str, tuple[Callable[[Any], torch.Tensor], str]] = {
+    "decodes twice": (lambda m: (m["vae"].decode(torch.ones(4)), picture(m))[1], "its vae is called 2 times, and 1"),
+    "a step more": (lambda m: (m["transformer"](torch.ones(4)), picture(m))[1], "its transformer is called 2 times"),
+    "other values": (
+        lambda m: m["vae"].decode(m["transformer"](torch.zeros(1, 2, 3, 4))[..., :4])[..., :3],
+        "its transformer gets other values",
+    ),
+    "other latents": (
+        lambda m: m["vae"].decode(m["transformer"](torch.ones(1, 2, 3, 4))[..., :4] * 0.5)[..., :3],
+        "its vae gets other values",
+    ),
+    "another size": (lambda m: picture(m).repeat(1, 2, 1, 1), "its call returns 4 x 3, and its VAE decodes 2 x 3"),
+    "brighter": (lambda m: picture(m) + 0.01, "its call changes what its VAE decodes"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_differs_is_named(way: str) -> None:
+    stock, words = WAYS[way]
+    assert verdict(stock, picture).differs.startswith(words)
+
+
+def test_what_makes_no_picture_is_left_out() -> None:
+    def with_sound(modules: Any) -> torch.Tensor:
+        made = picture(modules)
+        modules["vocoder"](torch.ones(4))
+        return made
+
+    assert verdict(with_sound, picture) == proof.Verdict(left_out=("vocoder",))
+
+
+def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict is kept for other processes; a damaged file, or another version of a library, is proved again."""
+    rehearsed: list[str] = []
+
+    def counted(pipe: Any) -> proof.Verdict:
+        rehearsed.append(pipe.name)
+        return rehearsal.rehearse(pipe)
+
+    monkeypatch.setattr("ballast.pipelines.generic.pipeline.rehearse", counted)
+
+    def opened() -> int:
+        monkeypatch.setattr(proof, "_known", type(proof._known)())
+        before = len(rehearsed)
+        ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
+        return len(rehearsed) - before
+
+    assert [opened(), opened()] == [1, 0]
+    (kept,) = (tmp_path / "proofs").glob("*.json")
+    for damage in ("", "{", "[]", json.dumps({"differs": 5, "negative": None, "left_out": []})):
+        kept.write_text(damage)
+        assert opened() == 1
+    monkeypatch.setattr(diffusers, "__version__", "99.0")
+    assert [opened(), opened()] == [1, 0]
+
+
+def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(pipe: Any) -> proof.Verdict:
+        raise RuntimeError("no memory for that\nat all")
+
+    monkeypatch.setattr(proof, "_known", type(proof._known)())
+    with monkeypatch.context() as patch:
+        patch.setattr("ballast.pipelines.generic.pipeline.rehearse", failing)
+        with pytest.raises(
+            ValueError, match=r"cannot be staged: it cannot be compared .*\(no memory for that at all\)"
+        ):
+            ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
+    ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)

@@ -1,0 +1,198 @@
+"""Classes of diffusers whose calls do more than encode, sample and decode once: equal to stock, or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import diffusers
+import odd_pipelines
+import pytest
+import tiny
+import torch
+from ballast.pipelines.generic.stock import needed_inputs, text_options
+from diffusers import DiffusionPipeline
+
+Folders = Callable[[str], Path]
+SIDE, FRAMES = 32, 9
+
+
+@pytest.fixture(scope="module")
+def odd_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = odd_pipelines.save(name, tmp_path_factory.mktemp("odd") / name)
+        return made[name]
+
+    return folder
+
+
+def stock(folder: Path, **more: Any) -> torch.Tensor:
+    pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe(
+        "a cat",
+        num_inference_steps=2,
+        width=SIDE,
+        height=SIDE,
+        generator=torch.Generator("cpu").manual_seed(0),
+        output_type="np",
+        **more,
+    )
+    return torch.as_tensor(made.frames if hasattr(made, "frames") else made.images).float()
+
+
+def staged(pipe: Any, negative: str | None = None, **more: Any) -> torch.Tensor:
+    frames = FRAMES if pipe.is_video else None
+    cond = pipe.encode("a cat", negative)
+    return pipe.decode(pipe.sample(cond, steps=2, width=SIDE, height=SIDE, frames=frames, **more))
+
+
+CALLS = {"cogview3": {}, "sdxl": {}, "krea2": {}, "anyflow": {"num_frames": FRAMES}}
+CALLS["sana_video"] = {"frames": FRAMES, "use_resolution_binning": False}
+
+
+@pytest.mark.parametrize("negative", [None, "bad"])
+@pytest.mark.parametrize("name", CALLS)
+def test_staged_equals_stock(name: str, negative: str | None, odd_folders: Folders, sim: ModuleType) -> None:
+    """With a negative prompt and without one, which is not the same as an empty one. AnyFlow guides above 1 only."""
+    given = {} if negative is None else {"negative_prompt": negative}
+    guidance = {"guidance_scale": 4.0} if negative else {}
+    expected = stock(odd_folders(name), **CALLS[name], **given, **guidance)
+    pipe = ballast.open_pipeline(odd_folders(name), device="sim")
+    made = staged(pipe, negative, guidance=guidance.get("guidance_scale"))
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    assert negative is None or not torch.allclose(made, staged(pipe, "good", guidance=4.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
+def test_a_table_kept_for_the_device_is_made_again(strategy: str, odd_folders: Folders, sim: ModuleType) -> None:
+    """AnyFlow keeps its rotary table under the name of the device: moved away, it would be taken for one there."""
+    pipe = ballast.open_pipeline(odd_folders("anyflow"), device="sim")
+    expected = stock(odd_folders("anyflow"), num_frames=FRAMES)
+    for _ in range(2):
+        torch.testing.assert_close(staged(pipe, strategy=strategy), expected, atol=1e-4, rtol=0)
+
+
+def test_no_negative_is_not_an_empty_one(odd_folders: Folders) -> None:
+    """SDXL takes zeros for none. The cache tells them apart too."""
+    pipe = ballast.open_pipeline(odd_folders("sdxl"), device="cpu")
+    none, empty = (pipe.encode("a cat", negative).tensors["negative_prompt_embeds"] for negative in (None, ""))
+    assert not none.any() and empty.any()
+    assert torch.equal(pipe.encode("a cat").tensors["negative_prompt_embeds"], none)
+    assert pipe.encode("a cat").info["negative_prompt"] == ""
+
+
+def test_latte_decodes_more_than_once(odd_folders: Folders) -> None:
+    with pytest.raises(ValueError, match=r"^LattePipeline cannot be staged: [^\n]+$"):
+        ballast.open_pipeline(odd_folders("latte"), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["sana", "pixart_sigma"])
+def test_pictures_have_the_size_that_was_asked_for(name: str, tiny_folders: Folders) -> None:
+    """Their calls draw the nearest of some sizes by default, and resize what was decoded."""
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+    made = pipe.decode(pipe.sample(pipe.encode("a cat"), width=64, height=32, steps=1))
+    assert made.shape == (1, 32, 64, 3)
+    with pytest.raises(ValueError, match="use_resolution_binning is True; sizes are drawn as they are asked for"):
+        pipe.sample(pipe.encode("a cat"), width=64, height=32, steps=1, use_resolution_binning=True)
+
+
+PICTURED = {
+    "FluxImg2ImgPipeline": "image",
+    "FluxInpaintPipeline": "image, mask_image",
+    "FluxFillPipeline": "image, mask_image",
+    "FluxControlNetPipeline": "control_image",
+    "StableDiffusion3Img2ImgPipeline": "image",
+    "QwenImageEditPipeline": "image",
+    "WanImageToVideoPipeline": "image",
+    "WanVideoToVideoPipeline": "video",
+    "StableDiffusionXLInstructPix2PixPipeline": "image",
+    "WanAnimatePipeline": "image, pose_video, face_video",
+}
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_what_starts_from_a_picture_is_refused_when_opened(name: str, tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folders("flux"), tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
+    with pytest.raises(ValueError) as caught:
+        ballast.open_pipeline(folder, device="cpu")
+    assert str(caught.value) == f"{name} starts from more than text ({PICTURED[name]}), and cannot be staged yet."
+
+
+@pytest.mark.parametrize("name", sorted({family.class_name for family in tiny.FAMILIES.values()}))
+def test_what_starts_from_text_is_not(name: str) -> None:
+    assert needed_inputs(getattr(diffusers, name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("sana", "complex_human_instruction"), ("flux", "max_sequence_length"), ("sd3", "prompt_2"), ("sd3", "clip_skip")],
+)
+def test_an_option_of_encode_is_not_taken_by_sample(name: str, option: str, tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+    words = rf"^{option}: {name} reads this when it encodes the prompt. Give it to encode.$"
+    with pytest.raises(TypeError, match=words):
+        pipe.sample(pipe.encode("a cat"), steps=1, **{option: 1})
+
+
+def test_options_that_the_loop_reads_are_not_those_of_encode() -> None:
+    assert "joint_attention_kwargs" not in text_options(diffusers.FluxPipeline)
+    assert "num_images_per_prompt" not in text_options(diffusers.FluxPipeline)
+    assert "max_sequence_length" in text_options(diffusers.FluxPipeline)
+
+
+INSTEAD = {
+    "generator": ([torch.Generator()], "generator: give seed, or noise instead"),
+    "callback_on_step_end": (print, "callback_on_step_end: give on_step instead"),
+    "num_images_per_prompt": (2, "num_images_per_prompt: give a list of prompts, to encode instead"),
+    "guidance_scale": (2.0, "guidance_scale: give guidance instead"),
+}
+
+
+@pytest.mark.parametrize("option", INSTEAD)
+def test_arguments_of_diffusers_have_names_here(option: str, tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), device="cpu")
+    value, words = INSTEAD[option]
+    with pytest.raises(TypeError, match=words):
+        pipe.sample(pipe.encode("a cat"), steps=1, **{option: value})
+
+
+def test_several_videos_of_one_prompt_are_several_prompts(tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("wan"), device="cpu")
+    for refused in (lambda: pipe.encode("a cat", num_videos_per_prompt=2), lambda: pipe.plan(num_videos_per_prompt=2)):
+        with pytest.raises(TypeError, match="num_videos_per_prompt: give a list of prompts, to encode instead"):
+            refused()
+
+
+@pytest.mark.parametrize("seed", [[1, 2], 1.5, True, None, 2**64, "7"])
+def test_a_seed_is_one_whole_number(seed: Any, tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), device="cpu")
+    with pytest.raises(ValueError, match="it takes one whole number of 64 bits"):
+        pipe.sample(pipe.encode("a cat"), steps=1, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "qwenimage"])
+def test_noise_has_the_shape_that_is_drawn(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    pipe, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
+    cond, drawn = encode(), []
+    sample(cond, on_step=lambda step, steps, latents: drawn.append(latents.shape))
+    noise = torch.randn(drawn[0])
+    assert torch.isfinite(sample(cond, noise=noise)).all()
+    for wrong in (noise[..., :-1], noise[None], noise.repeat(2, *[1] * (noise.ndim - 1))):
+        with pytest.raises(ValueError, match=rf"the noise is \[.*\]; this run takes \[{drawn[0][0]}, "):
+            sample(cond, noise=wrong)
+    for wrong, words in ((noise.numpy(), "is ndarray"), (noise.int(), "dense"), (noise * torch.nan, "NaN")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            sample(cond, noise=wrong)
+    assert sim.stats().allocated_bytes == 0
