@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType, FunctionType, TracebackType
+from typing import Any
 
 import torch
 
@@ -18,6 +22,8 @@ _OUT_OF_MEMORY = (
     "when calling `cublascreate",
     "when calling cublascreate",
 )
+
+_OF_MODULE: tuple[str, ...] = ("__name__", "__loader__", "__spec__")  # by which the lines of its source are found
 
 
 class DoesNotFitError(RuntimeError):
@@ -36,10 +42,67 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of the tensors that the frames of a caught error, and of those that led to it, still hold."""
+    """Let go of the tensors that a caught error, and those that led to it, hold by the frames they came through.
+
+    Its traceback reads as before. Frames that still run stay in it: whoever lets the error out calls this again.
+    """
+    running = _running_frames()
     seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
+    errors = [error]
+    while errors:
+        current = errors.pop()
+        if id(current) in seen:
+            continue
         seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current = current.__cause__ or current.__context__
+        errors += [each for each in (current.__cause__, current.__context__) if each is not None]
+        if isinstance(current, AttributeError):
+            current.obj = None  # what lacks the attribute, for a hint to similar names
+        current.__traceback__ = _emptied(current.__traceback__, running)
+
+
+def _running_frames() -> set[int]:
+    """The frames of this thread, by `id`: one that held itself would wait for the collector."""
+    frames = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.add(id(frame))
+        frame = frame.f_back
+    return frames
+
+
+def _emptied(entry: TracebackType | None, running: set[int]) -> TracebackType | None:
+    """The traceback from an entry on, with empty frames in place of those that ended.
+
+    Clearing them is not enough: functions in them hold what they close over, as one of torch does with the arguments of
+    a module that has hooks. Entries of running frames are changed in place: before Python 3.11 `raise` goes by them.
+    """
+    entries = []
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    following = None
+    while entries:
+        entry = entries.pop()
+        if id(entry.tb_frame) in running:
+            entry.tb_next = following
+            following = entry
+        else:
+            following = TracebackType(following, _empty_frame(entry.tb_frame), entry.tb_lasti, entry.tb_lineno)
+            with suppress(RuntimeError):  # it runs, in another thread
+                entry.tb_frame.clear()
+    return following
+
+
+def _empty_frame(frame: FrameType) -> FrameType:
+    """A frame that is shown as another one is, and holds nothing: that of a generator which never starts."""
+    code, known = frame.f_code, frame.f_globals
+    # From Python 3.11 on the table tells where in the line it was.
+    shown = ["co_name", "co_filename", "co_firstlineno"]
+    shown += ["co_qualname", "co_linetable"] if sys.version_info >= (3, 11) else []
+    told: dict[str, Any] = {name: getattr(code, name) for name in shown}
+    module = {name: known[name] for name in _OF_MODULE if name in known}
+    return FunctionType(_never_started.__code__.replace(**told), module)().gi_frame
+
+
+def _never_started() -> Iterator[None]:
+    yield

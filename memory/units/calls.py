@@ -14,8 +14,7 @@ Forward = Callable[..., Any]
 def interpose(module: nn.Module, run: Callable[[Forward, tuple, dict], Any]) -> Callable[[], None]:
     """Let each call of a module be `run(forward, args, kwargs)`. Returns what undoes it.
 
-    Not by torch's forward hooks: while a module has any, torch's own frames hold on to the inputs for as long as
-    somebody holds an error that came out of the call.
+    Not by torch's forward hooks, which cannot call the module once more.
     """
     own, forward = vars(module), module.forward
     previous = own.get("forward")

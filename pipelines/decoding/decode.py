@@ -115,13 +115,14 @@ class VaeRun:
         while True:
             try:
                 return self._run(tensor, way), way
-            except Exception as error:
+            except BaseException as error:
+                release_frames(error)
                 short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
                 # Not every module's code can run in stripes.
                 lower = less(way) if short or way.name != "stripes" else Way("tiles")
-                if lower is None or host.is_interrupt(error) or not (short or way.name == "stripes"):
+                stops = host.is_interrupt(error) or not isinstance(error, Exception)
+                if lower is None or stops or not (short or way.name == "stripes"):
                     raise
-                release_frames(error)
                 self.manager.make_room()
                 if short:
                     log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)

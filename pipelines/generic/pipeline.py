@@ -6,6 +6,7 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -164,7 +165,7 @@ class GenericPipeline(StagedPipeline):
         return pipe
 
     def _tool(self, name: str) -> Any:
-        """A component without weights. Schedulers keep state, so each run gets its own."""
+        """A component without weights. Schedulers and guiders keep state, so each run gets its own."""
         if name.startswith("scheduler"):
             return self.components[name].create()
         if name not in self._tools:
@@ -172,7 +173,8 @@ class GenericPipeline(StagedPipeline):
             if name.startswith("tokenizer"):
                 tool = self._listener.attach(tool, self._encoder_title(name.replace("tokenizer", "text_encoder")))
             self._tools[name] = tool
-        return self._tools[name]
+        tool = self._tools[name]
+        return copy.deepcopy(tool) if name.endswith("guider") else tool  # making one logs a line
 
     def _encoder_title(self, name: str) -> str:
         """What people call the encoder of that name."""
@@ -326,8 +328,6 @@ class GenericPipeline(StagedPipeline):
             pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
         except DecodeCalledError as caught:
             return caught.latents
-        finally:
-            vars(pipe.scheduler).pop("step", None)  # it and the scheduler hold each other, and tensors on the device
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:

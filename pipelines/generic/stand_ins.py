@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -93,31 +95,36 @@ class Steps:
 
     Gives the step the run's generator where it draws noise: else the seed would not decide the result.
 
-    An object, since the frame of a closure keeps what it closes over, the scheduler with its tensors on the device, for
-    as long as anybody holds the error that `on_step` raised.
+    The scheduler is held weakly, or the two would keep tensors until the collector runs.
     """
 
     def __init__(self, scheduler: Any, generator: torch.Generator, on_step: OnStep | None) -> None:
-        functools.update_wrapper(self, scheduler.step)
-        self.scheduler, self.on_step, self.step = scheduler, on_step, scheduler.step
-        draws = "generator" in inspect.signature(scheduler.step).parameters
+        self.scheduler, self.step, self.on_step = weakref.ref(scheduler), _weak_step(scheduler), on_step
+        functools.update_wrapper(self, self.step)
+        draws = "generator" in inspect.signature(self.step).parameters
         self.drawing = {"generator": generator} if draws else {}
         self.taken = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
-        return copy.deepcopy(self.scheduler, memo).step
+        return _weak_step(copy.deepcopy(self.scheduler(), memo))
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduler: Any = self.scheduler()
         result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
         made = result[0] if isinstance(result, tuple) else result.prev_sample
-        check_step(made, self.taken, len(self.scheduler.timesteps))
+        check_step(made, self.taken, len(scheduler.timesteps))
         if self.on_step is None:
             return result
-        if type(self.scheduler).__name__ in _EXPECTING:
-            latents = sample - self.scheduler.sigmas[self.scheduler.step_index - 1] * model_output
+        if type(scheduler).__name__ in _EXPECTING:
+            latents = sample - scheduler.sigmas[scheduler.step_index - 1] * model_output
         else:
             latents = made
-        self.on_step(self.taken, len(self.scheduler.timesteps), latents)
+        self.on_step(self.taken, len(scheduler.timesteps), latents)
         return result
+
+
+def _weak_step(scheduler: Any) -> MethodType:
+    """A scheduler's own `step`, for an attribute of the scheduler: it does not hold it."""
+    return MethodType(type(scheduler).step, weakref.proxy(scheduler))

@@ -116,10 +116,10 @@ class StageRunner(ModelFamily):
             try:
                 with self.manager.stage(name, units, attempt, **stage):
                     return run(device, {unit.name: unit.module for unit in units})
-            except Exception as error:
+            except BaseException as error:
+                release_frames(error)
                 if not is_out_of_memory(error):
                     raise
-                release_frames(error)
                 self.manager.make_room()
                 if attempt == "leafwise" or strategy == attempt == "cpu":
                     raise self._out_of_memory(name, units, error) from None

@@ -96,6 +96,7 @@ class Run:
     vram: int | None = None  # bytes, for sampling
     sat: str = ""  # how the transformer sat while it ran
     wrapped: set[str] = field(default_factory=set)  # by the libraries, for good
+    held: BaseException | None = None  # the last error that was raised
 
     @classmethod
     def of(cls, name: str, folder: Path, strategy: str = "auto", tight: bool = False, **opening: Any) -> Run:
@@ -157,9 +158,8 @@ class Run:
         """Run a stage that a point of a kind raises in. Returns how it ended: with the error "raised", or otherwise.
 
         What is read ahead of a run that ends meanwhile, nobody waits for: then the result is the same.
-        The error is gone by then: frames of functions in functions hold what these close over as long as it is there.
         """
-        raised = error("fault")
+        self.held = raised = error("fault")
         point = _Point(at, raised)
         try:
             with _armed(kind, point):
@@ -168,8 +168,6 @@ class Run:
             if not isinstance(caught, error | FaultError | InterruptProcessingException):
                 raise
             return "raised" if caught is raised else f"another error came out: {caught!r}"
-        finally:
-            raised.__traceback__ = None
         ahead = kind == "read" or point.passed < at
         return "not needed" if ahead and self.is_same(stage, result) else "swallowed"
 

@@ -13,11 +13,7 @@ from .sampling import guide
 
 
 class Velocity:
-    """The transformer with its text, as the samplers call it.
-
-    An object: the frame of a closure would keep what it closes over, tensors on the device, for as long as anybody
-    holds an error that came out of it.
-    """
+    """The transformer with its text, as the samplers call it."""
 
     def __init__(
         self, transformer: nn.Module, tensors: Mapping[str, Any], arguments: Mapping[str, Any], dtype: torch.dtype

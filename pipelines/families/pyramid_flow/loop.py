@@ -91,11 +91,7 @@ class Step:
 
 
 class GuidedVelocity:
-    """The transformer with its text, as the loop calls it.
-
-    An object: the frame of a closure would keep what it closes over, tensors on the device, for as long as anybody
-    holds an error that came out of it.
-    """
+    """The transformer with its text, as the loop calls it."""
 
     def __init__(self, transformer: nn.Module, positive: Text, negative: Text) -> None:
         self.transformer, self.positive = transformer, positive
