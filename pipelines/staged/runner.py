@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +17,18 @@ from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager, manager
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
+from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
 from ...memory.units.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
+from ..planning.plans import plan_stage
 from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
+
+_LESS = {"encode": "write a shorter prompt", "sample": "choose a smaller size or strategy cpu"}
 
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")
@@ -85,6 +90,44 @@ class StageRunner(ModelFamily):
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)
         return self.manager.ram_budget_bytes if limit is None else limit
+
+    def _expected(
+        self,
+        stage: str,
+        units: Sequence[ManagedModel],
+        forecast: Callable[[], Forecast | None],
+        strategy: str,
+        steps: int = 1,
+    ) -> dict[str, Any]:
+        """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
+
+        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget.
+        """
+        if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
+            return {}
+        place = functools.partial(
+            plan_stage,
+            stage,
+            found,
+            units,
+            ram_bytes=self._ram_budget(None),
+            rates=measured_rates(self.manager.device),
+            strategy=strategy,
+            steps=steps,
+        )
+        if self.vram_bytes is not None:
+            self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
+        # Other models may stay on the device, which no plan knows of.
+        alone = not any(unit.resident_bytes for unit in self.manager.units() if unit not in units)
+        return {"forecast": found, "planned": place(budget_bytes=self._vram_budget()) if alone else None}
+
+    def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:
+        if not (missing := [unit for unit in plan.units if unit.peak_vram_bytes > unit.budget_bytes]):
+            return
+        names = "; ".join(f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason}" for unit in missing)
+        least = format_bytes(max(unit.peak_vram_bytes for unit in missing), up=True)
+        otherwise = "use strategy auto" if strategy != "auto" else _LESS.get(plan.name, "use strategy cpu")
+        raise DoesNotFitError(f"{names} Raise the vram budget to {least}, or {otherwise}.")
 
     def _run_stage(
         self,
