@@ -56,7 +56,7 @@ class Given:
                     storages.append(storage.nbytes())
                 raw, dtype = leaf.raw, str(leaf.dtype).removeprefix("torch.")
                 place = places[storage._cdata]
-                leaves.append(Leaf(place, raw.storage_offset(), tuple(raw.shape), tuple(raw.stride()), dtype))
+                leaves.append(Leaf(place, int(raw.storage_offset()), tuple(raw.shape), tuple(raw.stride()), dtype))
             elif isinstance(leaf, torch.Tensor):
                 raise RuntimeError("the module gives a tensor that is not on its device")
             else:
@@ -175,10 +175,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
     blocks, storages = tuple(facts["blocks"]), tuple(facts["given"]["storages"])
     if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks, *storages)):
         raise ValueError("a call has facts that are not numbers from 0 up")
-    leaves = [
-        Leaf(**{k: tuple(v) if isinstance(v, list) else v for k, v in leaf.items()}) if isinstance(leaf, dict) else leaf
-        for leaf in facts["given"]["leaves"]
-    ]
+    leaves = [_leaf_from(leaf) if isinstance(leaf, dict) else leaf for leaf in facts["given"]["leaves"]]
     given = Given(facts["given"]["structure"], storages, tuple(leaves))
     try:
         expected = treespec_loads(given.structure).num_leaves
@@ -187,6 +184,11 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
     if len(leaves) != expected or not _has_room(given):
         raise ValueError("a call has tensors that have no room")
     return Call(**numbers, blocks=blocks, given=given)
+
+
+def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
+    shape, stride = tuple(map(int, facts["shape"])), tuple(map(int, facts["stride"]))
+    return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]))
 
 
 def _has_room(given: Given) -> bool:

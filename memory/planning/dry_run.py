@@ -60,9 +60,9 @@ def dry_run_known(
 
     `run` is also given the modules to call. What is found out is added to `known`.
     """
+    modules = {unit.name: unit.double() for unit in units}
     with torch.inference_mode(), dry_card() as card:
         book = _Book(card)
-        modules = {unit.name: unit.double() for unit in units}
         for unit in units:
             vars(modules[unit.name])["forward"] = _KnownModule(unit, known[unit.name], book)
         result = run(DEVICE, modules)

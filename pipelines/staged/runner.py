@@ -15,6 +15,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager, manager
+from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
 from ...memory.probe import rates as measured_rates
@@ -143,6 +144,8 @@ class StageRunner(ModelFamily):
     ) -> Result:
         """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then leafwise."""
         strategy = host_flags().strategy(strategy, units[0].role if units else "other")
+        if strategy == "auto" and forecast is None:
+            strategy = self._unforecast(units)
         stage: dict[str, Any] = {
             "work": work,
             "forecast": forecast,
@@ -168,6 +171,15 @@ class StageRunner(ModelFamily):
                     raise self._out_of_memory(name, units, error) from None
                 log.warning("Ballast: out of memory in %s; trying again in less", name)
         raise AssertionError("unreachable")
+
+    def _unforecast(self, units: Sequence[ManagedModel]) -> str:
+        """The strategy for work that no forecast knows: one that leaves it half of a stated budget, if there is one."""
+        if self.vram_bytes is None or self.manager.accelerator.is_cpu:
+            return "auto"
+        room, sizes = self.vram_bytes // 2, [sizes_of(unit) for unit in units]
+        if all(each.total_bytes <= room for each in sizes):
+            return "auto"
+        return "streamed" if all(each.least_streamed_bytes <= room for each in sizes) else "leafwise"
 
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
         working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)
