@@ -29,7 +29,7 @@ from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
 
-_LESS = {"encode": "write a shorter prompt", "sample": "choose a smaller size or strategy cpu"}
+_INSTEAD = {"encode": "or write a shorter prompt", "sample": "or choose a smaller size"}
 
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")
@@ -127,8 +127,8 @@ class StageRunner(ModelFamily):
             return
         names = "; ".join(f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason}" for unit in missing)
         least = format_bytes(max(unit.peak_vram_bytes for unit in missing), up=True)
-        otherwise = "use strategy auto" if strategy != "auto" else _LESS.get(plan.name, "use strategy cpu")
-        raise DoesNotFitError(f"{names} Raise the vram budget to {least}, or {otherwise}.")
+        instead = _INSTEAD[plan.name] if strategy == "auto" else "or use strategy auto"
+        raise DoesNotFitError(f"{names} Raise the vram budget to {least}, {instead}.")
 
     def _run_stage(
         self,
