@@ -20,6 +20,7 @@ test: lint
 
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
+	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py -n 2
 
 lint: contracts
 	$(BIN)/ruff check .

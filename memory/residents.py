@@ -20,7 +20,7 @@ from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
-from .planning.planner import window_bytes
+from .planning.planner import meant_by, window_bytes
 from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
 from .streaming.choice import make_placement
@@ -179,7 +179,7 @@ class Residents:
     # How a unit comes
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
-        kinds = ["cpu"] if self.accelerator.is_cpu else [strategy]
+        kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self.evictable(unit))
             wanted = min(self.work.demand(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
@@ -317,7 +317,6 @@ class Residents:
         if unit.placement is None or self.accelerator.is_cpu:
             return False
         if strategy != "auto":
-            # What runs from disk is always streamed, wholly resident or not.
-            return strategy != unit.placement.name and not (strategy == "resident" and not unit.in_ram)
+            return meant_by(strategy, sizes_of(unit)) != unit.placement.name
         fitting = self._fitting_placements(unit)
         return bool(fitting) and fitting[0] != unit.placement.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
@@ -25,8 +26,8 @@ def parse_bytes(value: int | float | str) -> int:
     return int(value)
 
 
-def format_bytes(size: int) -> str:
-    """A size for people, to three figures: `"0 B"`, `"12.3 MB"`, `"8.00 GB"`."""
+def format_bytes(size: int, up: bool = False) -> str:
+    """A size for people, to three figures: `"0 B"`, `"12.3 MB"`, `"8.00 GB"`. With `up` it is never rounded down."""
     value, unit = float(size), "B"
     for larger in ("KB", "MB", "GB", "TB"):
         if value < 1000:
@@ -34,4 +35,5 @@ def format_bytes(size: int) -> str:
         value, unit = value / 1024, larger
     if unit == "B":
         return f"{size} B"
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{math.ceil(value * 10**digits) / 10**digits if up else value:.{digits}f} {unit}"

@@ -55,8 +55,9 @@ class WorkBook:
     def working_bytes(self, unit: ManagedModel) -> int:
         """Working memory that a unit's present work takes beside its weights; 0 if it is not known."""
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
-        forecast = work.forecast.working_bytes + seen.above.get(work.kind, 0) if work.forecast else 0
-        return max(forecast, seen.most.get(work.kind, 0))
+        if work.forecast is None:
+            return seen.most.get(work.kind, 0)
+        return work.forecast.working_bytes + seen.above.get(work.kind, 0)
 
     def took(self, unit: ManagedModel, measured_bytes: int) -> None:
         """Note what one call took beside the weights. A call that was run in parts would have taken that many times."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..simulated.card import Card
+from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
 from ..units.structure import Slot, leafwise_slots, slots, split_blocks
+from ..units.unit import ManagedModel
+from .calls import Call, Given, KnownCalls, kind_of
 from .forecast import Forecast, UnitForecast
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
@@ -44,6 +47,25 @@ def dry_run(
         for name, module in modules.items():
             _DryModule(name, module, method, book, stand_ins or {})
         result = run(DEVICE)
+        book.close_interval()
+        return book.forecast(), result
+
+
+def dry_run_known(
+    units: Sequence[ManagedModel],
+    known: Mapping[str, KnownCalls],
+    run: Callable[[torch.device, Mapping[str, nn.Module]], Any],
+) -> tuple[Forecast, Any]:
+    """As `dry_run`, of units whose calls are `known` by the unit's name: only those that are not known are run.
+
+    `run` is also given the modules to call. What is found out is added to `known`.
+    """
+    modules = {unit.name: unit.double() for unit in units}
+    with torch.inference_mode(), dry_card() as card:
+        book = _Book(card)
+        for unit in units:
+            vars(modules[unit.name])["forward"] = _KnownModule(unit, known[unit.name], book)
+        result = run(DEVICE, modules)
         book.close_interval()
         return book.forecast(), result
 
@@ -79,6 +101,12 @@ class _Peaks:
     operations: float = 0.0
     blocks: list[float] = field(default_factory=list)
 
+    def add(self, plain: int, operations: float, blocks: Sequence[float]) -> None:
+        """Count a call with this peak."""
+        self.first = self.first or plain
+        self.operations += operations
+        self.blocks = [a + b for a, b in zip(self.blocks or [0.0] * len(blocks), blocks, strict=True)]
+
 
 class _Book:
     """Which unit each stretch of time belongs to, and the peaks of it."""
@@ -98,6 +126,13 @@ class _Book:
             self.last.plain = max(self.last.plain, plain)
             self.last.beside = max(self.last.beside, beside)
         return plain, beside
+
+    def told(self, held: int, plain: int, beside: int) -> int:
+        """Count a call that is not run, by its peaks beyond what was held; its result is there. Returns the peak."""
+        leaves = self.card.allocate_beside(max(0, beside - plain))
+        self.card.allocate(max(0, held + plain - self.card.allocated_bytes()))
+        del leaves
+        return self.close_interval()[0]
 
     def enter(self, name: str) -> tuple[_Peaks, int]:
         """A unit is called. Returns its peaks, and what is held now."""
@@ -135,12 +170,11 @@ class _Call:
     settled: bool
 
 
-class _DryModule:
-    """Takes the place of a module's method: runs each kind of call once, and later ones from memory."""
+class _Structure:
+    """A structure on the card, whose `method` can be run: its weights cost nothing, its blocks are told apart."""
 
-    def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:
-        self.name, self.book, self.forward = name, book, getattr(module, method)
-        self.calls: dict[Any, _Call] = {}
+    def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
+        self.card, self.forward = card, getattr(module, method)
         blocks, _ = split_blocks(module, list(slots(module)))
         self.blocks = [0.0] * len(blocks)
         lay_weights(module, self.card)
@@ -148,15 +182,16 @@ class _DryModule:
         for index, block in enumerate(blocks):
             _wrap_forward(block.module, functools.partial(self._counted, index))
         self._bring_leaves(module)
-        vars(module)[method] = self
-
-    @property
-    def card(self) -> Card:
-        return self.book.card
 
     @property
     def operations(self) -> float:
         return self.card.stats().compute_seconds  # the card does one a second
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float, list[float]]:
+        """The result of a call, its operations, and those of each block."""
+        self.blocks, before = [0.0] * len(self.blocks), self.operations
+        result = self.forward(*args, **kwargs)
+        return result, self.operations - before, self.blocks
 
     def _bring_leaves(self, module: nn.Module) -> None:
         """Count the weights that would be there if each module's own came for its call, as `Leafwise` does it."""
@@ -188,30 +223,75 @@ class _DryModule:
 
         return counted
 
+
+class _DryModule:
+    """Takes the place of a module's method: runs each kind of call once, and later ones from memory."""
+
+    def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:
+        self.name, self.book = name, book
+        self.calls: dict[Any, _Call] = {}
+        self.structure = _Structure(module, method, book.card, stand_ins)
+        vars(module)[method] = self
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen, held = self.book.enter(self.name)
         key = kind_of_call(args, kwargs)
         call = self.calls.get(key)
         if call and call.settled:
             result = tree_map_only(_Shape, _Shape.make, call.shapes)
-            leaves = self.card.allocate_beside(max(0, call.beside - call.plain))
-            self.card.allocate(max(0, held + call.plain - self.card.allocated_bytes()))
-            del leaves
-            plain, _ = self.book.close_interval()
+            plain = self.book.told(held, call.plain, call.beside)
         else:
-            self.blocks, before = [0.0] * len(self.blocks), self.operations
-            result = self.forward(*args, **kwargs)
+            result, operations, blocks = self.structure.run(args, kwargs)
             plain, beside = self.book.close_interval()
             given = {id(t.allocation): t.allocation.nbytes for t in tree_flatten(result)[0] if isinstance(t, SimTensor)}
             # One that leaves tables behind for later calls is run once more, to see one that finds them.
-            settled = call is not None or self.card.allocated_bytes() <= held + sum(given.values())
+            settled = call is not None or self.book.card.allocated_bytes() <= held + sum(given.values())
             shapes = tree_map_only(torch.Tensor, _Shape.of, result)
-            call = _Call(plain - held, beside - held, self.operations - before, self.blocks, shapes, settled)
+            call = _Call(plain - held, beside - held, operations, blocks, shapes, settled)
             self.calls[key] = call
-        seen.first = seen.first or plain
-        seen.operations += call.operations
-        seen.blocks = [a + b for a, b in zip(seen.blocks or [0.0] * len(call.blocks), call.blocks, strict=True)]
+        seen.add(plain, call.operations, call.blocks)
         return result
+
+
+class _KnownModule:
+    """Takes the place of a unit's `forward`: runs a kind of call that is not known, on a structure made for it.
+
+    Each call is told as if it were the first: what it leaves in the module counts until the next, and once.
+    """
+
+    def __init__(self, unit: ManagedModel, known: KnownCalls, book: _Book) -> None:
+        self.unit, self.known, self.book = unit, known, book
+        self.structure: _Structure | None = None
+        self.left: Allocation | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        seen, _ = self.book.enter(self.unit.name)
+        self.left, card = None, self.book.card
+        held, (kind, tokens) = card.allocated_bytes(), kind_of(args, kwargs)
+        if call := self.known.find(kind, tokens):
+            result = call.given.make()
+            plain = self.book.told(held, call.plain, call.beside)
+        else:
+            call = self._seen(held, args, kwargs)
+            self.known.add(kind, tokens, call)
+            result, plain = call.given.make(), held + call.plain
+        self.left = card.allocate(call.left)
+        seen.add(plain, call.operations, call.blocks)
+        return result
+
+    def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        card = self.book.card
+        if self.structure is None:
+            with ThreadPoolExecutor(1) as outside:  # what this thread makes on `meta` is on the card
+                skeleton = outside.submit(self.unit.skeleton).result()
+            self.structure = _Structure(skeleton, "forward", card, {})
+        result, operations, blocks = self.structure.run(args, kwargs)
+        plain, beside = self.book.close_interval()
+        given, with_result = Given.of(result), card.allocated_bytes()
+        del result
+        left = max(0, card.allocated_bytes() - held)
+        given, lost = given.with_objects(max(0, with_result - held - left - sum(given.storages)))
+        return Call(plain - held, beside - held, left + lost, operations, tuple(blocks), given)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
     return least | {"leafwise": leafwise}
 
 
+def meant_by(strategy: str, sizes: UnitSizes) -> str:
+    """The placement that a strategy other than auto means for a unit: what cannot be streamed is resident instead."""
+    return "resident" if strategy == "streamed" and "streamed" not in least_weights(sizes) else strategy
+
+
 def window_bytes(sizes: UnitSizes, placement: str) -> int:
     """The RAM that a placement takes where the weights come straight from disk."""
     if placement == "streamed" and sizes.blocks:
@@ -121,7 +126,7 @@ def make_plan(
     in_ram: bool = False,
     from_disk: bool = False,
 ) -> Plan:
-    """The fastest placement that fits the budget, or the one that `strategy` names, `by_user` or not.
+    """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What has too few blocks to be
@@ -129,7 +134,7 @@ def make_plan(
     need not be read first, `from_disk` that they can be streamed from there. When nothing fits, the plan is the one
     that wants least, with `fits` false.
     """
-    bound_to = [strategy] if strategy not in ("auto", "cpu") else ["resident", "streamed", "leafwise"]
+    bound_to = ["resident", "streamed", "leafwise"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
     made = []
     for placement in least_weights(sizes):
@@ -141,13 +146,12 @@ def make_plan(
                 )
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
-    # What cannot be streamed, though that is asked for, is on the device as a whole.
-    allowed = [c for c in made if c.placement in bound_to] or [c for c in made if c.placement == "resident"]
+    allowed = [c for c in made if c.placement in bound_to]
     # Where nothing can run from disk, weights that exceed the RAM budget are a matter of the run.
     ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
     on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
     fitting = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
-    chosen = _best(fitting) if fitting else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
+    chosen = fitting[0] if fitting else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
     rejected = tuple(
         replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to))
         for c in made
@@ -158,12 +162,6 @@ def make_plan(
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
     )
-
-
-def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those that are as fast, the one that leaves least to be copied."""
-    fastest = min(candidate.step_seconds for candidate in candidates)
-    return max((c for c in candidates if c.step_seconds <= 1.001 * fastest), key=lambda c: c.weights_bytes)
 
 
 def step_seconds(compute: Sequence[float], transfer: Sequence[float], streamed: Sequence[int], before: float) -> float:
@@ -233,7 +231,9 @@ def _candidate(
     working = work.working_bytes
     if placement == "leafwise":
         paged = rates.paged_bytes_per_second
-        copied = sizes.total_bytes / (min(paged, rates.disk_bytes_per_second) if from_disk else paged)
+        # With the gaps that blocks have for streaming: their copies are then never the slower ones.
+        moved = sizes.fixed_bytes + sum(block.packed_bytes for block in sizes.blocks)
+        copied = moved / (min(paged, rates.disk_bytes_per_second) if from_disk else paged)
         seconds = outside + sum(compute) + copied
         weights_bytes, working = sizes.stay_bytes, work.leafwise_bytes
     else:
@@ -285,9 +285,10 @@ def _reason(
             return f"{how}, does not fit {ram} of RAM: from disk it wants {format_bytes(chosen.ram_bytes)}."
         return f"Nothing fits {ram} of RAM: {chosen.placement} from disk wants {format_bytes(chosen.ram_bytes)}."
     if not fits and asked:
-        return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.peak_vram_bytes)}."
+        return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.peak_vram_bytes, up=True)}."
     if not fits:
-        return f"Nothing fits {budget}: {chosen.placement} wants least, {format_bytes(chosen.peak_vram_bytes)}."
+        least = format_bytes(chosen.peak_vram_bytes, up=True)
+        return f"Nothing fits {budget}: {chosen.placement} wants least, {least}."
     if chosen.placement != "leafwise" and not chosen.streamed:
         reason = f"{how}: all" if asked else "All"
         reason += f" {whole} of weights fit {budget} with their activations"

@@ -6,6 +6,7 @@ CPU tensors that stay the truth, on the device tier they are (wholly or in part)
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -115,6 +116,13 @@ class ManagedModel:
         module.__class__ = _located(type(module))  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
         return module
+
+    def double(self) -> nn.Module:
+        """A module that shares all parts of this one and answers as it does, for a run on shapes; its calls are set."""
+        double = copy.copy(self.module)
+        vars(double).pop("forward", None)
+        vars(double)["_runs_on"] = torch.device("meta")
+        return double
 
     def runs_on(self, device: torch.device) -> None:
         """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""

@@ -1,4 +1,4 @@
-"""Cache forecasts of stages in RAM and on disk: a size has its dry run once."""
+"""Cache what dry runs find out, in RAM and on disk: a size has its dry run once, a text encoder one for each length."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from ...memory.files import read_json, replace_file
+from ...memory.planning.calls import KnownCalls
 from ...memory.planning.forecast import Forecast
 
 log = logging.getLogger("ballast")
@@ -18,26 +20,48 @@ MAX_ENTRIES = 1000
 
 _lock = threading.Lock()
 
-_ram: OrderedDict[str, dict[str, Forecast]] = OrderedDict()
+_ram: OrderedDict[str, Any] = OrderedDict()
 
 
 def get(directory: Path, key: str, stages: Mapping[str, Collection[str]]) -> dict[str, Forecast] | None:
-    """The forecasts of a key; None if there are none of just these stages and units, by name."""
-    with _lock:
-        found = _ram.get(key) or _read(_path(directory, key))
-        if found is None or {name: set(forecast.units) for name, forecast in found.items()} != {
-            name: set(units) for name, units in stages.items()
-        }:
-            return None
-        _remember(key, found)
-        return found
+    """The forecasts of a key; None if there are none of just these stages, or some of other units, by name."""
+    found = _get(directory, key, lambda data: {name: Forecast.from_dict(facts) for name, facts in data.items()})
+    if found is None or found.keys() != stages.keys():
+        return None
+    # A unit that is not called has no forecast.
+    return found if all(set(found[name].units) <= set(units) for name, units in stages.items()) else None
 
 
 def put(directory: Path, key: str, forecasts: dict[str, Forecast]) -> None:
     """Keep the forecasts of some stages. A disk that cannot be written costs nothing but the time to make it again."""
-    facts = {stage: forecast.to_dict() for stage, forecast in forecasts.items()}
+    _put(directory, key, forecasts, {stage: forecast.to_dict() for stage, forecast in forecasts.items()})
+
+
+def calls(directory: Path, key: str) -> KnownCalls:
+    """The calls that are known of a module, to be added to and kept by `put_calls`."""
+    found = _get(directory, key, KnownCalls.from_dict)
+    return KnownCalls() if found is None else found
+
+
+def put_calls(directory: Path, key: str, known: KnownCalls) -> None:
+    """Keep the calls of a module. As `put`."""
+    _put(directory, key, known, known.to_dict())
+
+
+def _get(directory: Path, key: str, parse: Callable[[Any], Any]) -> Any:
     with _lock:
-        _remember(key, forecasts)
+        if key not in _ram:
+            try:
+                _ram[key] = parse(read_json(_path(directory, key)))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return None
+        _remember(key, _ram[key])
+        return _ram[key]
+
+
+def _put(directory: Path, key: str, value: Any, facts: Mapping[str, Any]) -> None:
+    with _lock:
+        _remember(key, value)
         try:
             replace_file(_path(directory, key), json.dumps(facts).encode())
             paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
@@ -47,15 +71,8 @@ def put(directory: Path, key: str, forecasts: dict[str, Forecast]) -> None:
             log.debug("Ballast: forecasts cannot be kept in %s: %s", directory, error)
 
 
-def _read(path: Path) -> dict[str, Forecast] | None:
-    try:
-        return {stage: Forecast.from_dict(facts) for stage, facts in read_json(path).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _remember(key: str, forecasts: dict[str, Forecast]) -> None:
-    _ram[key] = forecasts
+def _remember(key: str, value: Any) -> None:
+    _ram[key] = value
     _ram.move_to_end(key)
     while len(_ram) > MAX_ENTRIES:
         _ram.popitem(last=False)

@@ -52,19 +52,23 @@ class Forecaster:
         """The forecast of a stage, from the cache or by the dry run `dry`; None if that fails."""
         if key and (found := forecast_cache.get(self.directory, key, {stage: names_of(units)})):
             return found[stage]
+        forecast = self.attempt(key, stage, dry)
+        if key and forecast:
+            forecast_cache.put(self.directory, key, {stage: forecast})
+        return forecast
+
+    def attempt(self, key: str | None, stage: str, dry: Callable[[], tuple[Forecast, Any]]) -> Forecast | None:
+        """The forecast of a stage by the dry run `dry`; None if that fails, or did for the same key."""
         if key in _no_dry_run:
             return None
         try:
             with quietly():
-                forecast, _ = dry()
+                return dry()[0]
         except Exception as error:
             log.info("Ballast: %s of %s has no dry run, and is measured as it runs (%s)", stage, self.name, error)
             if key:
                 _no_dry_run.add(key)
             return None
-        if key:
-            forecast_cache.put(self.directory, key, {stage: forecast})
-        return forecast
 
     def dry_run(
         self, modules: dict[str, nn.Module], run: Callable[[torch.device], Any], method: str = "forward"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
@@ -20,6 +19,7 @@ from ...memory.units.unit import ManagedModel
 from ..decoding.decode import VaeRun
 from ..encoding.conditioning import Conditioning
 from . import forecast_cache
+from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly
 from .sampling_forecasts import Sampling
 
@@ -36,15 +36,6 @@ class NoBudgetError(ValueError):
 
     def __init__(self, such_as: str) -> None:
         super().__init__(f"there is no GPU here to plan for. State a budget, such as {such_as}.")
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """An encoding stage to plan: `encode` runs these units on the prompts, which are part of the forecast's key."""
-
-    units: Sequence[ManagedModel]
-    prompts: Mapping[str, str | Sequence[str] | None]
-    encode: Callable[[torch.device, Mapping[str, nn.Module]], Mapping[str, torch.Tensor | list[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ def _forecast_run(run: Run) -> dict[str, Forecast]:
         key = run.sampling.key(run.cond)
         key = key and f"{key}-run"
     else:
-        key = forecaster.key(**run.encoding.prompts, stage="run", arguments=run.sampling.dry_arguments)
+        key = forecaster.key(**run.encoding.texts, stage="run", arguments=run.sampling.dry_arguments)
         stages["encode"] = names_of(run.encoding.units)
     forecasts = forecast_cache.get(forecaster.directory, key, stages) if key else None
     if forecasts is None:
@@ -167,9 +158,6 @@ def _forecast_run(run: Run) -> dict[str, Forecast]:
 def _dry_run(run: Run) -> dict[str, Forecast]:
     forecasts, cond = {}, run.cond
     if cond is None:
-        modules = {unit.name: unit.skeleton() for unit in run.encoding.units}
-        forecasts["encode"], cond = run.sampling.forecaster.dry_run(
-            modules, lambda device: Conditioning.of(run.encoding.encode(device, modules))
-        )
+        forecasts["encode"], cond = run.encoding.dry_run()
     forecasts["sample"], _ = run.sampling.dry_run(cond)
     return forecasts

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...memory.errors import DoesNotFitError
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
-from ...memory.planning.forecast import Forecast
-from ...memory.planning.runplan import RunPlan, StagePlan
-from ...memory.probe import rates as measured_rates
+from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
-from ...memory.sizes import format_bytes, parse_bytes
+from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning, to_host
-from ..planning.plans import TYPICAL_PROMPT, Encoding, NoBudgetError, Run, plan_run, plan_stage
+from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_run
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
@@ -97,13 +95,9 @@ class StagedPipeline(TextStage, VaeStages):
 
         stage = self._sampling(arguments, reports=on_step is not None, noise=noise)
         key = stage.key(cond)
-        expected: dict[str, Any] = {"work": key}
-        if strategy != "cpu" and not self.manager.accelerator.is_cpu:
-            forecast = stage.forecast(cond, key)
-            expected |= {"forecast": forecast, "planned": forecast and self._planned(forecast, strategy, stage.steps)}
-            if forecast and strategy != "auto" and self.vram_bytes is not None:
-                self._refuse_misfit(forecast, strategy, stage.steps)
-        latents = self._run_stage("sample", self.denoisers, run, strategy, **expected, keep=self.keep)
+        forecast = functools.partial(stage.forecast, cond, key)
+        expected = self._expected("sample", self.denoisers, forecast, strategy, stage.steps)
+        latents = self._run_stage("sample", self.denoisers, run, strategy, work=key, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -154,50 +148,17 @@ class StagedPipeline(TextStage, VaeStages):
             self.manager.device,
             strategy,
             cond,
-            self._encoding(prompt, self._negative(prompt, negative_prompt)),
+            self._encoding(prompt, self._negative(prompt, negative_prompt), {}),
             self._sampling(arguments),
             self._vae_run("decode", {}, budget_bytes, planned=True),
         )
         return plan_run(run, budget_bytes, ram_bytes, rates)
-
-    def _encoding(self, prompt: Prompt, negative_prompt: Negative) -> Encoding:
-        def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
-            return self._encode(prompt, negative_prompt, {}, device, modules)
-
-        return Encoding(self.encoders, {"prompt": prompt, "negative_prompt": negative_prompt}, encode)
 
     def _sampling(
         self, arguments: Mapping[str, Any], *, reports: bool = True, noise: torch.Tensor | None = None
     ) -> Sampling:
         brief, steps = self._dry_run_arguments(arguments), arguments["num_inference_steps"]
         return Sampling(self._forecaster, self.denoisers, self._denoise, brief, steps, reports, noise)
-
-    def _refuse_misfit(self, forecast: Forecast, strategy: str, steps: int) -> None:
-        """Raise DoesNotFitError where a strategy that was asked for exceeds the stated budget."""
-        plan = self._plan_sampling(forecast, strategy, steps, self.vram_bytes or 0)
-        if not (missing := [unit for unit in plan.units if unit.peak_vram_bytes > unit.budget_bytes]):
-            return
-        names = "; ".join(f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason}" for unit in missing)
-        least = max(unit.peak_vram_bytes for unit in missing)
-        raise DoesNotFitError(f"{names} Raise the vram budget to {format_bytes(least)}, or use strategy auto.")
-
-    def _planned(self, forecast: Forecast, strategy: str, steps: int) -> StagePlan | None:
-        """The plan of a sampling stage that is about to run here; None if other models may stay on the device."""
-        if any(unit.resident_bytes for unit in self.manager.units() if unit not in self.denoisers):
-            return None
-        return self._plan_sampling(forecast, strategy, steps, self._vram_budget())
-
-    def _plan_sampling(self, forecast: Forecast, strategy: str, steps: int, budget_bytes: int) -> StagePlan:
-        return plan_stage(
-            "sample",
-            forecast,
-            self.denoisers,
-            budget_bytes=budget_bytes,
-            ram_bytes=self._ram_budget(None),
-            rates=measured_rates(self.manager.device),
-            strategy=strategy,
-            steps=steps,
-        )
 
     def _checked(
         self,

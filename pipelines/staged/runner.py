@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,16 +15,21 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager, manager
+from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
+from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
 from ...memory.units.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
+from ..planning.plans import plan_stage
 from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
+
+_INSTEAD = {"encode": "or write a shorter prompt", "sample": "or choose a smaller size"}
 
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")
@@ -86,6 +92,44 @@ class StageRunner(ModelFamily):
         limit = self.ram_bytes if ram is None else parse_bytes(ram)
         return self.manager.ram_budget_bytes if limit is None else limit
 
+    def _expected(
+        self,
+        stage: str,
+        units: Sequence[ManagedModel],
+        forecast: Callable[[], Forecast | None],
+        strategy: str,
+        steps: int = 1,
+    ) -> dict[str, Any]:
+        """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
+
+        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget.
+        """
+        if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
+            return {}
+        place = functools.partial(
+            plan_stage,
+            stage,
+            found,
+            units,
+            ram_bytes=self._ram_budget(None),
+            rates=measured_rates(self.manager.device),
+            strategy=strategy,
+            steps=steps,
+        )
+        if self.vram_bytes is not None:
+            self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
+        # Other models may stay on the device, which no plan knows of.
+        alone = not any(unit.resident_bytes for unit in self.manager.units() if unit not in units)
+        return {"forecast": found, "planned": place(budget_bytes=self._vram_budget()) if alone else None}
+
+    def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:
+        if not (missing := [unit for unit in plan.units if unit.peak_vram_bytes > unit.budget_bytes]):
+            return
+        names = "; ".join(f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason}" for unit in missing)
+        least = format_bytes(max(unit.peak_vram_bytes for unit in missing), up=True)
+        instead = _INSTEAD[plan.name] if strategy == "auto" else "or use strategy auto"
+        raise DoesNotFitError(f"{names} Raise the vram budget to {least}, {instead}.")
+
     def _run_stage(
         self,
         name: str,
@@ -100,6 +144,8 @@ class StageRunner(ModelFamily):
     ) -> Result:
         """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then leafwise."""
         strategy = host_flags().strategy(strategy, units[0].role if units else "other")
+        if strategy == "auto" and forecast is None:
+            strategy = self._unforecast(units)
         stage: dict[str, Any] = {
             "work": work,
             "forecast": forecast,
@@ -125,6 +171,15 @@ class StageRunner(ModelFamily):
                     raise self._out_of_memory(name, units, error) from None
                 log.warning("Ballast: out of memory in %s; trying again in less", name)
         raise AssertionError("unreachable")
+
+    def _unforecast(self, units: Sequence[ManagedModel]) -> str:
+        """The strategy for work that no forecast knows: one that leaves it half of a stated budget, if there is one."""
+        if self.vram_bytes is None or self.manager.accelerator.is_cpu:
+            return "auto"
+        room, sizes = self.vram_bytes // 2, [sizes_of(unit) for unit in units]
+        if all(each.total_bytes <= room for each in sizes):
+            return "auto"
+        return "streamed" if all(each.least_streamed_bytes <= room for each in sizes) else "leafwise"
 
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
         working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...memory.host.flags import host_flags
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
+from ..planning.encoding_forecasts import Encoding
 from ..sampling.latents import check_finite
 from .family import Modules
 from .prompts import Negative, Prompt, as_list, match_negatives
@@ -39,6 +41,9 @@ class TextStage(StageRunner):
 
         words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
         info = {name: "" if value is None else str(value) for name, value in words.items()}
+        encoding = self._encoding(prompt, negative_prompt, options)
+        strategy = host_flags().strategy("auto", "text_encoder")
+        expected = self._expected("encode", self.encoders, encoding.forecast, strategy)
         self._listener.start()
 
         def run(device: torch.device, modules: Modules) -> Conditioning:
@@ -46,8 +51,10 @@ class TextStage(StageRunner):
             notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
             return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
 
-        prompts = 1 if isinstance(prompt, str) else len(prompt)
-        conditioning = self._run_stage("encode", self.encoders, run, work=("encode", prompts))
+        # Prompts that take the same are the same work.
+        forecast = expected.get("forecast")
+        work = "encode", cache_key(forecast.to_dict()) if forecast else len(as_list(prompt))
+        conditioning = self._run_stage("encode", self.encoders, run, strategy, work=work, **expected)
         for tensors in conditioning.tensors.values():  # before it is kept for good
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 check_finite(tensor, "the text encoders made")
@@ -55,6 +62,13 @@ class TextStage(StageRunner):
         if key:
             self.cache.put(key, conditioning)
         return conditioning
+
+    def _encoding(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> Encoding:
+        def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
+            return self._encode(prompt, negative_prompt, options, device, modules)
+
+        texts = {"prompt": prompt, "negative_prompt": negative_prompt, "options": options}
+        return Encoding(self._forecaster, self.encoders, texts, encode)
 
     def _negative(self, prompt: Prompt, negative_prompt: Negative) -> Negative:
         return match_negatives(prompt, self.default_negative if negative_prompt is None else negative_prompt)

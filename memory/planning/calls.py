@@ -1,0 +1,244 @@
+"""What calls of a module take and give, as dry runs have seen it: so that each kind of call is run on shapes once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from ..simulated.tensor import SimTensor, wrap
+
+_APART = 64  # tokens at most, between two calls that tell what those between them take
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a result: a view of one of its storages."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+_OBJECT = Leaf(-1, 0, (), (), "uint8")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call gives: a tree of tensors, which have shapes only, and of plain values.
+
+    The tensors lie in `storages` of so many bytes. Whatever else it holds is a tensor of as many bytes, or None.
+    """
+
+    structure: str
+    storages: tuple[int, ...]
+    leaves: tuple[Leaf | str | int | float | bool | None, ...]
+
+    @classmethod
+    def of(cls, result: Any) -> Given:
+        """What this is. RuntimeError if it cannot be told again."""
+        found, structure = tree_flatten(result)
+        places: dict[int, int] = {}
+        storages: list[int] = []
+        leaves: list[Any] = []
+        for leaf in found:
+            if isinstance(leaf, SimTensor):
+                storage = leaf.untyped_storage()
+                if places.setdefault(storage._cdata, len(places)) == len(storages):
+                    storages.append(storage.nbytes())
+                raw, dtype = leaf.raw, str(leaf.dtype).removeprefix("torch.")
+                place = places[storage._cdata]
+                leaves.append(Leaf(place, int(raw.storage_offset()), tuple(raw.shape), tuple(raw.stride()), dtype))
+            elif isinstance(leaf, torch.Tensor):
+                raise RuntimeError("the module gives a tensor that is not on its device")
+            else:
+                leaves.append(
+                    leaf if isinstance(leaf, str | int | float | bool | None) else Leaf(-1, 0, (), (), "uint8")
+                )
+        return cls(treespec_dumps(structure), tuple(storages), tuple(leaves))
+
+    def with_objects(self, nbytes: int) -> tuple[Given, int]:
+        """The same, where the first thing that is no tensor holds so many bytes. Returns those that nothing holds."""
+        leaves = list(self.leaves)
+        objects = [i for i, leaf in enumerate(leaves) if leaf == _OBJECT]
+        for i in objects:
+            leaves[i] = None
+        if not objects or not nbytes:
+            return replace(self, leaves=tuple(leaves)), nbytes
+        leaves[objects[0]] = Leaf(len(self.storages), 0, (nbytes,), (1,), "uint8")
+        return replace(self, leaves=tuple(leaves), storages=(*self.storages, nbytes)), 0
+
+    def make(self) -> Any:
+        """The result, on the card of a dry run."""
+        leaves: list[Any] = []
+        with _disable_current_modes():  # else small ones would have values
+            made = [torch.empty(size, dtype=torch.uint8, device="meta") for size in self.storages]
+            for leaf in self.leaves:
+                if isinstance(leaf, Leaf):
+                    raw = torch.empty(0, dtype=getattr(torch, leaf.dtype), device="meta")
+                    storage = made[leaf.storage].untyped_storage()
+                    leaves.append(wrap(raw.set_(storage, leaf.offset, leaf.shape, leaf.stride)))
+                else:
+                    leaves.append(leaf)
+        return tree_unflatten(leaves, treespec_loads(self.structure))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call, in bytes beyond those held when it began.
+
+    `plain` is its peak, `beside` the same with each module's own weights brought for its call, `left` what the module
+    keeps.
+    """
+
+    plain: int
+    beside: int
+    left: int
+    operations: float
+    blocks: tuple[float, ...]
+    given: Given
+
+
+def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
+    """What makes two calls alike save for their number of tokens, and that number, 0 where there is none.
+
+    Of ids and masks the values do not count, but whether there is a zero among them does: where there is none, models
+    leave the mask out.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    counts = {leaf.shape[-1] for leaf in leaves if _is_tokens(leaf)}
+    tokens = counts.pop() if len(counts) == 1 else 0
+    return json.dumps([str(structure), [_described(leaf, tokens) for leaf in leaves]]), tokens
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim > 1
+
+
+def _described(value: Any, tokens: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, str | int | float | bool | None) else str(type(value))
+    if not _is_tokens(value):
+        return [str(value.dtype), *value.shape]
+    raw = value.raw if isinstance(value, SimTensor) else value
+    return [str(value.dtype), *value.shape[: -1 if tokens else None], None if raw.is_meta else bool(raw.all())]
+
+
+class KnownCalls:
+    """The calls of one module that have been seen, by kind and number of tokens."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, dict[int, Call]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._calls.values()))
+
+    def find(self, kind: str, tokens: int) -> Call | None:
+        """The call of this kind; by those with somewhat fewer and somewhat more tokens if it was not seen itself."""
+        seen = self._calls.get(kind, {})
+        if tokens in seen:
+            return seen[tokens]
+        fewer = max((count for count in seen if count < tokens), default=-math.inf)
+        more = min((count for count in seen if count > tokens), default=math.inf)
+        if more - fewer > _APART:
+            return None
+        return _between(seen[int(fewer)], seen[int(more)], tokens - int(fewer), int(more - fewer))
+
+    def add(self, kind: str, tokens: int, call: Call) -> None:
+        """Remember a call."""
+        self._calls.setdefault(kind, {})[tokens] = call
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a file."""
+        return {kind: {str(n): asdict(call) for n, call in seen.items()} for kind, seen in self._calls.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KnownCalls:
+        """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        known = cls()
+        for kind, seen in data.items():
+            for tokens, facts in seen.items():
+                known.add(kind, int(tokens), _call_from(facts))
+        return known
+
+
+def _call_from(facts: Mapping[str, Any]) -> Call:
+    numbers = {name: facts[name] for name in ("plain", "beside", "left", "operations")}
+    blocks, storages = tuple(facts["blocks"]), tuple(facts["given"]["storages"])
+    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks, *storages)):
+        raise ValueError("a call has facts that are not numbers from 0 up")
+    leaves = [_leaf_from(leaf) if isinstance(leaf, dict) else leaf for leaf in facts["given"]["leaves"]]
+    given = Given(facts["given"]["structure"], storages, tuple(leaves))
+    try:
+        expected = treespec_loads(given.structure).num_leaves
+    except Exception as error:  # of many kinds, for what is no structure or names a class that is not there
+        raise ValueError("a call has a result of an unknown structure") from error
+    if len(leaves) != expected or not _has_room(given):
+        raise ValueError("a call has tensors that have no room")
+    return Call(**numbers, blocks=blocks, given=given)
+
+
+def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
+    shape, stride = tuple(map(int, facts["shape"])), tuple(map(int, facts["stride"]))
+    return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]))
+
+
+def _has_room(given: Given) -> bool:
+    for leaf in given.leaves:
+        if not isinstance(leaf, Leaf):
+            continue
+        dtype = getattr(torch, leaf.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not 0 <= leaf.storage < len(given.storages):
+            return False
+        last = leaf.offset + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
+        if 0 not in leaf.shape and (last + 1) * dtype.itemsize > given.storages[leaf.storage]:
+            return False
+    return True
+
+
+def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
+    """A call between two whose numbers of tokens are `whole` apart, with `part` more than the first.
+
+    A peak is the largest of sums that grow with the tokens and with their square: a chord of it is never below it.
+    """
+    gave = fewer.given, more.given
+    alike = [(given.structure, len(given.storages), [_rank(leaf) for leaf in given.leaves]) for given in gave]
+    if alike[0] != alike[1]:
+        return None
+
+    def chord(low: int, high: int) -> int:
+        return low - (low - high) * part // whole if high < low else low + -(-(high - low) * part // whole)
+
+    def chords(low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
+        return tuple(chord(a, b) for a, b in zip(low, high, strict=True))
+
+    leaves: list[Any] = []
+    for low, high in zip(gave[0].leaves, gave[1].leaves, strict=True):
+        if isinstance(low, Leaf) and isinstance(high, Leaf):
+            shape, stride = chords(low.shape, high.shape), chords(low.stride, high.stride)
+            leaves.append(Leaf(low.storage, chord(low.offset, high.offset), shape, stride, low.dtype))
+        else:
+            leaves.append(low)
+    given = Given(gave[0].structure, chords(gave[0].storages, gave[1].storages), tuple(leaves))
+    share = part / whole
+    call = Call(
+        plain=chord(fewer.plain, more.plain),
+        beside=chord(fewer.beside, more.beside),
+        left=chord(fewer.left, more.left),
+        operations=fewer.operations + (more.operations - fewer.operations) * share,
+        blocks=tuple(a + (b - a) * share for a, b in zip(fewer.blocks, more.blocks, strict=True)),
+        given=given,
+    )
+    return call if _has_room(given) else None
+
+
+def _rank(leaf: Any) -> Any:
+    return [leaf.storage, leaf.dtype, len(leaf.shape)] if isinstance(leaf, Leaf) else leaf
