@@ -39,9 +39,13 @@ class StagedPipeline(TextStage, VaeStages):
         notes = []
         if names := ", ".join(self.left_out):
             notes = [f"{self.title} runs without {names}: what these make beside pictures, such as sound, is left out."]
-        if self.takes_negative and _WORDS.search(cond.info.get("negative_prompt", "")):
+        if not self.takes_negative:
+            return notes
+        if _WORDS.search(cond.info.get("negative_prompt", "")):
             why = self._unguided(guidance, options)
             notes += [why] * bool(why)
+        elif guidance and guidance > 1 and not any(name.startswith("negative_") for name in cond.tensors):
+            notes.append("Guidance has no effect without a negative prompt. Encode one; it may be empty.")
         return notes
 
     def sample(

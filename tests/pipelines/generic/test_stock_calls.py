@@ -196,3 +196,23 @@ def test_noise_has_the_shape_that_is_drawn(name: str, tiny_folders: Folders, sim
         with pytest.raises((TypeError, ValueError), match=words):
             sample(cond, noise=wrong)
     assert sim.stats().allocated_bytes == 0
+
+
+def test_guidance_without_a_negative_prompt_is_told(tiny_folders: Folders) -> None:
+    """Qwen-Image guides only where it is given a negative prompt, as its own call does; an empty one counts."""
+    pipe = ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu")
+    none, empty = pipe.encode("a cat"), pipe.encode("a cat", "")
+    words = ["Guidance has no effect without a negative prompt. Encode one; it may be empty."]
+    assert pipe.sampling_notes(none, 4.0) == words
+    assert pipe.sampling_notes(none) == pipe.sampling_notes(none, 1.0) == pipe.sampling_notes(empty, 4.0) == []
+    assert torch.equal(pipe.sample(none, steps=2, guidance=4.0), pipe.sample(none, steps=2, guidance=1.0))
+    assert not torch.equal(pipe.sample(empty, steps=2, guidance=4.0), pipe.sample(none, steps=2))
+
+
+def test_what_no_stage_runs_is_told(tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu")
+    pipe.left_out = ("audio_vae", "vocoder")
+    (note,) = pipe.sampling_notes(pipe.encode("a cat"))
+    assert note.endswith(
+        "runs without audio_vae, vocoder: what these make beside pictures, such as sound, is left out."
+    )
