@@ -235,7 +235,7 @@ class _DryModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen, held = self.book.enter(self.name)
-        key = kind_of_call(args, kwargs)
+        key = _kind_of_call(args, kwargs)
         call = self.calls.get(key)
         if call and call.settled:
             result = tree_map_only(_Shape, _Shape.make, call.shapes)
@@ -314,8 +314,8 @@ def _wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Cal
     vars(module)["forward"] = wrapper(module.forward)
 
 
-def kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """Tell what makes two calls alike: shapes, dtypes, and the values of masks and ids."""
+def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
+    """What makes two calls alike: shapes, dtypes, and the values of masks and ids."""
     leaves, structure = tree_flatten((args, kwargs))
     return (str(structure), *map(_kind, leaves))
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...memory.planning.dry_run import StandIns, kind_of_call, lay_stand_ins, lay_weights
+from ...memory.planning.calls import kind_of
+from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
 
@@ -36,6 +37,7 @@ class Echo:
         vars(self.face)["_runs_on"] = torch.device("cpu")
         self.calls: list[tuple[str, float]] = []
         self._shapes: dict[Any, Any] = {}
+        self._noise = functools.lru_cache(maxsize=64)(_noise)
         lay_stand_ins(self._inner, stand_ins)
         with dry_card() as card:
             lay_weights(self._inner, card)
@@ -46,34 +48,32 @@ class Echo:
                 vars(module)[method] = functools.update_wrapper(answer, original)
 
     def _answer(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        heard = _digest([value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)])
+        heard = self._digest([value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)])
         if not name:
             self.calls.append((method, heard))
-        key = name, method, kind_of_call(args, kwargs)
+        key = name, method, kind_of(args, kwargs)
         if key not in self._shapes:
             self._shapes[key] = self._run(getattr(self._inner.get_submodule(name), method), args, kwargs)
         numbers = itertools.count(1)
-        return tree_map_only(torch.Tensor, lambda raw: _made_up(raw, heard, next(numbers)), self._shapes[key])
+        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
 
     def _run(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with torch.inference_mode(), dry_card():
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
             return tree_map_only(SimTensor, lambda tensor: tensor.raw, called(*args, **kwargs))
 
+    def _digest(self, tensors: Sequence[torch.Tensor]) -> float:
+        """A number that follows smoothly from every value: rounding hardly changes it."""
+        total = 0.0
+        for place, tensor in enumerate(tensors, 1):
+            values = tensor.detach().double().flatten().nan_to_num().clamp(-_LARGEST, _LARGEST)
+            total += float(values @ self._noise(len(values), place)) / max(1, len(values)) ** 0.5
+        return total
 
-def _digest(tensors: Sequence[torch.Tensor]) -> float:
-    """A number that follows smoothly from every value: rounding hardly changes it."""
-    total = 0.0
-    for place, tensor in enumerate(tensors, 1):
-        values = tensor.detach().double().flatten().nan_to_num().clamp(-_LARGEST, _LARGEST)
-        total += float(values @ _noise(len(values), place)) / max(1, len(values)) ** 0.5
-    return total
-
-
-def _made_up(raw: torch.Tensor, heard: float, number: int) -> torch.Tensor:
-    if not raw.is_floating_point():
-        return torch.zeros(raw.shape, dtype=raw.dtype) if raw.is_meta else raw.clone()
-    return torch.sin(4 * _noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
+    def _made_up(self, raw: torch.Tensor, heard: float, number: int) -> torch.Tensor:
+        if not raw.is_floating_point():
+            return torch.zeros(raw.shape, dtype=raw.dtype) if raw.is_meta else raw.clone()
+        return torch.sin(4 * self._noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
 
 
 def _noise(count: int, number: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ from .stock import (
 )
 
 _FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
+log = logging.getLogger("ballast")
+
 # Arguments that the stages set themselves.
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *_FRAMES, "guidance_scale",
@@ -103,6 +106,7 @@ class GenericPipeline(StagedPipeline):
         if verdict is None:
             for name in self._without_weights("tokenizer", "processor"):
                 self._tool(name)  # one that cannot be read says so itself
+            log.info("Ballast: comparing %s in stages with its own call, once for these versions", self.name)
             try:
                 with quietly(), self.manager.between_stages():
                     verdict = rehearse(self)
