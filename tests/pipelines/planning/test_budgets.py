@@ -27,7 +27,7 @@ from ballast.memory.planning import dry_run
 from ballast.memory.sizes import parse_bytes
 from ballast.pipelines.planning import forecast_cache
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -88,24 +88,29 @@ def keeps(opened: Opened, stage: str, run: Callable[[], Any], budget: int, sim: 
     pipe, refused = opened.pipe, ""
     pipe.vram_bytes = budget
     sim.reset_stats()
+    others = sim.stats().allocated_bytes
     try:
         result = run()
     except DoesNotFitError as error:
         refused = str(error)
-        assert sim.stats().allocated_bytes == 0
+        assert sim.stats().allocated_bytes <= others
         pipe.vram_bytes = least_named(refused)
         assert pipe.vram_bytes > budget
         sim.reset_stats()
         result = run()
     record = manager("sim").timeline.stages[-1]
-    peak, planned = sim.stats().peak_bytes, record.planned
+    # What is kept of an earlier stage may exceed a budget that was made smaller meanwhile, until this one begins.
+    peak, planned = record.peak_bytes if others else sim.stats().peak_bytes, record.planned
     told = (opened.name, stage, budget, pipe.vram_bytes, peak, refused)
-    assert record.name == stage and planned is not None, told
+    assert record.name == stage, told
     assert peak <= pipe.vram_bytes, told
-    assert peak <= planned.peak_vram_bytes <= opened.above(stage) * peak, (*told, planned.peak_vram_bytes)
-    ran = {unit.name: unit.placement for unit in record.units.values() if unit.placement != "-"}
-    assert {unit.unit: unit.placement for unit in planned.units} == ran, told
-    assert sim.stats().allocated_bytes == 0
+    if planned is None:
+        assert others, told
+    else:
+        assert peak <= planned.peak_vram_bytes <= opened.above(stage) * peak, (*told, planned.peak_vram_bytes)
+        ran = {unit.name: unit.placement for unit in record.units.values() if unit.placement != "-"}
+        assert {unit.unit: unit.placement for unit in planned.units} == ran, told
+    assert pipe.keep or sim.stats().allocated_bytes == 0
     return result
 
 
@@ -240,18 +245,18 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(keep=st.booleans())
     def keep_or_not(self, keep: bool) -> None:
-        manager("sim").free()
         self.opened.pipe.keep = keep
+        if not keep:
+            manager("sim").free()
 
     @rule(words=st.integers(1, 14), others=st.integers(0, 6))
     def encode(self, words: int, others: int) -> None:
-        manager("sim").free()
+        """Beside the transformer, where that is kept."""
         self.cond = keeps(self.opened, "encode", self.opened.encoding(words, others), self.budget(0), self.sim)
 
     @precondition(lambda self: self.cond is not None)
     @rule(strategy=st.sampled_from(STRATEGIES))
     def sample(self, strategy: str) -> None:
-        self.opened.pipe.keep = False
         keeps(self.opened, "sample", partial(self.opened.sample, self.cond, strategy), self.budget(1), self.sim)
 
     def teardown(self) -> None:
@@ -274,6 +279,7 @@ def test_budgets_and_prompts_may_change_between_runs(
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
+            phases=[Phase.explicit, Phase.generate],  # a failure says all that there is to say
             suppress_health_check=list(HealthCheck),
         ),
     )
