@@ -86,14 +86,15 @@ class StageRecord:
     other_bytes: int = 0
     budget_bytes: int = 0
     run: str = ""
+    note: str = ""  # how it ran, such as "in tiles"; empty where it is as usual
     outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
     events: list[Event] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """Its name, and how it ended if not well."""
-        return f"{self.name}, {self.outcome}" if self.outcome else self.name
+        """Its name, how it ran, and how it ended if not well."""
+        return ", ".join(filter(None, [self.name, self.note, self.outcome]))
 
     def ended_by(self, error: BaseException) -> None:
         """Note why it did not end well. The host's own interrupt is not an Exception, and was one in older hosts."""
@@ -123,8 +124,8 @@ class StageRecord:
         return self.other_bytes * 100 > self.own_peak_bytes
 
     def summary(self) -> str:
-        """One line: how it ended if not well, what came in, the peak, the time, and beside them what was planned."""
-        said = [self.outcome] if self.outcome else []
+        """One line: how it ended if not well, how it ran, what came in, the peak, the time, and what was planned."""
+        said = [*filter(None, [self.outcome, self.note])]
         said += [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
@@ -203,6 +204,11 @@ class Timeline:
         if self._watcher is not None:
             allocated = self._accelerator.allocated_bytes()
             self._watcher(Event(time.perf_counter(), kind, unit.name, bytes, allocated, 0, ()), unit)
+
+    def note(self, text: str) -> None:
+        """Say in the record of the present stage how it runs."""
+        if self._stage is not None:
+            self._stage.note = text
 
     def begin(self, name: str, units: Sequence[ManagedModel], budget_bytes: int) -> StageRecord:
         """Open the record of a stage; events belong to it until `finish`."""

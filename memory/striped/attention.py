@@ -79,7 +79,11 @@ class _Attention(Map):
         asked = query.rows(start, stop).float() * self._scale
         most = total = summed = None
         block = self._block(stop - start)
-        for low, high in self.room.steps(stripes(key.length, block)):
+
+        def kind(low: int, high: int) -> tuple:
+            return key.kind(low, high), value.kind(low, high)
+
+        for low, high in self.room.steps(stripes(key.length, block), kind):
             scores = asked @ key.rows(low, high).float().transpose(-1, -2)
             if isinstance(mask, torch.Tensor):
                 scores = _masked(scores, mask if mask.shape[-1] == 1 else mask[..., low:high])
@@ -95,12 +99,15 @@ class _Attention(Map):
             else:
                 less = (most - peak).exp()
                 most, total, summed = peak, total * less + amount, torch.addcmul(part, summed, less)
+                del less
+            del peak, amount, part
         assert summed is not None
         assert total is not None
         return (summed / total).to(query.dtype)
 
     def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
-        return [(self.inputs[0], start, stop)]  # keys and values pass by
+        query, _, _, *masks = self.inputs  # keys and values pass by
+        return [(one, start, stop) for one in (query, *masks)]
 
     def _let_go(self) -> None:
         self._mask = None

@@ -120,7 +120,8 @@ def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: i
     while done < node.length:
         left = node.length - done
         height = min(most, stripe_height(left, room.free_bytes, peak_bytes, node.grain))
-        for start, stop in room.steps([(done + above, done + below) for above, below in stripes(left, height)]):
+        spans = [(done + above, done + below) for above, below in stripes(left, height)]
+        for start, stop in room.steps(spans, node.kind):
             try:
                 _take(node, take, start, stop)
             except Exception as error:

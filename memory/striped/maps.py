@@ -104,6 +104,13 @@ class Map:
         elif not self._on_device:
             yield self, start, stop
 
+    def kind(self, start: int, stop: int) -> tuple:
+        """What tells these rows from others to make: those of one kind take the same steps, in as many bytes."""
+        if self.kept is not None:
+            return (stop - start,)
+        sources = (source.kind(low, high) for source, low, high in self._sources(start, stop))
+        return (stop - start, *self._phase(start, stop), *sources)
+
     @property
     def _on_device(self) -> bool:
         return self.buffer is not None and self.buffer.on_device
@@ -118,6 +125,10 @@ class Map:
 
     def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
         return [(source, start, stop) for source in self.inputs]
+
+    def _phase(self, start: int, stop: int) -> tuple[int, ...]:
+        """How rows lie in what they are made from, beside how many of that there are."""
+        return ()
 
     def _fresh_bytes(self, rows: int) -> int:
         return rows * self.row_bytes
@@ -165,6 +176,9 @@ class Local(Map):
         made = self._function([source.rows(low, high) for source, low, high in self._sources(start, stop)])
         above = start // self._ratio[0] * self._ratio[0]
         return made if made.shape[self.axis] == stop - start else made.narrow(self.axis, start - above, stop - start)
+
+    def _phase(self, start: int, stop: int) -> tuple[int, ...]:
+        return (start % self._ratio[0],)
 
     def _taken(self, rows: int) -> tuple[int, int]:
         """Rows of the inputs for so many, and rows that these make."""
@@ -232,6 +246,10 @@ class Window(Map):
         made = self._function(source.rows(low, high), max(0, low - first), max(0, last - high))
         extra = max(0, first - low) // self._stride
         return made if made.shape[self.axis] == stop - start else made.narrow(self.axis, extra, stop - start)
+
+    def _phase(self, start: int, stop: int) -> tuple[int, ...]:
+        first, last = self._reached(start, stop)
+        return first - max(0, first), last - min(last, self.inputs[0].length)
 
     def _peak_bytes(self, rows: int) -> int:
         source = self.inputs[0]

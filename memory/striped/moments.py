@@ -36,15 +36,15 @@ class Tally:
         self._parts: list[torch.Tensor] = []
 
     def add(self, stripe: torch.Tensor) -> None:
-        """One more stripe. What is kept of it is small, and stays on its device."""
+        """One more stripe. What is kept of it is small, and lies in RAM: of many stripes it would add up."""
         dims = list(range(self._axis, stripe.dim()))
         variance, mean = torch.var_mean(stripe.float(), dim=dims, correction=0)
-        self._parts.append(torch.stack([mean, variance]))
+        self._parts.append(torch.stack([mean, variance]).cpu())
         self._counts.append(stripe.numel() // max(1, mean.numel()))
 
     def total(self) -> Moments:
-        """The moments of all. One wait for the device."""
-        parts = torch.stack(self._parts).cpu().double()
+        """The moments of all."""
+        parts = torch.stack(self._parts).double()
         counts = torch.tensor(self._counts, dtype=torch.float64).reshape(-1, *[1] * (parts.dim() - 2))
         means, variances = parts.unbind(1)
         mean = (means * counts).sum(0) / counts.sum()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,20 +63,23 @@ class Room:
             log.warning("Ballast: memory ran out in a stripe; going on in smaller ones")
         self._was_short = True
 
-    def steps(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The stripes of a pass, or the blocks of one. A dry run does one of those that are alike, and counts all."""
-        alike = len(spans) - 2
+    def steps(
+        self, spans: Sequence[tuple[int, int]], kind: Callable[[int, int], Hashable]
+    ) -> Iterator[tuple[int, int]]:
+        """The stripes of a pass, or the blocks of one. A dry run does the first, one of each `kind`, and counts all."""
+        kinds = [(index == 0, kind(*span)) for index, span in enumerate(spans)] if self._dry else []
+        times = Counter(kinds)
         for index, span in enumerate(spans):
             if self._on_stripe:
                 self._on_stripe()
-            if not self._dry or alike < 2 or index in (0, len(spans) - 1):
+            if not self._dry:
                 yield span
-            elif index == len(spans) // 2:
+            elif more := times.pop(kinds[index], 0):
                 before = self.h2d_bytes, self.d2h_bytes, self.operations()
                 yield span
-                self.h2d_bytes += (alike - 1) * (self.h2d_bytes - before[0])
-                self.d2h_bytes += (alike - 1) * (self.d2h_bytes - before[1])
-                self._repeated_operations += (alike - 1) * (self.operations() - before[2])
+                self.h2d_bytes += (more - 1) * (self.h2d_bytes - before[0])
+                self.d2h_bytes += (more - 1) * (self.d2h_bytes - before[1])
+                self._repeated_operations += (more - 1) * (self.operations() - before[2])
 
     def operations(self) -> float:
         """Of a dry run, so far: its card does one a second."""

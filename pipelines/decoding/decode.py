@@ -23,15 +23,19 @@ from ...memory.manager import MemoryManager
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.probe import rates
 from ...memory.rates import Rates
+from ...memory.sizes import format_bytes
 from ...memory.striped import StripedForecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import to_host
-from .policy import Way, WayName, choose, less
+from .policy import SHARES, Way, WayName, choose, less
 from .precision import full_float32
 
 log = logging.getLogger("ballast")
 
 _TILE_PIXELS = 512
+_STEPS = 32  # of budgets of stripes between one power of two and the next
+_HOPELESS = 2  # times the room: stripes that take so much do not fit in it however low they are
+_LEAST_STRIPES = Way("stripes", share=SHARES[-1])
 CPU_SHARE = 1 / 8  # of spare RAM, for the activations of stripes on the CPU; the feature maps get the rest
 
 
@@ -67,40 +71,66 @@ class VaeRun:
     splits: bool = True
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out."""
-        way = self.choose(tensor)
-        if self.splits and len(tensor) > 1 and way.name != "whole":
-            done, way = [], self.choose(tensor[:1])
-            for one in tensor.split(1):
-                made, way = self._step_down(one, way)
-                done.append(made)
-            return torch.cat(done)
-        return self._step_down(tensor, way)[0]
+        """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out.
 
-    def choose(self, tensor: torch.Tensor, ram_bytes: int | None = None, speed: Rates | None = None) -> Way:
-        """Choose the way to try first, with `ram_bytes` for feature maps, by default all that can be freed."""
+        Raises RuntimeError where stripes fail for another reason, and nothing else that gives the same fits.
+        """
+        way, first = self.start(tensor)
+        done = []
+        for part in tensor.split(len(first)):
+            made, way = self._step_down(part, way)
+            done.append(made)
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def start(self, tensor: torch.Tensor, speed: Rates | None = None) -> tuple[Way, torch.Tensor]:
+        """The way to try first, and what of a batch it is for: all of it, or its first."""
+        way = self._choose(tensor, speed)
+        if self.splits and len(tensor) > 1 and way.name != "whole":
+            return self._choose(tensor[:1], speed), tensor[:1]
+        return way, tensor
+
+    def _choose(self, tensor: torch.Tensor, speed: Rates | None) -> Way:
         if host_flags().vae_on_cpu:
             return Way("cpu")
         if self.forecasts is None:
             return Way("whole")
-        room = max(0, self.manager.ram_room() - self.vae.size_bytes) if ram_bytes is None else ram_bytes
-        return choose(self._ways(self.forecasts, tensor, speed), self.room_bytes, room)
+        return choose(self._ways(self.forecasts, tensor, speed), self.room_bytes, self._ram_room())
 
     def _ways(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates | None) -> Iterator[Way]:
         """Yield the ways with their needs. A way has its dry run only when it is asked for."""
         weights = self.vae.size_bytes
         whole = forecasts.whole(tensor)
         yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
-        speed = speed or rates(self.manager.device)
-        if (found := forecasts.stripes(tensor, self._striped_bytes(1.0))) is not None:
-            yield Way("stripes", weights + found.peak_bytes, found.host_peak_bytes, found.seconds(speed))
-        if (tiles := forecasts.tiles(tensor)) is not None:
-            work = tiles.units[self.vae.name]
-            yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
+        if weights < self.room_bytes:
+            speed = speed or rates(self.manager.device)
+            if stripes := self._stripes(forecasts, tensor, speed):
+                yield stripes
+            if (tiles := forecasts.tiles(tensor)) is not None:
+                work = tiles.units[self.vae.name]
+                yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
         yield Way("cpu")
 
+    def _stripes(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates) -> Way | None:
+        """Stripes cut for the largest share of the room whose forecast fits in all of it; None without a forecast."""
+        way = None
+        for share in SHARES:
+            budget = self._striped_bytes(share)
+            if (found := forecasts.stripes(tensor, budget)) is None:
+                return None
+            peak = self.vae.size_bytes + found.peak_bytes
+            way = Way("stripes", peak, found.host_peak_bytes, found.seconds(speed), share)
+            if peak <= self.room_bytes or found.peak_bytes > _HOPELESS * (self.room_bytes - self.vae.size_bytes):
+                break
+        return way
+
     def _striped_bytes(self, share: float) -> int:
-        return max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+        """The budget of stripes, the same in forecasts and runs: rounded down, for one forecast to serve many."""
+        budget = max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+        return budget - budget % max(1, 2 ** (budget.bit_length() - 1) // _STEPS) if budget else 0
+
+    def _ram_room(self) -> int:
+        """RAM for feature maps: all that can be freed beside the weights."""
+        return max(0, self.manager.ram_room() - self.vae.size_bytes)
 
     def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
         """RAM that a way needs beside the weights, or 0 where no forecast knows."""
@@ -117,33 +147,53 @@ class VaeRun:
                 return self._run(tensor, way), way
             except BaseException as error:
                 release_frames(error)
-                short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
-                # Not every module's code can run in stripes.
-                lower = less(way) if short or way.name != "stripes" else Way("tiles")
-                stops = host.is_interrupt(error) or not isinstance(error, Exception)
-                if lower is None or stops or not (short or way.name == "stripes"):
+                if host.is_interrupt(error) or not isinstance(error, Exception):
+                    raise
+                short = is_out_of_memory(error) or isinstance(error, DoesNotFitError | striped.OutOfRamError)
+                if short:
+                    lower = less(_LEAST_STRIPES if isinstance(error, striped.OutOfRamError) else way)
+                else:
+                    lower = self._without_stripes(tensor, error) if way.name == "stripes" else None
+                if lower is None:
                     raise
                 self.manager.make_room()
-                if short:
-                    log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
-                else:
-                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, str(error), lower.words)
+                why = "ran out of memory" if short else f"failed ({error})"
+                log.warning("Ballast: %s %s %s; trying %s", self.name, way.words, why, lower.words)
                 way = lower
+
+    def _without_stripes(self, tensor: torch.Tensor, error: Exception) -> Way:
+        """The way that gives the same as stripes, which failed: whole on the CPU, since the device has no room.
+
+        Not every module's code can run in stripes. Raises RuntimeError where RAM is short of that: tiles give another
+        picture, which is not to be had by an error.
+        """
+        wanted, room = self._ram_bytes(tensor, Way("cpu")), self._ram_room()
+        if wanted > room:
+            raise RuntimeError(
+                f"{self.name} in stripes failed ({error}), whole it does not fit the budget of "
+                f"{format_bytes(self.room_bytes)}, and on the CPU it takes {format_bytes(wanted)} of RAM, of which "
+                f"{format_bytes(room)} can be had. Raise the vram budget, or choose a smaller size or fewer frames."
+            ) from error
+        return Way("cpu")
 
     def _run(self, tensor: torch.Tensor, way: Way) -> torch.Tensor:
         manager, budget = self.manager, self._striped_bytes(way.share)
         forecast = None
-        if way.name == "whole" and self.forecasts is not None:
-            forecast = self.forecasts.whole(tensor)
+        if self.forecasts is not None and way.name in ("whole", "tiles"):
+            forecast = (self.forecasts.whole if way.name == "whole" else self.forecasts.tiles)(tensor)
         elif way.name == "stripes":
-            forecast = Forecast(0, {self.vae.name: UnitForecast(0, budget, budget, budget, 1, 0.0)})
+            takes = max(budget, (way.peak_bytes or 0) - self.vae.size_bytes)
+            forecast = Forecast(0, {self.vae.name: UnitForecast(0, takes, takes, takes, 1, 0.0)})
         ram = self._ram_bytes(tensor, way)
-        strategy = "cpu" if way.name == "cpu" else "auto"
+        # Stripes read weights later than the modules are called, and tiles are forecast with all of them in place.
+        strategies: dict[WayName, str] = {"cpu": "cpu", "whole": "auto"}
+        strategy = strategies.get(way.name, "resident")
         work = (self.name, tuple(tensor.shape), way.name)
         with (
             manager.stage(self.name, [self.vae], work=work, forecast=forecast, **self.stage),
             manager.use(self.vae, strategy, alone=self.stage["alone"]) as module,
         ):
+            manager.timeline.note(way.note)
             device = manager.execution_device(strategy)
             run = functools.partial(_call, self.call, module, device, way.name)
             room = manager.make_ram_room(ram)

@@ -10,7 +10,7 @@ WayName = Literal["whole", "stripes", "tiles", "cpu"]
 
 _PATIENCE = 8  # times as long as blended tiles, which change the picture, and a minute
 _MINUTE = 60.0
-_LEAST_SHARE = 1 / 8  # of the budget, for stripes after an out-of-memory error
+SHARES = (1.0, 1 / 2, 1 / 8)  # of the budget, that stripes are cut for: where one is exceeded, the next may keep it
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Way:
         """What the user reads."""
         part = "" if self.share == 1 else f" of 1/{round(1 / self.share)} of the room"
         return {"whole": "whole", "stripes": f"in stripes{part}", "tiles": "in tiles", "cpu": "on the CPU"}[self.name]
+
+    @property
+    def note(self) -> str:
+        """What a report says of it, where it is not whole: of tiles too that the picture is another."""
+        return {"whole": "", "tiles": "in tiles, which may show faint seams"}.get(self.name, self.words)
 
     def fits(self, room_bytes: int, ram_bytes: int) -> bool:
         """Whether it may fit the budgets."""
@@ -54,8 +59,8 @@ def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
 
 
 def less(way: Way) -> Way | None:
-    """The way to try after an out-of-memory error; None after the CPU."""
-    if way.name == "stripes" and way.share > _LEAST_SHARE:
-        return Way("stripes", share=_LEAST_SHARE)
+    """The way to try after memory ran out; None after the CPU."""
+    if way.name == "stripes" and way.share > SHARES[-1]:
+        return Way("stripes", share=SHARES[-1])
     after: dict[WayName, WayName] = {"whole": "stripes", "stripes": "tiles", "tiles": "cpu"}
     return Way(after[way.name]) if way.name in after else None

@@ -10,7 +10,7 @@ import torch
 
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.planning.planner import make_plan
+from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan
 from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
@@ -106,29 +106,35 @@ def plan_stage(
 
 def _plan_decoding(run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates) -> StagePlan:
     assert run.forecasts is not None
-    if len(latents) > 1 and run.choose(latents, ram_bytes, rates).name != "whole":
-        latents = latents[:1]
-    way = run.choose(latents, ram_bytes, rates)
-    work = run.forecasts.tiles(latents) if way.name in ("tiles", "cpu") else run.forecasts.whole(latents)
-    assert work is not None
-    note = way.words if way.name != "cpu" else "in tiles or on the CPU"
+    way, latents = run.start(latents, rates)
+    work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
+    if work is None:
+        raise ValueError(f"decoding cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
+    note = way.note
+    if way.name == "cpu":
+        plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
+        return StagePlan("decode", (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
-        (name,) = work.units
         peak = (way.peak_bytes or 0) - run.vae.size_bytes
         takes = UnitForecast(0, peak, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
-        work = Forecast(0, {name: takes})
+        work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
-    plan = plan_stage(
-        "decode",
-        work,
-        [run.vae],
-        budget_bytes=budget_bytes,
-        ram_bytes=ram_bytes,
-        rates=rates,
-        strategy="auto" if way.name == "whole" else "resident",
-        by_user=False,
+    plan_of = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, by_user=False)
+    return replace(
+        plan_of("decode", work, [run.vae], strategy="auto" if way.name == "whole" else "resident"), note=note
     )
-    return plan if way.name == "whole" else replace(plan, note=note)
+
+
+def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
+    """The plan of a VAE on the CPU, of which no rate is known: its seconds are those of the device."""
+    fits = vae.size_bytes <= ram_bytes
+    read = 0.0 if vae.tier != "disk" else vae.size_bytes / rates.disk_bytes_per_second
+    seconds = work.operations / rates.operations_per_second
+    why = "it fits the VRAM in no way" if fits else f"{format_bytes(vae.size_bytes)} do not fit the RAM budget"
+    return Plan(
+        "cpu", 0, 0, vae.size_bytes + work.peak_bytes, (), 0, seconds, read + seconds, seconds, 0.0,
+        unit=vae.name, budget_bytes=budget_bytes, reason=f"On the CPU: {why}.", fits=fits,
+    )  # fmt: skip
 
 
 def _forecast_run(run: Run) -> dict[str, Forecast]:

@@ -24,7 +24,6 @@ log = logging.getLogger("ballast")
 Method = Literal["decode", "encode"]  # of the VAE
 
 _COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
-_STEPS = 32  # of budgets between one power of two and the next: those closer than this are one
 _MOST = 256
 
 _striped: OrderedDict[str, StripedForecast | None] = OrderedDict()
@@ -63,7 +62,6 @@ class VaeForecasts:
 
     def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None:
         """The forecast for exact stripes that keep a budget beside the weights."""
-        budget_bytes -= budget_bytes % max(1, 2 ** (budget_bytes.bit_length() - 1) // _STEPS)
         sample = self._sample(tensor)
         key = self._key(f"stripes {budget_bytes}", sample)
         if key not in _striped:

@@ -17,14 +17,16 @@ from ballast.commands.main import main
 from ballast.memory import copies
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
+from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated.card import card
 from ballast.memory.units.structure import slots
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode
 from ballast.pipelines.decoding.rescue import DecodeError, load_latents, save_latents
+from ballast.pipelines.planning.plans import _plan_decoding
 from conftest import HOST
-from host import run_node
+from host import page, run_node
 from safetensors.torch import load_file, save_file
 
 Folders = Callable[[str], Path]
@@ -33,6 +35,15 @@ Folders = Callable[[str], Path]
 @pytest.fixture
 def pipe(tiny_folders: Folders, sim: ModuleType) -> Any:
     return ballast.open_pipeline(tiny_folders("lumina2"), device="sim")
+
+
+@pytest.fixture
+def in_host(tiny_folders: Folders, sim: ModuleType) -> Any:
+    """The same in models/diffusers, as Load Pipeline gives it."""
+    root = Path(folder_paths.get_folder_paths("diffusers")[0])
+    folder = Path(shutil.copytree(tiny_folders("lumina2"), root / "lumina2"))
+    yield run_node(LoadPipeline, pipeline="lumina2", device="sim").result[0]
+    shutil.rmtree(folder)
 
 
 def latents(batch: int = 1, height: int = 24, width: int = 17) -> torch.Tensor:
@@ -140,6 +151,67 @@ def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytes
     assert taken[0][0] in ("in tiles", "on the CPU")
 
 
+def test_tiles_are_told_where_one_looks(
+    pipe: Any, in_host: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the plan, in the node, and in the report: their picture is another."""
+    z = latents(1, 80, 80)
+    told = "in tiles, which may show faint seams"
+    monkeypatch.setattr(decode.VaeRun, "_ram_room", lambda self: 0)
+    forecasts = pipe._vae_forecasts("decode", {}, 0)
+    budget = pipe.decoder.size_bytes + forecasts.tiles(z).units["vae"].peak_bytes
+    assert budget < pipe.decoder.size_bytes + forecasts.whole(z).units["vae"].peak_bytes
+    planned = _plan_decoding(pipe._vae_run("decode", {}, budget, planned=True), z, budget, 2**40, ASSUMED)
+    assert planned.note == told and planned.peak_vram_bytes <= budget
+    opened = in_host.open()
+    opened.vram_bytes = budget
+    monkeypatch.setattr(type(in_host), "open", lambda self: opened)
+    with page() as shown:
+        run_node(VaeDecode, pipeline=in_host, latent={"samples": z})
+    assert shown.texts[-1][1].startswith(told)
+    assert f"decode, {told}" in manager("sim").timeline.table()
+    assert manager("sim").timeline.stages[-1].peak_bytes <= planned.peak_vram_bytes
+
+
+def failing_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("a striped tensor was asked for what it cannot do")
+
+    monkeypatch.setattr(decode.striped, "run", failing)
+
+
+def test_error_in_stripes_does_not_change_the_picture(
+    pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    z = latents(2, 80, 80)  # more than a tile
+    expected = pipe.decode(z)
+    pipe.vram_bytes = budget_between(pipe, z[:1], 0.8)
+    taken = ways_taken(monkeypatch)
+    failing_stripes(monkeypatch)
+    torch.testing.assert_close(pipe.decode(z), expected, atol=5e-4, rtol=0)
+    assert taken == [("in stripes", 1), ("on the CPU", 1), ("on the CPU", 1)]
+    assert "in stripes failed (a striped tensor was asked for what it cannot do); trying on the CPU" in caplog.text
+    record = manager("sim").timeline.stages[-1]
+    assert record.summary().startswith("on the CPU; ")
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_error_in_stripes_is_told_where_nothing_else_gives_the_same_picture(
+    pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    z = latents(1, 80, 80)
+    whole = pipe._vae_forecasts("decode", {}, 0).whole(z).units["vae"].peak_bytes
+    pipe.vram_bytes = budget_between(pipe, z, 0.8)
+    taken = ways_taken(monkeypatch)
+    failing_stripes(monkeypatch)
+    monkeypatch.setattr(decode.VaeRun, "_ram_room", lambda self: whole - 1)
+    with pytest.raises(RuntimeError, match=r"^decode in stripes failed \(a striped tensor .* Raise the vram") as caught:
+        pipe.decode(z)
+    assert "\n" not in str(caught.value)
+    assert taken == [("in stripes", 1)]
+    assert sim.stats().allocated_bytes == 0
+
+
 def test_copies_of_weights_in_ram_make_room_for_maps(
     pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,14 +315,10 @@ def test_all_ways_down_to_the_cpu(pipe: Any, sim: ModuleType, monkeypatch: pytes
 
 
 @pytest.fixture
-def broken(tiny_folders: Folders, sim: ModuleType) -> Any:
-    """A pipeline in models/diffusers whose VAE has lost its weights since."""
-    root = Path(folder_paths.get_folder_paths("diffusers")[0])
-    folder = Path(shutil.copytree(tiny_folders("lumina2"), root / "broken"))
-    reference = run_node(LoadPipeline, pipeline="broken", device="sim").result[0]
-    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    yield reference
-    shutil.rmtree(folder)
+def broken(in_host: Any) -> Any:
+    """A pipeline whose VAE has lost its weights since."""
+    (in_host.open().folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    return in_host
 
 
 def test_latent_that_cannot_be_decoded_is_saved(broken: Any) -> None:
