@@ -20,6 +20,14 @@ from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
 
+# Methods that change a shape in place, which a wrapper's cannot be: another takes its place, in inference mode.
+_RESHAPES = {
+    torch.Tensor.unsqueeze_: torch.Tensor.unsqueeze,
+    torch.Tensor.squeeze_: torch.Tensor.squeeze,
+    torch.Tensor.transpose_: torch.Tensor.transpose,
+    torch.Tensor.t_: torch.Tensor.t,
+}
+
 one_at_a_time = threading.RLock()  # who puts another card in the place of the one in use
 
 
@@ -74,6 +82,9 @@ class _Functions(TorchFunctionMode):
             device = kwargs.pop("device", None)
             made = func(*values, **kwargs)
             return made if device is None else made.to(device)
+        if func in _RESHAPES and isinstance(args[0], SimTensor):
+            torch.utils.swap_tensors(args[0], _RESHAPES[func](*args, **kwargs))
+            return args[0]
         if func is torch.Tensor.__getitem__:
             picked = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(item, list) for item in picked):

@@ -243,7 +243,7 @@ class GenericPipeline(StagedPipeline):
         import transformers
 
         return {
-            "format": 1,  # to be raised when dry runs give other results
+            "format": 2,  # to be raised when dry runs give other results
             "pipeline": self.name,
             "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
             "config": self._config,

@@ -39,10 +39,16 @@ class StandIn(nn.Module):
 
 
 class StandInVae(StandIn):
-    """Stands in for a VAE while the transformer runs, and catches what it is asked to decode."""
+    """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
+
+    Pictures to start from would have to be encoded by it, which is not there: that is refused.
+    """
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise DecodeCalledError(latents)
+
+    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("this run starts from a picture, which cannot be staged yet. Leave the picture out.")
 
 
 class DecodeCalledError(Exception):
