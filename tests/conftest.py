@@ -25,6 +25,7 @@ torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 # The nodes import the host's modules: a real ComfyUI's where this Python can run one, else the stand-ins.
 HOST = find_host() if can_run_host() else None
 _base = tempfile.TemporaryDirectory(prefix="ballast_tests_")
+os.environ["XDG_CACHE_HOME"] = str(Path(_base.name) / "cache")  # of what runs outside of any one test
 use_modules(HOST, _base.name)
 
 

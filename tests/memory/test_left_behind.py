@@ -145,7 +145,7 @@ def other_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
     def folder(name: str) -> Path:
         if not (root / name).is_dir():
-            tiny._seeded(OTHERS[name])().save_pretrained(root / name, safe_serialization=True)
+            tiny.seeded(OTHERS[name])().save_pretrained(root / name, safe_serialization=True)
         return root / name
 
     return folder
