@@ -78,3 +78,10 @@ def test_budgets_are_kept_as_planned(name: str, method: str, tiny_folders: Folde
         if "tiles" not in note:
             torch.testing.assert_close(result, expected, atol=PIXELS, rtol=0)
     assert notes[0] == "" and notes[1] and notes[2:4] == ["on the CPU"] * 2
+
+
+def test_picture_without_further_frames_goes_in_stripes(tiny_folders: Folders, sim: ModuleType) -> None:
+    """HunyuanVideo 1.5 takes the frames behind the first apart, also where there are none."""
+    pipe: Any = ballast.open_pipeline(tiny_folders("hunyuan_video15"), device="sim")
+    forecasts = pipe._vae_run("encode", {}, GB, planned=True).forecasts
+    assert forecasts.stripes(torch.rand(1, 3, 1, 160, 192), 2_000_000).peak_bytes <= 2_000_000
