@@ -24,6 +24,8 @@ def _reshaped(function: Any, x: Map, *args: Any, **kwargs: Any) -> Map:
 
 def reshaped(x: Map, shape: Sequence[int]) -> Map:
     """The same elements in the same order. Raises NotStripedError where rows would be torn."""
+    if 0 in shape:  # as of the frames behind the first, where there are none
+        raise NotStripedError
     before, inside = math.prod(x.shape[: x.axis]), math.prod(x.shape[x.axis + 1 :])
     axis = next((at for at in range(len(shape) - 1, -1, -1) if math.prod(shape[:at]) == before and shape[at] > 1), None)
     if axis is None:  # nothing but rows of one element, or rows that are not the outermost of what they end up in

@@ -22,6 +22,7 @@ from ...memory.errors import is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.sizes import format_bytes
 from ...pipelines.decoding.decode import CPU_SHARE
+from ...pipelines.decoding.policy import Way
 from ...pipelines.decoding.precision import full_float32
 from ...pipelines.sampling.latents import check_finite, check_fit, check_latents
 from .digest import base_tensors
@@ -36,6 +37,14 @@ _HANDLES = (
     "_prefetch", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
     "dynamic_vbars", "dynamic_pins", "dynamic_patchers",
 )  # fmt: skip
+
+
+# Of the host's VAE: methods that decode in tiles.
+_TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d", "_decode_tiled_owned")
+
+
+class _StripesError(RuntimeError):
+    """Stripes failed, and not for memory. Says why."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +62,10 @@ def is_vae(thing: Any) -> bool:
 
 def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     """Pictures or the frames of videos: whole, in exact stripes where that does not fit, in the VAE's own tiles if
-    memory runs out all the same, then on the CPU.
+    memory runs out all the same, then on the CPU. The summary says which, of those that are done.
 
     Neither the copy nor the VAE itself is on the device afterwards, whatever happened. Raises WrongLatentsError for
-    latents of another model.
+    latents of another model, RuntimeError where stripes fail for another reason and the CPU has no room for the whole.
     """
     try:
         return _decode_native(vae, latents)
@@ -89,24 +98,33 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     module = float32_copy(vae.patcher)
     parts = [latents] if _mixes_pictures(module) else latents.split(1)
     done: list[torch.Tensor] = []  # kept when a later one runs out of memory
+    ways: dict[str, None] = {}  # of those that are done
+    no_stripes = ""  # why
     for device in dict.fromkeys((torch.device(vae.device), torch.device("cpu"))):
         try:
-            with full_float32(), _double_on(device, vae, module) as double:
+            with full_float32(), _double_on(device, vae, module, no_stripes) as double:
                 while len(done) < len(parts):
+                    double.ways.clear()
                     done.append(double.decode(parts[len(done)]).float().cpu())
+                    ways |= dict.fromkeys(sorted(double.ways))
         except Exception as error:
-            if device.type == "cpu" or not is_out_of_memory(error):
+            failed = isinstance(error, _StripesError)
+            if device.type == "cpu" or not (failed or is_out_of_memory(error)):
                 raise
             release_frames(error)
-            log.warning("Ballast: decoding does not fit, in tiles neither; trying the CPU")
+            if failed:  # the host's tiles would give another picture
+                no_stripes = str(error)
+                log.warning("Ballast: decoding in stripes failed (%s); trying the CPU", no_stripes)
+            else:
+                log.warning("Ballast: decoding does not fit, in tiles neither; trying the CPU")
         else:
             break
     images = torch.cat(done)
     if images.ndim not in (4, 5):
         raise ValueError(f"this VAE makes {list(images.shape)}, which are no pictures. Use the node for its kind.")
     name = type(vae.first_stage_model).__name__
-    summary = f"{name} in float32 on {device}, now gone; {time.monotonic() - started:.1f} s"
-    return Decoded(images.flatten(0, -4), summary)
+    said = [f"{name} in float32 on {device}, now gone", *ways, f"{time.monotonic() - started:.1f} s"]
+    return Decoded(images.flatten(0, -4), "; ".join(said))
 
 
 def _mixes_pictures(module: nn.Module) -> bool:
@@ -115,8 +133,8 @@ def _mixes_pictures(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _double_on(device: torch.device, vae: Any, module: nn.Module) -> Iterator[Any]:
-    double = _double(vae, module, device)
+def _double_on(device: torch.device, vae: Any, module: nn.Module, no_stripes: str) -> Iterator[Any]:
+    double = _double(vae, module, device, no_stripes)
     try:
         yield double
     except BaseException as error:
@@ -128,10 +146,21 @@ def _double_on(device: torch.device, vae: Any, module: nn.Module) -> Iterator[An
 
 
 class _Careful:
-    """A VAE's module, whose `decode` goes in stripes where the host's estimate of decoding whole does not fit."""
+    """A VAE's module, whose `decode` goes in stripes where the host's estimate of decoding whole does not fit.
 
-    def __init__(self, module: nn.Module, device: torch.device, whole_bytes: Callable[[torch.Tensor], float]) -> None:
+    `no_stripes` says why they failed before, if they did. The way is added to `ways`, in words.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        whole_bytes: Callable[[torch.Tensor], float],
+        ways: set[str],
+        no_stripes: str,
+    ) -> None:
         self._module, self._device, self._whole_bytes = module, device, whole_bytes
+        self._ways, self._no_stripes = ways, no_stripes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -157,13 +186,19 @@ class _Careful:
                 if not is_out_of_memory(error) or "output_buffer" in options:
                     raise
                 release_frames(error)
+        if self._no_stripes:
+            raise RuntimeError(
+                f"decoding in stripes failed ({self._no_stripes}), whole it does not fit the device, and on the CPU it "
+                f"takes {format_bytes(int(self._whole_bytes(latents)))} of RAM, of which {format_bytes(room)} can be "
+                "had. Choose a smaller size or fewer frames, or VAE Decode (Tiled)."
+            )
         if any(tensor.device != latents.device for tensor in self._module.parameters()):
             raise torch.OutOfMemoryError("the weights are not all on the device, where stripes need them")
         share = CPU_SHARE if on_cpu else _SHARE
         budget_bytes = max(0, min(int(share * room), room - (host.reserve_bytes(self._device) or 0)))
         log.info("Ballast: decoding in stripes, in %s", format_bytes(budget_bytes))
         try:
-            return striped.run(
+            made = striped.run(
                 functools.partial(decode, **options),
                 latents,
                 device=latents.device,
@@ -174,15 +209,22 @@ class _Careful:
         except Exception as error:
             if host.is_interrupt(error) or (is_out_of_memory(error) and not on_cpu):
                 raise
-            log.warning("Ballast: decoding in stripes failed (%s)", str(error))
+            why, no_ram = str(error), isinstance(error, striped.OutOfRamError)
             release_frames(error)
+        else:
+            self._ways.add(Way("stripes").note)
+            return made
         if on_cpu:  # there is nothing left to try but this
+            log.warning("Ballast: decoding in stripes failed (%s); trying whole", why)
             return decode(latents, **options)
-        raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")
+        if no_ram:
+            log.warning("Ballast: decoding in stripes does not fit (%s)", why)
+            raise torch.OutOfMemoryError("this VAE fits neither whole nor in stripes")
+        raise _StripesError(why)
 
 
-def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
-    """The VAE as it is, with another module, all in float32 and its results on the CPU."""
+def _double(vae: Any, module: nn.Module, device: torch.device, no_stripes: str) -> Any:
+    """The VAE as it is, with another module, all in float32 and its results on the CPU. `ways` says how it decoded."""
     from comfy.model_patcher import ModelPatcher
 
     double = copy.copy(vae)
@@ -192,7 +234,10 @@ def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
     def whole_bytes(z: torch.Tensor) -> float:
         return vae.memory_used_decode(z.shape, torch.float32)
 
-    double.first_stage_model = _Careful(module, device, whole_bytes)
+    double.ways = set()
+    double.first_stage_model = _Careful(module, device, whole_bytes, double.ways, no_stripes)
+    for name in filter(functools.partial(hasattr, double), _TILED):
+        setattr(double, name, _noted(getattr(double, name), double.ways))
     double.device, double.output_device = device, torch.device("cpu")
     double.vae_output_dtype = lambda: torch.float32
     double.process_output = _checked(vae.process_output)
@@ -200,6 +245,19 @@ def _double(vae: Any, module: nn.Module, device: torch.device) -> Any:
     double.patcher.patches = dict(vae.patcher.patches)
     double.patcher.object_patches = dict(vae.patcher.object_patches)
     return double
+
+
+def _noted(tiled: Callable[..., Any], ways: set[str]) -> Callable[..., Any]:
+    """Note that it decodes in tiles, in which stripes are no news."""
+
+    @functools.wraps(tiled)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made = tiled(*args, **kwargs)
+        ways.clear()
+        ways.add(Way("tiles").note)
+        return made
+
+    return noted
 
 
 def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -263,7 +263,8 @@ def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.dev
     """Encode pixels in -1..1 to latents: the mean of the posterior, so that equal pictures give equal latents."""
     encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
     found = encode(pixels.to(device, torch.float32))
-    return getattr(found, "latent_dist", found).mode()
+    found = getattr(found, "latent_dist", found)
+    return found.mode() if hasattr(found, "mode") else found.latent  # which some make without a distribution
 
 
 def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:

@@ -73,7 +73,7 @@ def test_decoding_goes_on_in_stripes_and_then_on_the_cpu(card: ModuleType, caplo
     for total, where in (("29MB", "sim:0"), ("3MB", "cpu")):
         card.enable(total=total)
         images, _, text = decode(vae, latents)
-        assert f"in float32 on {where}, now gone" in text
+        assert f"in float32 on {where}, now gone{'; in stripes; ' if where == 'sim:0' else ''}" in text
         assert (images - expected).abs().max() < 1e-4
         assert card.stats().allocated_bytes == 0
     assert "in stripes" in caplog.text
@@ -135,8 +135,39 @@ def test_host_goes_on_in_tiles(why: str, card: ModuleType, monkeypatch: pytest.M
         monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: 10**9 if tiles else 100_000)
     card.enable(total="26MB")
     images, _, text = decode(vae, torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1)))
-    assert tiles == [1] and "in float32 on sim:0" in text
+    assert tiles == [1] and "in float32 on sim:0, now gone; in tiles, which may show faint seams; " in text
     assert images.isfinite().all()
+    assert card.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize("spare", [10**9, 1_000_000])
+def test_error_in_stripes_does_not_change_the_picture(
+    spare: int, card: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole on the CPU where there is room for that, else told: never in tiles, which would fit."""
+    latents = torch.randn(1, 4, 8, 160, generator=torch.Generator().manual_seed(1))
+    expected, vae = in_float32("vae", latents), native_models().vae()
+
+    def failing(*args: Any, **more: Any) -> Any:
+        raise ValueError("a striped tensor was asked for what it cannot do")
+
+    def tiled(*args: Any, **more: Any) -> Any:
+        raise AssertionError("in tiles")
+
+    monkeypatch.setattr(native_vae.striped, "run", failing)
+    monkeypatch.setattr(type(vae), "decode_tiled_", tiled)
+    monkeypatch.setattr(native_vae, "spare_ram_bytes", lambda: spare)
+    card.enable(total="26MB")
+    if spare == 10**9:
+        images, _, text = decode(vae, latents)
+        torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+        assert "in float32 on cpu, now gone" in text
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^decoding in stripes failed \(a striped .* Choose a smaller"
+        ) as caught:
+            decode(vae, latents)
+        assert "\n" not in str(caught.value)
     assert card.stats().allocated_bytes == 0
 
 
