@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,9 +281,7 @@ class _KnownModule:
     def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         card = self.book.card
         if self.structure is None:
-            with ThreadPoolExecutor(1) as outside:  # what this thread makes on `meta` is on the card
-                skeleton = outside.submit(self.unit.skeleton).result()
-            self.structure = _Structure(skeleton, "forward", card, {})
+            self.structure = _Structure(self.unit.skeleton(), "forward", card, {})
         result, operations, blocks = self.structure.run(args, kwargs)
         plain, beside = self.book.close_interval()
         given, with_result = Given.of(result), card.allocated_bytes()

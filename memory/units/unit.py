@@ -11,6 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -98,7 +99,7 @@ class ManagedModel:
         """The one module object of this unit, whatever its tier."""
         with building:
             if self._module is None:
-                module = self._build().eval()
+                module = _apart(self._build).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
@@ -112,7 +113,7 @@ class ManagedModel:
         if self._on_host and self._read is None:
             raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
         with building:
-            module = self._build().eval()
+            module = _apart(self._build).eval()
         module.__class__ = _located(type(module))  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
         return module
@@ -218,6 +219,12 @@ class ManagedModel:
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.label + '/' if self.label else ''}{self.name}, {self.tier}>"
+
+
+def _apart(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build in a thread of its own, where no mode of the caller holds: what a dry run makes on `meta` is its card's."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(build).result()
 
 
 @functools.cache
