@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -40,7 +40,8 @@ class Budget:
         self._accelerator = accelerator
         self._units = units
         self._everyone = everyone
-        self._not_ours: int | None = None  # bytes on the device when the present stage began, without weights of ours
+        self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
+        self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
 
     @property
     def reserve_bytes(self) -> int:
@@ -56,7 +57,7 @@ class Budget:
         if self.vram_limit is None:
             return available
         # What a stage holds beside weights is the pack's too.
-        beside = 0 if self._not_ours is None else self._accelerator.allocated_bytes() - held - self._not_ours
+        beside = 0 if self._not_ours is None else self._beside_bytes() - self._not_ours
         return min(available, max(0, self.vram_limit - max(0, beside)))
 
     @property
@@ -77,20 +78,28 @@ class Budget:
         """Ask the host to move its own models away until so many bytes are free."""
         host.make_room(wanted_bytes, self._accelerator.device)
         if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
-            others = self._accelerator.allocated_bytes() - self._held_bytes()
-            self._not_ours = max(0, min(self._not_ours, others))
+            self._not_ours = max(0, min(self._not_ours, self._beside_bytes()))
 
     @contextmanager
-    def narrowed(self, vram: int | None, ram: int | None) -> Iterator[None]:
-        """Other limits, for the time of a stage, whose own bytes count from now on."""
+    def narrowed(self, vram: int | None, ram: int | None, units: Collection[ManagedModel]) -> Iterator[None]:
+        """Other limits, for the time of a stage of these units, whose own bytes count from now on.
+
+        What other units keep beside their weights counts too. What its own units keep is part of their work.
+        """
         before = self.vram_limit, self.ram_limit, self._not_ours
         self.vram_limit = before[0] if vram is None else vram
         self.ram_limit = before[1] if ram is None else ram
-        self._not_ours = self._accelerator.allocated_bytes() - self._held_bytes()
+        beside, kept = self._beside_bytes(), [unit for unit in self._units() if unit.placement]
+        foreign = max(0, beside - self._left) if kept else beside
+        self._not_ours = foreign if any(unit not in units for unit in kept) else beside
         try:
             yield
         finally:
+            self._left = max(0, self._beside_bytes() - min(foreign, self._not_ours))
             self.vram_limit, self.ram_limit, self._not_ours = before
+
+    def _beside_bytes(self) -> int:
+        return self._accelerator.allocated_bytes() - self._held_bytes()
 
     def _held_bytes(self) -> int:
         return sum(unit.resident_bytes for unit in self._units())

@@ -277,7 +277,7 @@ class MemoryManager:
         run = run_stage(
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
         )
-        with self._stage_lock, self.budget.narrowed(vram, ram), run:
+        with self._stage_lock, self.budget.narrowed(vram, ram, units), run:
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
@@ -355,10 +355,11 @@ class MemoryManager:
                 self._residents.evict(unit)
 
     def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
-        """End of a stage: its units go, unless they are kept or pinned."""
+        """End of a stage: its units go, unless they are kept or pinned. One whose layers come anew is not kept."""
         with self._lock:
             for unit in units:
-                if not (keep or unit.pinned or unit.leases):
+                stays = keep and unit.placement is not None and unit.placement.name != "leafwise"
+                if not (stays or unit.pinned or unit.leases):
                     self._residents.evict(unit)
                     self._residents.copies.keep_budget(unit)
                 elif unit.placement is not None:

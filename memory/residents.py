@@ -185,6 +185,9 @@ class Residents:
             wanted = min(self.work.demand(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
             self.budget.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
+            if not kinds and self.evictable(unit):
+                self.free(ROLES)  # they may hold more than their weights
+                kinds = self._fitting_placements(unit)
             if not kinds:
                 pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
                 why = why_nothing_fits(

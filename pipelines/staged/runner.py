@@ -119,7 +119,7 @@ class StageRunner(ModelFamily):
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
         # Other models may stay on the device, which no plan knows of.
-        alone = not any(unit.resident_bytes for unit in self.manager.units() if unit not in units)
+        alone = not any(unit.placement for unit in self.manager.units() if unit not in units)
         return {"forecast": found, "planned": place(budget_bytes=self._vram_budget()) if alone else None}
 
     def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:

@@ -222,6 +222,22 @@ def test_new_prompts_run_no_encoder_on_shapes(
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("strategy", ["resident", "streamed", "leafwise"])
+def test_tables_of_a_kept_transformer_count(
+    strategy: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """Qwen-Image keeps tables of positions on the device, larger here than its weights."""
+    opened = Opened("qwenimage", tiny_folders, tmp_path)
+    opened.pipe.keep = True
+    cond = opened.encoding(4)()
+    least, most = span(opened, opened.encoding(4))
+    for budget in (int(1.05 * least), int(1.05 * most), 2 * most):
+        opened.pipe.vram_bytes = None
+        opened.sample(cond, strategy)
+        keeps(opened, "encode", opened.encoding(4), budget, sim)
+    manager("sim").free()
+
+
 class Budgets(RuleBasedStateMachine):
     """One open pipeline whose budget, prompts, strategy and memory of earlier runs change between runs."""
 
