@@ -1,4 +1,4 @@
-"""VAEs whose tiling is not like that of the others: they have none, or cannot do without."""
+"""VAEs that are not like most: without tiling, with nothing else, with frames but no convolution over them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import ballast
 import diffusers
 import pytest
+import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.manager import STRATEGIES
@@ -33,6 +34,15 @@ def allegro() -> Any:
     return diffusers.AutoencoderKLAllegro(
         block_out_channels=(4,) * 4, down_block_types=("AllegroDownBlock3D",) * 4, latent_channels=4,
         up_block_types=("AllegroUpBlock3D",) * 4, layers_per_block=1, norm_num_groups=2, sample_size=128,
+    )  # fmt: skip
+
+
+def flat_qwen() -> Any:
+    """Takes latents [B,C,1,h,w], and has no nn.Conv3d."""
+    return diffusers.AutoencoderKLQwenImage21(
+        base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1, scale_factor_spatial=8,
+        temperal_downsample=[False, True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4, in_channels=3,
+        out_channels=3, is_residual=False,
     )  # fmt: skip
 
 
@@ -120,3 +130,20 @@ def test_vae_that_cannot_do_without_tiling(
     sim.reset_stats()
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-4, rtol=0)
     assert 0 < sim.stats().peak_bytes <= pipe.vram_bytes
+
+
+def test_dimensions_of_latents_are_those_that_stock_decodes(
+    tiny_folders: Callable[[str], Path], tmp_path: Path, sim: ModuleType
+) -> None:
+    torch.manual_seed(0)
+    vae = flat_qwen()
+    assert not any(isinstance(module, torch.nn.Conv3d) for module in vae.modules())
+    folder = with_vae(vae, tiny_folders("qwenimage"), tmp_path / "flat")
+    latents, picture = tiny.stock(folder)
+    pipe, encode, sample, decoded = tiny.stages("qwenimage", folder, "sim")
+    assert pipe.latent_dimensions == latents.ndim == 5
+    torch.testing.assert_close(decoded(sample(encode())), picture, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="4 channels in 4 dimensions"):
+        pipe.decode(latents[:, :, 0])
+    again: Any = ballast.open_pipeline(folder, device="sim")  # which recalls what was proved
+    assert again.latent_dimensions == 5
