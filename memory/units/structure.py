@@ -12,7 +12,7 @@ from torch import nn
 from .hostbuffer import can_pack, layout
 
 # Modules that read their children's weights themselves, so that these must come along with them.
-WHOLE_MODULES = ["MultiheadAttention"]
+WHOLE_MODULES = ["MultiheadAttention", "VectorQuantizer"]
 
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
 

@@ -7,7 +7,6 @@ and so are the latents.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,13 +28,14 @@ from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import to_host
 from .policy import SHARES, Way, WayName, choose, less
 from .precision import full_float32
+from .tiling import can_tile, set_tiling
 
 log = logging.getLogger("ballast")
 
-_TILE_PIXELS = 512
 _STEPS = 32  # of budgets of stripes between one power of two and the next
 _HOPELESS = 2  # times the room: stripes that take so much do not fit in it however low they are
 _LEAST_STRIPES = Way("stripes", share=SHARES[-1])
+_FRAMES_FIRST = ("AutoencoderKLAllegro",)  # decode to [B,F,3,H,W]
 CPU_SHARE = 1 / 8  # of spare RAM, for the activations of stripes on the CPU; the feature maps get the rest
 
 
@@ -105,7 +105,7 @@ class VaeRun:
             speed = speed or rates(self.manager.device)
             if stripes := self._stripes(forecasts, tensor, speed):
                 yield stripes
-            if (tiles := forecasts.tiles(tensor)) is not None:
+            if can_tile(self.vae.module) and (tiles := forecasts.tiles(tensor)) is not None:
                 work = tiles.units[self.vae.name]
                 yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
         yield Way("cpu")
@@ -154,6 +154,8 @@ class VaeRun:
                     lower = less(_LEAST_STRIPES if isinstance(error, striped.OutOfRamError) else way)
                 else:
                     lower = self._without_stripes(tensor, error) if way.name == "stripes" else None
+                if lower and lower.name == "tiles" and not can_tile(self.vae.module):
+                    lower = less(lower)
                 if lower is None:
                     raise
                 self.manager.make_room()
@@ -243,11 +245,11 @@ def _call(
     way: WayName,
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    _set_tiling(module, way == "tiles")
+    set_tiling(module, way == "tiles")
     try:
         return call(module, tensor, device, way)
     finally:
-        _set_tiling(module, False)
+        set_tiling(module, False)
 
 
 def run_decoder(
@@ -256,7 +258,8 @@ def run_decoder(
     """Decode latents to pixels, by a VAE whose weights are on the device."""
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     decode: Callable[..., Any] = module.decode  # type: ignore[assignment]
-    return decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
+    pixels = decode(latents.to(device, torch.float32), **moved, return_dict=False)[0]
+    return pixels.transpose(1, 2) if type(module).__name__ in _FRAMES_FIRST else pixels
 
 
 def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.device, way: WayName) -> torch.Tensor:
@@ -265,42 +268,6 @@ def run_encoder(module: torch.nn.Module, pixels: torch.Tensor, device: torch.dev
     found = encode(pixels.to(device, torch.float32))
     found = getattr(found, "latent_dist", found)
     return found.mode() if hasattr(found, "mode") else found.latent  # which some make without a distribution
-
-
-def _set_tiling(module: torch.nn.Module, tiled: bool) -> None:
-    """Switch a diffusers VAE's own tiling, where it has one, with tiles of at most 512 pixels."""
-    if not tiled:
-        if callable(disable := getattr(module, "disable_tiling", None)):
-            disable()
-        return
-    if not callable(enable := getattr(module, "enable_tiling", None)):
-        return
-    enable()
-    if "tile_sample_min_height" in inspect.signature(enable).parameters:
-        return  # the video VAEs' own tiles are 256 pixels or so
-    sample = getattr(module, "tile_sample_min_size", 0)
-    latent = getattr(module, "tile_latent_min_size", 0)
-    if sample > _TILE_PIXELS and latent:
-        module.tile_sample_min_size = _TILE_PIXELS  # type: ignore[assignment]
-        module.tile_latent_min_size = latent * _TILE_PIXELS // sample  # type: ignore[assignment]
-
-
-def first_tile(module: torch.nn.Module, tensor: torch.Tensor, pixels: bool = False) -> torch.Tensor:
-    """Cut the latents of one tile, or its pixels; return all of them where the VAE has no tiling."""
-    _set_tiling(module, True)
-    ratio = getattr(module, "spatial_compression_ratio", 8)
-    sides = []
-    for at, name in ((-2, "tile_sample_min_height"), (-1, "tile_sample_min_width")):
-        side = _tile_pixels(vars(module), name, ratio)
-        sides.append((side if pixels else side // ratio) or tensor.shape[at])
-    return tensor[..., : sides[0], : sides[1]]
-
-
-def _tile_pixels(facts: Mapping[str, Any], name: str, ratio: int) -> int:
-    """Read the side of a VAE's tiles, which each class names differently; 0 where it has none."""
-    if facts.get("tile_latent_min_size"):  # pictures, whose tiles are square
-        return facts["tile_latent_min_size"] * ratio
-    return facts.get(name, 0)
 
 
 def to_images(pixels: torch.Tensor, *, video: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,6 +18,7 @@ from ...memory.units.weights import read_header
 
 _CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
 _SMALL = 2**22  # elements; two of that size make no more than a GB or so of anything
+_ONLY_TILED = ("AutoencoderKLAllegro",)
 _aten = torch.ops.aten
 _INITIALIZES = frozenset(
     overload
@@ -40,6 +42,11 @@ def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
     limits = _Limits(_CALLS + _CALLS_PER_TENSOR * len(entries), max(_TABLES_BYTES, 8 * elements))
     with one_line(where, f"built as {name}"), init_empty_weights(include_buffers=False), limits:
         yield
+
+
+def only_tiled(module: nn.Module) -> bool:
+    """Whether a VAE decodes and encodes in its own tiles, or not at all."""
+    return type(module).__name__ in _ONLY_TILED
 
 
 class _Limits(TorchDispatchMode):

@@ -25,7 +25,7 @@ from ...memory.units.weights import (
     stored_tensors,
 )
 from ...memory.vocabulary import Role
-from .building import on_meta
+from .building import on_meta, only_tiled
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
 _LONGEST_TEXT = 2**24  # tokens
@@ -136,6 +136,8 @@ class Component:
                 module = self.cls._from_config(config, dtype=self.run_dtype)
             else:
                 module = self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined]
+        if only_tiled(module):
+            module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())
         if isinstance(module, PreTrainedModel):
             module.tie_weights()

@@ -95,8 +95,6 @@ class GenericPipeline(StagedPipeline):
             unit.batch_dims = self.batch_dims
         self.decoder = self._units["vae"]
         self.decoder_config = self.components["vae"].config
-        convolutions = [m for m in self.decoder.module.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
-        self.latent_dimensions = 5 if any(isinstance(m, nn.Conv3d) for m in convolutions) else 4
         self._prove()
 
     def _prove(self) -> None:
@@ -117,6 +115,7 @@ class GenericPipeline(StagedPipeline):
         if verdict.differs:
             raise ValueError(f"{self.name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
         self.default_negative, self.left_out = verdict.negative, verdict.left_out
+        self.latent_dimensions = verdict.dimensions
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""

@@ -34,11 +34,13 @@ class Verdict:
 
     `negative` is the negative prompt that the stock call takes by default, None if it goes without. `left_out` are
     the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
+    `dimensions` are those of the latents that the VAE decodes.
     """
 
     differs: str = ""
     negative: str | None = None
     left_out: tuple[str, ...] = ()
+    dimensions: int = 4
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, Echo]:
@@ -102,7 +104,7 @@ def _remember(key: str, verdict: Verdict) -> None:
 def _read(path: Path) -> Verdict | None:
     try:
         facts = read_json(path)
-        verdict = Verdict(facts["differs"], facts["negative"], tuple(facts["left_out"]))
+        verdict = Verdict(facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
     words = (verdict.differs, verdict.negative or "", *verdict.left_out)

@@ -53,7 +53,8 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
         if verdict.differs:
             return verdict
     unchecked = tuple(name for name in _CHECKS if name in pipe._units)
-    return replace(verdict, negative=default, left_out=verdict.left_out + unchecked)
+    left_out = verdict.left_out + unchecked
+    return replace(verdict, negative=default, left_out=left_out, dimensions=pipe.latent_dimensions)
 
 
 def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str | None:
@@ -106,6 +107,7 @@ def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: 
     encoders, denoisers = ({u.name: modules[u.name] for u in units} for units in (pipe.encoders, pipe.denoisers))
     cond = Conditioning.of(pipe._encode(_PROMPT, negative, {}, _HOST, encoders))
     latents = pipe._denoise(cond, arguments() | {"latents": None}, None, _HOST, denoisers).float()
+    pipe.latent_dimensions = latents.ndim
     pipe.check_latents(latents)
     pixels = run_decoder(modules["vae"], latents, _HOST, pipe._decode_arguments(latents, {}, "whole", 0))
     return to_images(pixels.float(), video=pipe.is_video)

@@ -15,8 +15,9 @@ from ...memory import striped
 from ...memory.planning.forecast import Forecast
 from ...memory.striped import StripedForecast
 from ...memory.units.unit import ManagedModel
-from ..decoding.decode import Call, first_tile
+from ..decoding.decode import Call
 from ..decoding.policy import WayName
+from ..decoding.tiling import first_tile
 from .forecasts import Forecaster, quietly, shape_of, shapes_in
 
 log = logging.getLogger("ballast")

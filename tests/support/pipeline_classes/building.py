@@ -1,0 +1,95 @@
+"""Build a pipeline class tiny, with a test of diffusers, and what to call it with."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .borrowing import further_inputs
+from .catalogue import public
+from .quirks import small
+from .replacing import local_parts
+
+_TOKENS = 128  # of a text, so that the prompt is not cut off behind its template
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+_TEXTS = ("prompt", "negative_prompt")
+_UNUSED = {"generator", "output_type", "return_dict", "num_images_per_prompt", "num_videos_per_prompt", "callback",
+           "callback_on_step_end", "callback_on_step_end_tensor_inputs", "latents"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Built:
+    """A tiny pipeline in a folder, and the arguments that its test calls it with, less texts and generator."""
+
+    folder: Path
+    cls: Any
+    inputs: dict[str, Any]
+
+
+def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
+    """Build the pipeline of a test class, or another of its parts, and save it. Raises what the test's code raises."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), local_parts():
+        torch.manual_seed(0)
+        test = tester()
+        if hasattr(test, "setUp") and "setUp" in tester.__dict__:
+            test.setUp()
+        components = test.get_dummy_components()
+        _fit_vocabularies(components)
+        cls = borrower or public(tester.pipeline_class)
+        if borrower:
+            takes = inspect.signature(cls.__init__).parameters
+            components = {name: part for name, part in components.items() if name in takes}
+        if "Cosmos" in cls.__name__:
+            components["safety_checker"] = None  # a class of the tests, which no folder can name
+        with small(cls):
+            pipe = cls(**components)
+        if "Cosmos" in cls.__name__:
+            pipe.register_modules(safety_checker=None)
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                _fill_zeros(part)
+                part.float().eval().requires_grad_(False)
+        given = ("cpu",) if "device" in inspect.signature(test.get_dummy_inputs).parameters else ()
+        inputs = test.get_dummy_inputs(*given)
+    pipe.save_pretrained(folder, safe_serialization=True)
+    taken = inspect.signature(cls.__call__).parameters
+    inputs = {k: v for k, v in inputs.items() if k in taken and v is not None and k not in (*_UNUSED, *_TEXTS)}
+    if count := inputs.get("num_frames"):
+        step = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 1)
+        inputs["num_frames"] = max(1, (count - 1) // step) * step + 1  # which some tests do not keep to
+    if borrower:
+        inputs |= further_inputs(cls, inputs)
+    fixed = "max_text_seq_length" in getattr(getattr(pipe, "transformer", None), "config", {})
+    if inputs.get("max_sequence_length", _TOKENS) < _TOKENS and not fixed:
+        inputs["max_sequence_length"] = _TOKENS
+    if {"height", "width"} <= taken.keys() and "height" not in inputs and _default(pipe) > 128:
+        inputs |= dict.fromkeys(("height", "width"), 128 if "HiDream" in cls.__name__ else 64)
+    return Built(folder, cls, inputs)
+
+
+def _default(pipe: Any) -> int:
+    """The size in pixels that a pipeline draws by default."""
+    return getattr(pipe, "default_sample_size", 128) * getattr(pipe, "vae_scale_factor", 8)
+
+
+def _fit_vocabularies(components: dict[str, Any]) -> None:
+    """Give each text encoder an embedding for every token of its tokenizer."""
+    for name, tokenizer in components.items():
+        encoder = components.get(name.replace("tokenizer", "text_encoder").replace("processor", "text_encoder"))
+        words = getattr(tokenizer, "tokenizer", tokenizer)
+        if not (hasattr(words, "get_vocab") and isinstance(encoder, PreTrainedModel)):
+            continue
+        count = max(words.get_vocab().values()) + 1
+        if encoder.get_input_embeddings().num_embeddings < count:
+            encoder.resize_token_embeddings(count, mean_resizing=False)
+
+
+def _fill_zeros(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            parameter.normal_(std=0.05)

@@ -1,0 +1,151 @@
+"""Run a tiny pipeline whole with unmodified diffusers, and staged, with the same arguments."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+
+from .building import Built
+from .quirks import small
+
+PROMPT, NEGATIVE = "a red boat", "blurry, grey"
+SCALES = ("true_cfg_scale", "guidance_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. None leaves an argument out, so that the pipeline's default counts."""
+
+    name: str = "plain"
+    prompt: str = PROMPT
+    negative: str | None = NEGATIVE
+    guidance: float | None = 4.0
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    strategy: str = "auto"
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def guidance_name(cls: Any) -> str | None:
+    taken = inspect.signature(cls.__call__).parameters
+    return next((name for name in SCALES if name in taken), None)
+
+
+def _inputs(built: Built, case: Case) -> dict[str, Any]:
+    inputs = {**copy.deepcopy(built.inputs), **case.more}
+    for name in SCALES:
+        inputs.pop(name, None) if name == guidance_name(built.cls) else None
+    for name, value in (("width", case.width), ("height", case.height), ("num_frames", case.frames)):
+        if value is not None:
+            inputs[name] = value
+    inputs.setdefault("num_inference_steps", 2)
+    return inputs
+
+
+class Stock:
+    """The pipeline of a folder as stock diffusers loads it."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        with small(built.cls):
+            self.pipe: Any = DiffusionPipeline.from_pretrained(built.folder, local_files_only=True)
+        self.pipe.set_progress_bar_config(disable=True)
+        if type(getattr(self.pipe, "vae", None)).__name__ == "AutoencoderKLAllegro":
+            self.pipe.vae.enable_tiling()  # it has no other way
+
+    def __call__(self, case: Case) -> torch.Tensor:
+        """The picture or video of a case, as the staged pipeline gives it."""
+        taken = inspect.signature(self.built.cls.__call__).parameters
+        arguments = {k: v for k, v in _inputs(self.built, case).items() if k in taken}
+        if "prompt" in taken:
+            arguments["prompt"] = case.prompt
+        if case.negative is not None and "negative_prompt" in taken:
+            arguments["negative_prompt"] = case.negative
+        if case.guidance is not None and (scale := guidance_name(self.built.cls)):
+            arguments[scale] = case.guidance
+        if "generator" in taken:
+            arguments["generator"] = torch.Generator("cpu").manual_seed(0)
+        if "output_type" in taken:
+            arguments["output_type"] = "np"
+        torch.manual_seed(0)
+        with small(self.built.cls), torch.inference_mode():
+            return picture_of(self.pipe(**arguments)[0])
+
+
+def picture_of(output: Any) -> torch.Tensor:
+    if isinstance(output, list):
+        output = np.stack([np.asarray(one) for one in output])
+    made = torch.as_tensor(np.asarray(output)) if not isinstance(output, torch.Tensor) else output
+    return made.float()
+
+
+@dataclass
+class Staged:
+    """The staged pipeline of a folder, and the bytes that it left on the card after each stage."""
+
+    pipe: Any
+    built: Built
+    allocated: Callable[[], int]
+    stage: str = ""
+    left: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, case: Case) -> torch.Tensor:
+        with small(self.built.cls):
+            return self._run(case)
+
+    def _run(self, case: Case) -> torch.Tensor:
+        inputs = _inputs(self.built, case)
+        encodes = set(inspect.signature(self.built.cls.encode_prompt).parameters)
+        self.stage = "encode"
+        encode_options = {k: v for k, v in inputs.items() if k in encodes and k not in _OURS}
+        takes = "negative_prompt" in inspect.signature(self.built.cls.__call__).parameters
+        negative = {} if case.negative is None or not takes else {"negative_prompt": case.negative}
+        cond = self.pipe.encode(case.prompt, **negative, **encode_options)
+        self._check()
+        self.stage = "sample"
+        calls = inspect.signature(self.built.cls.__call__).parameters
+        options = {k: v for k, v in inputs.items() if k in calls and _for_sampling(k, self.built.cls)}
+        latents = self.pipe.sample(
+            cond,
+            width=inputs.get("width"),
+            height=inputs.get("height"),
+            frames=inputs.get("num_frames", inputs.get("frames")),
+            steps=inputs["num_inference_steps"],
+            guidance=case.guidance if guidance_name(self.built.cls) else None,
+            strategy=case.strategy,
+            **options,
+        )
+        self._check()
+        self.stage = "decode"
+        picture = self.pipe.decode(latents)
+        self._check()
+        return picture
+
+    def _check(self) -> None:
+        if count := self.allocated():
+            self.left[self.stage] = count
+
+
+_OURS = {
+    "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
+    "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
+    "do_classifier_free_guidance",
+}  # fmt: skip
+
+
+def _for_sampling(name: str, cls: Any) -> bool:
+    if name == "guidance_scale":
+        return guidance_name(cls) != name
+    return name not in _OURS and "embeds" not in name and not name.startswith(("prompt_", "negative_prompt"))
+
+
+def off(case: Case) -> Case:
+    return replace(case, name="guidance off", guidance=1.0)
