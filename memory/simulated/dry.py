@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from .tensor import SimTensor, handlers, wrap
 DEVICE = torch.device("meta")
 
 # Methods that change a shape in place, which a wrapper's cannot be: another takes its place, in inference mode.
-_RESHAPES = {
+_RESHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.unsqueeze_: torch.Tensor.unsqueeze,
     torch.Tensor.squeeze_: torch.Tensor.squeeze,
     torch.Tensor.transpose_: torch.Tensor.transpose,

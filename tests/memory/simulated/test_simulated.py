@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ballast.memory import simulated
+from ballast.memory.simulated.dry import dry_card
 from places import TESTS
 
 if simulated.supported():
@@ -164,3 +165,16 @@ def test_one_clear_error_where_the_place_is_taken() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TESTS)
     assert "which 'other' has taken" in result.stdout, result.stderr
+
+
+def test_shapes_change_in_place_in_a_dry_run() -> None:
+    """The text encoder of Kolors does it. Views and bytes stay as they are."""
+    with torch.inference_mode(), dry_card() as card:
+        small, large = torch.arange(6.0).view(2, 3).to("meta"), torch.zeros(2000, 1000, device="meta")
+        held = card.allocated_bytes()
+        small.unsqueeze_(0).transpose_(1, 2)
+        large.t_()
+        assert (small.shape, large.shape) == ((1, 3, 2), (1000, 2000))
+        assert card.allocated_bytes() == held
+        assert (small + 1).cpu().flatten().tolist() == [1, 4, 2, 5, 3, 6]
+        assert (large + 1).squeeze_().shape == (1000, 2000)
