@@ -143,7 +143,8 @@ def test_changed_vram_budget_changes_the_placement_and_reads_nothing(
             del pipe
         pipe = ballast.open_pipeline(models["shapes"], device="sim", vram=room.get(named), keep=True)
         run = Run(pipe)
-        assert (placed(pipe), run.placement) == (placement, placement)
+        kept = None if placement == "leafwise" else placement
+        assert (placed(pipe), run.placement) == (kept, placement)
         assert run.peak <= room.get(named, sim.stats().total_bytes)
         assert torch.equal(run.latents, expected["shapes"])
         reads.append(run.read)

@@ -111,13 +111,14 @@ def test_stages_that_did_not_end_well_say_so(sim: ModuleType, monkeypatch: pytes
 
 
 def test_the_budget_in_force_is_that_of_the_stage(sim: ModuleType) -> None:
-    reference = load(0.004)
-    conditioning = encode(reference, prompt="two budgets")
+    conditioning = encode(load(), prompt="two budgets")
+    manager("sim").timeline.clear()
+    reference = load(0.001)
     sample(reference, conditioning)
-    wide = load(0.006)
+    wide = load(0.0015)
     sample(wide, conditioning)
     picture, rows, _ = report()
-    assert ["4.10 MB" in row for row in rows] == [True, True, False] and "6.14 MB" in rows[2]
+    assert ["1.02 MB" in row for row in rows] == [True, False] and "1.54 MB" in rows[1]
     first, last = reds(picture[:, :450]), reds(picture[:, 700:])
     assert first and last and min(last) < min(first), "each stage has its own line"
 
