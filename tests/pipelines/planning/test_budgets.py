@@ -154,13 +154,13 @@ def test_stages_keep_random_budgets(name: str, tiny_folders: Folders, tmp_path: 
 
 
 def decodes_whole(opened: Opened, latents: Any, sim: ModuleType) -> None:
-    """Decoding takes what is planned where that fits; `test_decode` has the other ways."""
+    """Decoding takes what is planned where that fits; `test_decode_budgets` has the other ways."""
     import torch
 
     pipe = opened.pipe
     arguments = {name: torch.tensor(value) for name, value in opened.decoding.items()}
-    pipe.vram_bytes = pipe._vae_run("decode", arguments, 2**40).choose(latents).peak_bytes
-    way = pipe._vae_run("decode", arguments, pipe.vram_bytes).choose(latents)
+    pipe.vram_bytes = pipe._vae_run("decode", arguments, 2**40).start(latents)[0].peak_bytes
+    way, _ = pipe._vae_run("decode", arguments, pipe.vram_bytes).start(latents)
     sim.reset_stats()
     pipe.decode(latents, **arguments)
     assert sim.stats().peak_bytes <= pipe.vram_bytes
