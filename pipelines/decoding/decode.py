@@ -159,8 +159,10 @@ class VaeRun:
                 if lower is None:
                     raise
                 self.manager.make_room()
-                why = "ran out of memory" if short else f"failed ({error})"
-                log.warning("Ballast: %s %s %s; trying %s", self.name, way.words, why, lower.words)
+                if short:
+                    log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
+                else:
+                    log.warning("Ballast: %s %s failed (%s); trying %s", self.name, way.words, error, lower.words)
                 way = lower
 
     def _without_stripes(self, tensor: torch.Tensor, error: Exception) -> Way:

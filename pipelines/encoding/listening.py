@@ -108,7 +108,7 @@ class Listener:
             unknown_id = getattr(tokenizer, "unk_token_id", None)
             if unknown_id is None:
                 continue
-            rows = kind.__call__(tokenizer, words, add_special_tokens=False, verbose=False)["input_ids"]
+            rows = kind.__call__(tokenizer, text=words, add_special_tokens=False, verbose=False)["input_ids"]
             reader = encoder if len(self._tokenizers) > 1 else title
             strange = [word for word, row in zip(words, rows, strict=True) if unknown_id in row]
             if len(strange) == len(words):
@@ -122,7 +122,7 @@ class Listener:
 def _uncut(kind: Any, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     if hasattr(tokenizer, "uncut"):  # ours
         return tokenizer.uncut(texts)
-    return kind.__call__(tokenizer, list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+    return kind.__call__(tokenizer, text=list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
 
 
 def encoder_title(kind: type) -> str:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +38,24 @@ def rehearse(pipeline: Any) -> Verdict:
     with torch.inference_mode():
         try:
             return _compare(pipe, echoes, small=True)
-        except Exception:  # some draw nothing of that size
-            return _compare(pipe, echoes, small=False)
+        except Exception as error:
+            with suppress(Exception):  # some draw nothing of that size
+                return _compare(pipe, echoes, small=False)
+            raise error
 
 
 def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
     arguments = functools.partial(_arguments, pipe, small)
-    default = _default_negative(pipe, {name: echo.face for name, echo in echoes.items()}, arguments)
-    pairs: list[tuple[str | None, str | None]] = [(None, default)]
-    if "negative_prompt" in pipe._call:
+    pairs: list[tuple[str | None, str | None]] = []
+    takes = "negative_prompt" in pipe._call
+    try:
+        default = _default_negative(pipe, {name: echo.face for name, echo in echoes.items()}, arguments)
+        pairs.append((None, default))
+    except Exception:
+        if not takes:
+            raise
+        default = ""  # EasyAnimate's own call fails without one
+    if takes:
         pairs.append((_NEGATIVE, _NEGATIVE))
     for negative, staged_negative in pairs:
         whole = functools.partial(_run_whole, pipe, arguments, negative)

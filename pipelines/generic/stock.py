@@ -49,7 +49,7 @@ def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, 
         if name in call and call[name].default is not inspect.Parameter.empty:
             defaults[name] = call[name].default
         elif parameter.default is inspect.Parameter.empty and name != "self":
-            defaults[name] = None
+            defaults[name] = 1 if name.endswith("_per_prompt") else None
     return defaults
 
 
