@@ -22,7 +22,7 @@ from ballast.memory.simulated.card import card
 from ballast.memory.units.structure import slots
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
-from ballast.pipelines.decoding import decode
+from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.decoding.rescue import DecodeError, load_latents, save_latents
 from ballast.pipelines.planning.plans import _plan_decoding
 from conftest import HOST
@@ -276,8 +276,8 @@ def test_tile_of_pixels_is_a_tile_of_pixels(pipe: Any) -> None:
     vae = pipe.decoder.skeleton()
     vae.enable_tiling()
     vae.tile_sample_min_size, vae.tile_latent_min_size = 64, 8
-    assert decode.first_tile(vae, torch.empty(1, 4, 40, 5, device="meta")).shape == (1, 4, 8, 5)
-    assert decode.first_tile(vae, torch.empty(1, 3, 320, 40, device="meta"), pixels=True).shape == (1, 3, 64, 40)
+    assert tiling.first_tile(vae, torch.empty(1, 4, 40, 5, device="meta")).shape == (1, 4, 8, 5)
+    assert tiling.first_tile(vae, torch.empty(1, 3, 320, 40, device="meta"), pixels=True).shape == (1, 3, 64, 40)
 
 
 def test_all_ways_down_to_the_cpu(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def _judge_built(built: Built, sim: Any) -> Verdict:
     try:
         with small(built.cls):
             pipes = {device: ballast.open_pipeline(built.folder, device=device) for device in ("sim", "cpu")}
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         clear = _is_clear(error)
         word = ("refused" if makes_pictures(built.cls) else "not text") if clear else "failed"
         return Verdict(word, said(error).partition(": ")[2] if clear else f"open: {said(error)}")
@@ -127,8 +127,8 @@ def _raise_for_sim(error: Exception) -> None:
         raise error
 
 
-def _is_clear(error: ValueError) -> bool:
-    return "\n" not in str(error).strip() and "Error" not in str(error) and len(str(error)) < 400
+def _is_clear(error: Exception) -> bool:
+    return "\n" not in str(error).strip() and len(str(error)) < 500
 
 
 def _cases(built: Built, base: Case) -> Iterator[Case]:

@@ -144,6 +144,8 @@ _OURS = {
 def _for_sampling(name: str, cls: Any) -> bool:
     if name == "guidance_scale":
         return guidance_name(cls) != name
+    if name in inspect.signature(cls.encode_prompt).parameters:
+        return False
     return name not in _OURS and "embeds" not in name and not name.startswith(("prompt_", "negative_prompt"))
 
 
