@@ -14,7 +14,7 @@ import torch
 from .borrowing import lenders
 from .building import Built, build
 from .catalogue import Testers
-from .quirks import small
+from .quirks import by_default, small
 from .running import Case, Staged, Stock
 
 CLOSE = 1e-4
@@ -70,7 +70,7 @@ def _judge_built(built: Built, sim: Any) -> Verdict:
 
     pipes = {}
     try:
-        with small(built.cls):
+        with small(built.cls), by_default(built.cls, built.inputs):
             pipes = {device: ballast.open_pipeline(built.folder, device=device) for device in ("sim", "cpu")}
     except (ValueError, FileNotFoundError) as error:
         clear = _is_clear(error)

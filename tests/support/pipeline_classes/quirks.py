@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -42,6 +43,18 @@ def small(cls: Any) -> Iterator[None]:
             exits.enter_context(mock.patch.object(module, "CosmosSafetyChecker", _Guard))
         if cls.__name__ == "Kandinsky5I2IPipeline":
             exits.enter_context(mock.patch.object(cls, "__init__", _with_resolutions(cls.__init__)))
+        yield
+
+
+@contextmanager
+def by_default(cls: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Make the options of a tiny encoder the defaults of the class's call, which are those of the real one."""
+    call = inspect.unwrap(cls.__call__)
+    encodes = getattr(cls, "encode_prompt", None)
+    known = inspect.signature(encodes).parameters if encodes else {}
+    told = {name: value for name, value in inputs.items() if name in known and "prompt" not in name}
+    defaults = [p for p in inspect.signature(call).parameters.values() if p.default is not p.empty]
+    with mock.patch.object(call, "__defaults__", tuple(told.get(p.name, p.default) for p in defaults)):
         yield
 
 
