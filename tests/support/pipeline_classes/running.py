@@ -71,6 +71,8 @@ class Stock:
             arguments["negative_prompt"] = case.negative
         if case.guidance is not None and (scale := guidance_name(self.built.cls)):
             arguments[scale] = case.guidance
+        if "use_resolution_binning" in taken:  # which draws another size, and resizes the picture
+            arguments["use_resolution_binning"] = False
         if "generator" in taken:
             arguments["generator"] = torch.Generator("cpu").manual_seed(0)
         if "output_type" in taken:
