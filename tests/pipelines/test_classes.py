@@ -64,7 +64,6 @@ def test_no_class_is_wrong_or_unclear() -> None:
     assert not [name for name, entry in table().items() if entry["verdict"] != "equal" and not entry["reason"]]
 
 
-@pytest.mark.xfail(strict=True, reason="some classes are still to be judged, with UPDATE_CLASSES=1")
 def test_every_class_with_a_text_is_in_the_table() -> None:
     versions = {entry["diffusers"] for entry in table().values()}
     if diffusers.__version__ not in versions:

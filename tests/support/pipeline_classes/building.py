@@ -78,7 +78,7 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
 
 def _is_picture(value: Any) -> bool:
     first = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(first, Image | torch.Tensor | np.ndarray)
+    return isinstance(first, Image | torch.Tensor | np.ndarray) or type(first).__name__.endswith("Condition")
 
 
 def _default(pipe: Any) -> int:

