@@ -1,13 +1,14 @@
 """Echoes: modules without weights, whose results have their true shapes and made-up values.
 
-The values follow from every tensor that a call was given. So two runs through echoes end alike only where they called
-the same modules with the same tensors.
+The values follow from all that a call was given, tensors and plain values. So two runs through echoes end alike only
+where they called the same modules with the same things.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,9 @@ class Echo:
                 vars(module)[method] = functools.update_wrapper(answer, original)
 
     def _answer(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        heard = self._digest([value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)])
+        leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name != "return_dict"}))
+        heard = self._digest([value for value in leaves if isinstance(value, torch.Tensor)])
+        heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
         if not name:
             self.calls.append((method, heard))
         key = name, method, kind_of(args, kwargs)
@@ -79,6 +82,11 @@ class Echo:
         if raw.numel() > _MOST_ELEMENTS:  # the logits of a text encoder, which nobody reads
             return torch.tensor(heard + number).sin().to(raw.dtype).expand(raw.shape)
         return torch.sin(4 * self._noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
+
+
+def _number_of(words: Sequence[Any]) -> float:
+    """A number from 0 to 1 that follows from plain values."""
+    return zlib.crc32(repr(words).encode()) / 2**32
 
 
 def _noise(count: int, number: int) -> torch.Tensor:

@@ -177,7 +177,8 @@ class GenericPipeline(StagedPipeline):
                 tool = self._listener.attach(tool, self._encoder_title(name.replace("tokenizer", "text_encoder")))
             self._tools[name] = tool
         tool = self._tools[name]
-        return copy.deepcopy(tool) if name.endswith("guider") else tool  # making one logs a line
+        # Making a guider logs a line. Tokenizers are large, and code of LTX-2 sets the side on which its own pads.
+        return copy.deepcopy(tool) if name.endswith("guider") else copy.copy(tool)
 
     def _encoder_title(self, name: str) -> str:
         """What people call the encoder of that name."""
@@ -317,8 +318,8 @@ class GenericPipeline(StagedPipeline):
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> torch.Tensor:
-        tools = (tool for tool in self._without_weights("") if not tool.startswith("tokenizer"))
-        pipe = self._pipeline(device, modules, *tools)
+        # Tokenizers too: LTX-2's loop asks on which side its tokenizer pads.
+        pipe = self._pipeline(device, modules, *self._without_weights(""))
         self._prepare(pipe, arguments)
         arguments = dict(arguments)
         if (scale := arguments.pop("guider", None)) is not None:

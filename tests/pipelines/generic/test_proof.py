@@ -55,6 +55,19 @@ def test_an_echo_hears_every_value(place: int, by: float, second: bool) -> None:
     assert torch.equal(before, echo().face(given_one, given_two)), "another echo answers alike"
 
 
+def test_an_echo_hears_plain_values() -> None:
+    """The loop of LTX-2 hands a module the side on which its tokenizer pads."""
+
+    class Sided(Small):
+        def forward(self, tensor: torch.Tensor, side: str = "left", scale: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+            return self.layer(tensor)
+
+    one, tensor = Echo(Sided, {}), torch.ones(3, 4)
+    made = [one.face(tensor, **more) for more in ({}, {"side": "right"}, {"side": "left"}, {"scale": 2.0})]
+    assert not any(torch.allclose(a, b, atol=1e-4) for a, b in zip(made, made[1:], strict=False))
+    assert len({heard for _, heard in one.calls}) == 4
+
+
 def test_an_echo_hears_what_changes_places() -> None:
     one, tensor = echo(), torch.randn(3, 4)
     assert not torch.allclose(one.face(tensor), one.face(tensor.flip(0)), atol=1e-4)
