@@ -203,8 +203,8 @@ def read_model_index(folder: Path) -> dict[str, Any]:
 
 
 def names_class(entry: Any) -> bool:
-    """Whether an entry of an index is a component: the library and the class, or none. Others are settings."""
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str | None) for part in entry)
+    """Whether an entry of an index is a component: the library and the class, or none. Numbers are settings."""
+    return isinstance(entry, list) and len(entry) == 2 and not all(isinstance(part, int | float) for part in entry)
 
 
 def pipeline_class(name: str) -> type:

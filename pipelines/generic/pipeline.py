@@ -28,8 +28,9 @@ from ..sampling.picture_sizes import PictureSizes
 from ..staged import Negative, OnStep, Prompt, StagedPipeline, no_effect
 from . import proof
 from .rehearsal import rehearse
-from .stand_ins import DecodeCalledError, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
+from .stand_ins import DecodeCalledError, LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import (
+    asks_for_padding,
     check_frames,
     encode_defaults,
     guides,
@@ -139,14 +140,20 @@ class GenericPipeline(StagedPipeline):
         if not any(name in self._call for name in returned_names(self.pipeline_class.encode_prompt)):
             raise ValueError(f"{self.name} takes no embeddings that it could be given, and cannot be staged.")
 
-    def _pipeline(self, device: torch.device, modules: Mapping[str, nn.Module], *tools: str) -> Any:
-        """The stock pipeline with only these modules and the named tools, and a stand-in for the VAE."""
+    def _pipeline(self, device: torch.device, modules: Mapping[str, nn.Module], *tools: str, reads: bool = True) -> Any:
+        """The stock pipeline with only these modules and the named tools, and a stand-in for the VAE.
+
+        Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
+        pad.
+        """
         parts: dict[str, Any] = dict.fromkeys(
             name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
         )
         parts |= {name: value for name, value in self._config.items() if name in self._init}
         parts |= modules
-        parts |= {name: self._tool(name) for name in tools}
+        for name in tools:
+            later = not reads and name.startswith("tokenizer")
+            parts[name] = LateTool(functools.partial(self._tool, name)) if later else self._tool(name)
         parts["vae"] = StandInVae(self.decoder, device, torch.float32)
         for unit in self.denoisers:
             if unit.name not in modules and unit.role == "transformer":
@@ -318,8 +325,9 @@ class GenericPipeline(StagedPipeline):
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> torch.Tensor:
-        # Tokenizers too: LTX-2's loop asks on which side its tokenizer pads.
-        pipe = self._pipeline(device, modules, *self._without_weights(""))
+        pads = asks_for_padding(self.pipeline_class)
+        tools = (name for name in self._without_weights("") if pads or not name.startswith("tokenizer"))
+        pipe = self._pipeline(device, modules, *tools, reads=False)
         self._prepare(pipe, arguments)
         arguments = dict(arguments)
         if (scale := arguments.pop("guider", None)) is not None:

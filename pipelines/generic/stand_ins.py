@@ -51,6 +51,16 @@ class StandInVae(StandIn):
         raise ValueError("this run starts from a picture, which cannot be staged yet. Leave the picture out.")
 
 
+class LateTool:
+    """A tokenizer that is read when it is asked for something."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
+
+
 class DecodeCalledError(Exception):
     """Carries the latents out of a pipeline's call."""
 

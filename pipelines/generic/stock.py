@@ -65,6 +65,12 @@ def needed_inputs(cls: type) -> list[str]:
 
 
 @functools.cache
+def asks_for_padding(cls: type) -> bool:
+    """Whether a pipeline asks on which side its tokenizer pads, as the loop of LTX-2 does."""
+    return "padding_side" in inspect.getsource(cls)
+
+
+@functools.cache
 def text_options(cls: type) -> frozenset[str]:
     """The arguments of a pipeline's `__call__` that it only hands to its `encode_prompt`, or checks.
 

@@ -64,7 +64,7 @@ class Graph:
         choose = self.random.choice
         name, prompt = choose(FAMILIES), choose(["a boat", "a tree"])
         family = tiny.FAMILIES[name]
-        loading = (f"mix_{name}", choose([True, False]), choose([0, 0.0008]))
+        loading = (f"mix_{name}", choose([True, False]), choose([0, 0.002]))
         if loading not in self.loaded:  # as the host keeps what nodes gave
             given = dict(zip(("pipeline", "keep_loaded", "vram_gb"), loading, strict=True))
             self.loaded[loading] = run_node(LoadPipeline, device="sim", **given).result[0]

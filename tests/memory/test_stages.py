@@ -63,7 +63,8 @@ def test_same_prompt_loads_no_encoder_again(folder: Path) -> None:
 
 def test_same_prompt_in_a_new_process_reads_no_encoder_bytes(folder: Path) -> None:
     script = (
-        f"import sys, json; sys.path.insert(0, {str(TESTS)!r}); import conftest, ballast\n"
+        f"import os, sys, json; sys.path.insert(0, {str(TESTS)!r}); home = os.environ['XDG_CACHE_HOME']\n"
+        "import conftest, ballast; os.environ['XDG_CACHE_HOME'] = home\n"
         f"pipe = ballast.open_pipeline({str(folder)!r}, device='cpu')\n"
         "cond = pipe.encode('a boat', 'grey')\n"
         "print(json.dumps([pipe.manager.disk_bytes_read, float(cond.tensors['prompt_embeds'].sum())]))\n"
