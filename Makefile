@@ -20,7 +20,8 @@ test: lint
 
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py -n 2
+	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
+		tests/memory/test_left_behind.py -n 2
 
 lint: contracts
 	$(BIN)/ruff check .

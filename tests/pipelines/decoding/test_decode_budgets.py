@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from ballast.pipelines.planning.plans import _plan_decoding
 
 Folders = Callable[[str], Path]
 
+# Those whose budgets did not hold once, and one without a way in stripes; all with BALLAST_SOAK=1.
+NAMES = list(tiny.FAMILIES) if os.environ.get("BALLAST_SOAK") else ["flux", "hunyuan_video", "sana"]
 SIZES = [(12, 20), (7, 9), (9, 5), (13, 6), (24, 40)]  # of latents; the last for those that take no time
 PIXELS = 2e-4  # the most that a pixel in 0..1 may differ
 GB = 2**30
@@ -61,7 +64,7 @@ def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], g
 
 
 @pytest.mark.parametrize("method", ["decode", "encode"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_budgets_are_kept_as_planned(name: str, method: str, tiny_folders: Folders, sim: ModuleType) -> None:
     pipe: Any = ballast.open_pipeline(tiny_folders(name), device="sim")
     chosen = random.Random(f"{name} {method}")
