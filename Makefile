@@ -10,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 endif
 
-.PHONY: demo test check lint contracts clean always
+.PHONY: demo test check soak lint contracts clean always
 
 demo: .venv/demo-ready
 	$(BIN)/ballast demo
@@ -20,6 +20,9 @@ test: lint
 
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
+
+# All families, budgets and walks: about an hour.
+soak: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
 		tests/memory/test_left_behind.py -n 2
 
