@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
-from ..memory import simulated
+from ..memory import ram, simulated
 from ..memory.accelerator import Accelerator, resolve_device
 from . import models
 
@@ -148,8 +147,7 @@ def environment(meter: Meter, size: str) -> dict[str, Any]:
     """What the figures were measured on, without the machine's own name."""
     import diffusers
 
-    ram = psutil.virtual_memory().total / 2**30
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {ram:.0f} GB RAM"
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {ram.total_bytes() / 2**30:.0f} GB RAM"
     return {
         "machine": "sim" if meter.is_sim else machine,
         "device": "sim" if meter.is_sim else meter.accelerator.name,

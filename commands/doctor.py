@@ -7,11 +7,10 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from .. import requirements
-from ..memory import simulated
+from ..memory import ram, simulated
 from ..memory.accelerator import Accelerator, resolve_device
 from ..memory.host import contract as host_contract
 from ..memory.sizes import format_bytes
@@ -34,7 +33,7 @@ def examine() -> list[Finding]:
     """Check the device, torch, libraries, RAM, pinning, and a ComfyUI if one is near."""
     device = resolve_device()
     accelerator = Accelerator(device)
-    ram = psutil.virtual_memory()
+    total_bytes, available = ram.total_bytes(), format_bytes(ram.available_bytes())
     memory = f"{format_bytes(accelerator.free_bytes())} of {format_bytes(accelerator.total_bytes())} free"
     return [
         Finding("python", True, platform.python_version()),
@@ -46,8 +45,8 @@ def examine() -> list[Finding]:
         ),
         Finding(
             "RAM",
-            ram.total >= _MIN_RAM_BYTES,
-            f"{format_bytes(ram.available)} of {format_bytes(ram.total)} available, for copies of the weights",
+            total_bytes >= _MIN_RAM_BYTES,
+            f"{available} of {format_bytes(total_bytes)} available, for copies of the weights",
         ),
         _pinning(device),
         *(_library(name, lowest) for name, lowest in requirements.wanted().items()),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-import psutil
 import torch
 
-from . import simulated
+from . import ram, simulated
 from .sizes import format_bytes
 
 MB = 2**20
@@ -34,7 +33,7 @@ class Accelerator:
     def total_bytes(self) -> int:
         """Memory of the device."""
         if self.is_cpu:
-            return psutil.virtual_memory().total
+            return ram.total_bytes()
         if self.device.type == "mps":
             return torch.mps.recommended_max_memory()
         return self._mem_get_info()[1]
@@ -42,7 +41,7 @@ class Accelerator:
     def free_bytes(self) -> int:
         """Memory that an allocation could get now, this process's own cached blocks included."""
         if self.is_cpu:
-            return psutil.virtual_memory().available
+            return ram.available_bytes()
         if self.device.type == "mps":
             return max(0, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
         cached = self._count("memory_reserved") - self._count("memory_allocated")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-import psutil
-
+from . import ram
 from .accelerator import Accelerator
 from .host import management as host
 from .units.unit import ManagedModel
@@ -20,7 +19,7 @@ def spare_ram_bytes() -> int:
 
 
 def _beyond_reserve() -> int:
-    return psutil.virtual_memory().available - _RAM_RESERVE_BYTES
+    return ram.available_bytes() - _RAM_RESERVE_BYTES
 
 
 class Budget:

@@ -1,4 +1,4 @@
-"""The only file that calls `comfy.model_management`. Outside ComfyUI every function here does nothing.
+"""The only file that calls `comfy.model_management`, and its like. Outside ComfyUI every function here does nothing.
 
 Nothing of the host is patched, and its list of loaded models changes through its own functions only.
 """
@@ -136,6 +136,14 @@ def _role(patcher: Any) -> Role:
 def _entries_of_ours(mm: ModuleType) -> list[Any]:
     """Which of ours leave is our own decision."""
     return [entry for entry in mm.current_loaded_models if isinstance(entry.model, HostPatcher)]
+
+
+def ram_bytes() -> tuple[int, int] | None:
+    """RAM in all and free, as the host counts it; None where it leaves that to psutil."""
+    memory = sys.modules.get("comfy.system_memory")
+    if not memory or not (hasattr(memory, "virtual_memory_total") and hasattr(memory, "virtual_memory_available")):
+        return None
+    return int(memory.virtual_memory_total()), int(memory.virtual_memory_available())
 
 
 # Our units in the host's list

@@ -15,8 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ..accelerator import Accelerator
-
 log = logging.getLogger("ballast")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -56,8 +54,19 @@ Unit = TypeVar("Unit", bound=Listed)
 AnyUnit = TypeVar("AnyUnit", bound=Listed, contravariant=True)
 
 
+class Counter(Protocol):
+    """What counts the memory of a device."""
+
+    def free_bytes(self) -> int:
+        """Memory that an allocation could get now."""
+
+
 class Mover(Protocol[AnyUnit]):
     """Who moves units for the host: the manager of their device."""
+
+    @property
+    def accelerator(self) -> Counter:
+        """That device."""
 
     def shrink(self, unit: AnyUnit, bytes: int) -> int:
         """Free so many bytes of a unit, or as many as can be. Returns those freed."""
@@ -111,7 +120,8 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def get_free_memory(self, device: torch.device) -> int:
-        return Accelerator(device).free_bytes()
+        manager = self._manager()
+        return manager.accelerator.free_bytes() if manager else 0
 
     @_never_raises(0)
     def get_ram_usage(self) -> int:

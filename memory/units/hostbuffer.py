@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 
+from .. import ram
 from ..host import management as host
 
 ALIGNMENT_BYTES = 256
-_PINNED_SHARE = 0.5  # of the machine's RAM at most: pinned pages cannot be swapped, and others need theirs too
+_PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
 
@@ -53,7 +53,7 @@ class _Pages(mmap.mmap):
     def _register(self, address: int, device: torch.device) -> bool:
         global _pinned_bytes
         with _lock:
-            if _pinned_bytes + len(self) > _PINNED_SHARE * psutil.virtual_memory().total:
+            if _pinned_bytes + len(self) > _PINNED_SHARE * ram.total_bytes():
                 return False
             try:
                 cudart = torch.cuda.cudart()

@@ -18,7 +18,7 @@ import ballast
 import psutil
 import pytest
 import torch
-from ballast.memory import DoesNotFitError, budget, manager, simulated
+from ballast.memory import DoesNotFitError, manager, ram, simulated
 from ballast.memory import manager as manager_of
 from ballast.memory.units import hostbuffer
 from ballast.memory.units.structure import slots
@@ -356,8 +356,7 @@ def test_cached_copies_go_when_others_want_the_ram(
     Run(pipe)
     del pipe
     assert mgr.report().host_bytes >= TRANSFORMER
-    real = psutil.virtual_memory()
-    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: real._replace(available=2**30))
+    monkeypatch.setattr(ram, "available_bytes", lambda: 2**30)
     end = time.monotonic() + 15
     while mgr.report().host_bytes and time.monotonic() < end:
         time.sleep(0.05)

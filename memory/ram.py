@@ -1,0 +1,85 @@
+"""RAM as it is for this process: the machine's, or what the limits of its container leave of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from .host import management as host
+
+_MEMBERSHIP = Path("/proc/self/cgroup")  # only Linux has control groups
+_CGROUPS = Path("/sys/fs/cgroup")
+_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")  # limits, what is used, and the cache in it
+_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def total_bytes() -> int:
+    """RAM that this process could have in all."""
+    total = _machine()[0]
+    return min([total, *(limit for limit, _ in limits(_MEMBERSHIP, _CGROUPS, total))])
+
+
+def available_bytes() -> int:
+    """RAM that this process could take now without swapping, and without being killed for it."""
+    total, available = _machine()
+    left = [limit - used for limit, used in limits(_MEMBERSHIP, _CGROUPS, total)]
+    return max(0, min([available, *left]))
+
+
+def _machine() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return host.ram_bytes() or (memory.total, memory.available)
+
+
+def limits(membership: Path, root: Path, machine_bytes: int) -> list[tuple[int, int]]:
+    """The limits that hold for a process, and the bytes used below each without the cache that goes first.
+
+    `membership` is its /proc/self/cgroup, `root` is where control groups are mounted. Of cgroup v1 and v2 alike each
+    group on the way up counts. What cannot be read sets no limit, nor does one that is above the machine's RAM.
+    """
+    found = []
+    for group, (caps, usage, cache) in _groups(membership, root):
+        named = [limit for name in caps if (limit := _number(group / name)) is not None and limit < machine_bytes]
+        if named:
+            used = _number(group / usage) or 0
+            found.append((min(named), max(0, used - _statistic(group / "memory.stat", cache))))
+    return found
+
+
+def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
+    """The groups that a process is in, with those above them, and the names of their files."""
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = _V1 if controllers else _V2
+        top = root / "memory" if controllers else root / "unified" if (root / "unified").is_dir() else root
+        # In a container the path may be the machine's, of which only the container's own group is seen, as the root.
+        parts = [part for part in path.split("/") if part]
+        parts = [] if ".." in parts else parts
+        for depth in range(len(parts) + 1):
+            yield top.joinpath(*parts[:depth]), names
+
+
+def _number(file: Path) -> int | None:
+    """What a file says; None where there is none, or it says "max"."""
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _statistic(file: Path, name: str) -> int:
+    for line in _text(file).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdecimal():
+            return int(value)
+    return 0
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("ascii", "replace")
+    except OSError:
+        return ""
