@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,11 +18,20 @@ _OUT_OF_MEMORY = (
     "allocation_failed",
     "out_of_device_memory",
     "out_of_host_memory",
+    "out_of_resources",
+    "miopenstatusallocfailed",
     "unable to find an engine",
     "unable to find a valid cudnn",
     "when calling `cublascreate",
     "when calling cublascreate",
 )
+# Of torch's allocator on Linux and on Windows, and of libraries that ask Windows for more than its page file takes.
+_OUT_OF_RAM = (
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "os error 1455",
+)
+_COMMITMENT_LIMIT = 1455  # of Windows
 
 _OF_MODULE: tuple[str, ...] = ("__name__", "__loader__", "__spec__")  # by which the lines of its source are found
 
@@ -39,6 +49,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, DoesNotFitError):  # which tells that all was tried
         return False
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
+def is_out_of_ram(error: BaseException) -> bool:
+    """Whether an error means that the system refuses RAM: what was to be held there may still run from disk."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and (error.errno == errno.ENOMEM or _winerror(error) == _COMMITMENT_LIMIT):
+        return True
+    return isinstance(error, Exception) and any(words in str(error).lower() for words in _OUT_OF_RAM)
+
+
+def _winerror(error: OSError) -> int | None:
+    return getattr(error, "winerror", None)  # only Windows has it
 
 
 def release_frames(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import is_out_of_memory
+from .errors import is_out_of_memory, is_out_of_ram
 
 _PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
 _LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
@@ -65,7 +65,7 @@ def one_line(where: Path, task: str) -> Iterator[None]:
     except Exception as error:
         said = str(error).strip()
         is_clear = isinstance(error, (ValueError, OSError)) and "\n" not in said and str(where) in said
-        if is_clear or isinstance(error, MemoryError) or is_out_of_memory(error):
+        if is_clear or is_out_of_ram(error) or is_out_of_memory(error):
             raise
         kind = ImportError if isinstance(error, ImportError) else ValueError
         reason = f"{type(error).__name__}: {said.splitlines()[0] if said else 'no more is known'}"

@@ -17,6 +17,7 @@ import torch
 
 from .. import ram
 from ..host import management as host
+from ..sizes import format_bytes
 
 ALIGNMENT_BYTES = 256
 _PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
@@ -124,8 +125,17 @@ def place_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tenso
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """A flat buffer of so many bytes (at least 1) on pages of its own, all zero."""
-    pages = _Pages(-1, nbytes)
+    """A flat buffer of so many bytes (at least 1) on pages of its own, all zero.
+
+    MemoryError, in one line, where the system has no RAM for it, or on Windows no room in its page file.
+    """
+    try:
+        pages = _Pages(-1, nbytes)
+    except OSError as error:
+        raise MemoryError(
+            f"the system refuses {format_bytes(nbytes)} of RAM for weights ({error.strerror or error}). "
+            "Close other programs, enlarge the page file, or lower the RAM budget."
+        ) from error
     with torch.inference_mode(False):
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
     _pages[buffer.data_ptr()] = pages

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import torch
 
+from ..errors import is_out_of_ram
 from ..speeds import observe_disk
 from .hostbuffer import bytes_of
 from .weights import Stamp, Stored, check_unchanged
@@ -95,6 +96,8 @@ def read_batch(batch: list[Job]) -> None:
                 _read_piece(file, piece, buffer)
             check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
     except OSError as error:
+        if is_out_of_ram(error):
+            raise
         raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
 
 

@@ -1,17 +1,95 @@
-"""A released error: it reads as it was raised, and holds nothing of what its frames held."""
+"""Errors: what says that which memory is out, and what a released one holds: nothing of what its frames held."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ballast.memory.errors import release_frames
+import torch
+from ballast.memory.errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
+from ballast.memory.files import one_line
+from ballast.memory.units import hostbuffer, reader
+from ballast.memory.units.reader import Piece, read
+
+
+def of_windows(code: int) -> OSError:
+    error = OSError(errno.EINVAL, "The paging file is too small for this operation to complete")
+    error.winerror = code  # type: ignore[attr-defined]
+    return error
+
+
+OF_DEVICES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
+    RuntimeError("miopenStatusAllocFailed"),
+    RuntimeError("CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("Native API failed. Native API returns: -6 (PI_ERROR_OUT_OF_HOST_MEMORY)"),
+]
+OF_RAM = [
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    of_windows(1455),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4611686018427387904 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried to ..."),
+    ValueError("Error while opening: The paging file is too small for this operation to complete. (os error 1455)"),
+]
+OF_NEITHER = [
+    OSError(errno.EIO, "Input/output error"),
+    of_windows(5),
+    OSError(),
+    ValueError("out of memory"),
+    DoesNotFitError("transformer does not fit: out of memory"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", [*OF_DEVICES, *OF_RAM, *OF_NEITHER], ids=repr)
+def test_memory_of_the_device_is_told_from_ram(error: BaseException) -> None:
+    assert is_out_of_memory(error) == (error in OF_DEVICES)
+    assert is_out_of_ram(error) == (error in OF_RAM)
+
+
+def test_what_torch_says_here_when_ram_is_refused() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_ram(refused.value)
+    assert not is_out_of_memory(refused.value)
+
+
+def test_refused_buffer_is_told_in_one_line() -> None:
+    before = set(hostbuffer._pages)
+    with pytest.raises(MemoryError, match=r"^the system refuses .* of RAM for weights \(.+\)\. Close .*\.$") as refused:
+        hostbuffer.allocate(2**60)
+    assert "\n" not in str(refused.value)
+    assert set(hostbuffer._pages) == before
+
+
+def test_refused_ram_passes_through_those_who_explain_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match="Cannot allocate") as passed, one_line(tmp_path, "read"):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert is_out_of_ram(passed.value)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    (tmp_path / "a").write_bytes(bytes(8))
+    monkeypatch.setattr(reader, "_read_piece", refuse)
+    with pytest.raises(OSError, match="Cannot allocate") as passed:
+        read([(Piece(tmp_path / "a", 0, 8, torch.uint8, torch.uint8, 0), hostbuffer.allocate(8))])
+    assert is_out_of_ram(passed.value)
 
 
 class Thing:
