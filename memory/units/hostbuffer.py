@@ -20,6 +20,7 @@ from ..host import management as host
 from ..sizes import format_bytes
 
 ALIGNMENT_BYTES = 256
+HUGE_PAGE_BYTES = 2 * 2**20  # of x86 and, as it is mostly set up, of ARM
 _PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
@@ -32,6 +33,7 @@ _left_paged: set[torch.device] = set()
 class _Pages(mmap.mmap):
     """Anonymous memory of its own pages: torch's pinned allocator would round to the next power of two."""
 
+    first, nbytes = 0, 0  # where in it the buffer begins, and how long that is
     cudart: Any = None  # that the pages are registered with
     stand_in: torch.Tensor | None = None  # what the host knows the pages by, if it has pinned them
     address = 0
@@ -41,7 +43,7 @@ class _Pages(mmap.mmap):
         if self.cudart is not None or self.stand_in is not None:
             return True
         # A tensor that does not hold the pages, so that they can be let go of before they go.
-        stand_in = torch.frombuffer((ctypes.c_ubyte * len(self)).from_address(address), dtype=torch.uint8)
+        stand_in = torch.frombuffer((ctypes.c_ubyte * self.nbytes).from_address(address), dtype=torch.uint8)
         try:
             by_host = host.pin_memory(stand_in)
         except (RuntimeError, AttributeError):
@@ -54,17 +56,17 @@ class _Pages(mmap.mmap):
     def _register(self, address: int, device: torch.device) -> bool:
         global _pinned_bytes
         with _lock:
-            if _pinned_bytes + len(self) > _PINNED_SHARE * ram.total_bytes():
+            if _pinned_bytes + self.nbytes > _PINNED_SHARE * ram.total_bytes():
                 return False
             try:
                 cudart = torch.cuda.cudart()
                 with torch.cuda.device(device):  # or the first card would get a context of some hundred MB
-                    if int(cudart.cudaHostRegister(address, len(self), _PORTABLE)) != 0:
+                    if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) != 0:
                         return False
             except (RuntimeError, AttributeError):
                 return False
             self.cudart, self.address = cudart, address
-            _pinned_bytes += len(self)
+            _pinned_bytes += self.nbytes
         return True
 
     def unpin(self) -> None:
@@ -79,7 +81,7 @@ class _Pages(mmap.mmap):
             with contextlib.suppress(Exception):
                 self.cudart.cudaHostUnregister(self.address)
             self.cudart = None
-            _pinned_bytes -= len(self)
+            _pinned_bytes -= self.nbytes
 
     def __del__(self) -> None:
         self.unpin()  # before the pages go back to the system, which must not happen while they are registered
@@ -130,21 +132,45 @@ def allocate(nbytes: int) -> torch.Tensor:
     MemoryError, in one line, where the system has no RAM for it, or on Windows no room in its page file.
     """
     try:
-        pages = _Pages(-1, nbytes)
+        pages = _map(nbytes)
     except OSError as error:
         raise MemoryError(
             f"the system refuses {format_bytes(nbytes)} of RAM for weights ({error.strerror or error}). "
             "Close other programs, enlarge the page file, or lower the RAM budget."
         ) from error
     with torch.inference_mode(False):
-        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8, offset=pages.first, count=pages.nbytes)
     _pages[buffer.data_ptr()] = pages
     return buffer
 
 
+def _map(nbytes: int) -> _Pages:
+    """Pages for a buffer, private to this process: shared ones are never huge, and slow to be had.
+
+    A large buffer lies on huge pages, as far as it fills them: more than it takes is never had.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        pages = _Pages(-1, nbytes)  # of Windows
+        pages.nbytes = nbytes
+        return pages
+    whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    # What lies before the first huge page is never touched, and so takes no RAM.
+    pages = _Pages(-1, nbytes + (HUGE_PAGE_BYTES if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.nbytes = nbytes
+    with contextlib.suppress(OSError):  # a kernel that has none of it
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child would get copies of what the parent writes to
+            pages.madvise(mmap.MADV_DONTFORK)
+        if whole:
+            pages.first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+            pages.madvise(mmap.MADV_HUGEPAGE, pages.first, whole)
+            pages.madvise(mmap.MADV_NOHUGEPAGE, pages.first + whole)
+    return pages
+
+
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a buffer made by `allocate` or `pack`, to read files into."""
-    return memoryview(_pages[flat.data_ptr()])
+    pages = _pages[flat.data_ptr()]
+    return memoryview(pages)[pages.first : pages.first + pages.nbytes]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

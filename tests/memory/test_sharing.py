@@ -83,7 +83,7 @@ def check_books(sim: ModuleType) -> None:
     assert report.resident_bytes == sim.stats().allocated_bytes
     gaps = 256 * sum(len(list(slots(unit.module))) for unit in manager("sim").units())
     # All that lies in RAM, windows included, but for what other tests have left there.
-    pages = sum(len(pages) for address, pages in hostbuffer._pages.items() if address not in _elsewhere)
+    pages = sum(pages.nbytes for address, pages in hostbuffer._pages.items() if address not in _elsewhere)
     assert report.host_bytes <= pages <= report.host_bytes + gaps
     keys = [unit.key for unit in manager("sim").units()]
     assert len(set(keys)) == len(keys)
@@ -208,7 +208,7 @@ def test_ram_budget_holds_in_every_placement(
     held: list[int] = []
 
     def note(*_: Any) -> None:
-        held.append(sum(len(pages) for pages in hostbuffer._pages.values()))
+        held.append(sum(pages.nbytes for pages in hostbuffer._pages.values()))
         assert manager("sim").report().host_bytes <= 2_500_000
 
     for _ in range(2):
