@@ -1,15 +1,19 @@
 """Reads weights from files into flat buffers: in parallel, in the order in which they lie, cast on the way.
 
 What is read where is a plan of pieces, made without touching a file. Files are read by plain reads, never mapped: a
-page fault cannot be prefetched, cancelled or reported.
+page fault cannot be prefetched, cancelled or reported. What is read to stay in RAM (`read`) leaves the page cache as
+it was: what the user's programs have there stays, and nothing is added, which would be a second copy. What is read to
+pass through (`read_batch`) is wanted again in the next step, and is left to the cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,12 +22,17 @@ import torch
 
 from ..errors import is_out_of_ram
 from ..speeds import observe_disk
+from . import direct
 from .hostbuffer import bytes_of
 from .weights import Stamp, Stored, check_unchanged
 
 READERS = 4  # one alone does not keep an NVMe disk busy
+FILLERS = 8  # of RAM, by direct reads, which nothing reads ahead for
 BATCH_BYTES = 16 * 2**20
 CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
+_CAST_ELEMENTS = 2**15 - 2**10  # at once: for more, torch would start a team of threads in each reader
+_GAP_BYTES = 2**17  # that no weight is read from is read over rather than left out
+_CUT_SHORT = "{} is cut short: it ended while it was read. Download it again."
 
 
 @dataclass(frozen=True)
@@ -86,15 +95,54 @@ def batches(jobs: Iterable[Job]) -> list[list[Job]]:
     return made
 
 
+def chunks(batch: list[Job]) -> list[list[Job]]:
+    """The jobs of a batch, split and put together so that each list lies in one chunk of direct reads."""
+    made: list[list[Job]] = []
+    begin = end = 0
+    most = direct.CHUNK_BYTES - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
+    split = [(part, buffer) for piece, buffer in batch for part in piece.split(most)]
+    for part, buffer in sorted(split, key=lambda job: job[0].offset):
+        stop = part.offset + part.stored_bytes
+        if not made or stop - begin > most or part.offset - end > _GAP_BYTES:
+            made.append([])
+            begin, end = part.offset, stop
+        made[-1].append((part, buffer))
+        end = max(end, stop)
+    return made
+
+
 def read_batch(batch: list[Job]) -> None:
     """Read the jobs of one batch. Raises OSError or ValueError, in one line that names the file."""
-    path = batch[0][0].path
+    with _opened(batch) as file:
+        for piece, buffer in batch:
+            _read_piece(file, piece, buffer)
+
+
+def fill_batch(batch: list[Job]) -> None:
+    """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does."""
+    with _opened(batch) as file:
+        direct.read_nothing_ahead(file)
+        for jobs in chunks(batch):
+            begin, end = jobs[0][0].offset, max(piece.offset + piece.stored_bytes for piece, _ in jobs)
+            was_cached = direct.is_cached(file, begin, end)
+            held = None if was_cached else direct.read_chunk(file, begin, end)
+            for piece, buffer in jobs:
+                if held is None:
+                    _read_piece(file, piece, buffer)
+                else:
+                    _put(held[piece.offset - begin :][: piece.stored_bytes], piece, buffer)
+            if not was_cached:  # what reads that were not direct have brought, or looking for it
+                direct.forget(file, begin, end)
+
+
+@contextmanager
+def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
+    path, stamp = batch[0][0].path, batch[0][0].stamp
     try:
         with torch.inference_mode(), path.open("rb", buffering=0) as file:
-            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))
-            for piece, buffer in batch:
-                _read_piece(file, piece, buffer)
-            check_unchanged(path, batch[0][0].stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
+            check_unchanged(path, stamp, os.fstat(file.fileno()))
+            yield file  # type: ignore[misc]
+            check_unchanged(path, stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
     except OSError as error:
         if is_out_of_ram(error):
             raise
@@ -109,9 +157,9 @@ def read(jobs: Iterable[Job], look: Callable[[int], None] = lambda read: None) -
     """
     work = batches(jobs)
     start, so_far = time.perf_counter(), 0
-    pool = ThreadPoolExecutor(READERS, "ballast-reader")
+    pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
     try:
-        for batch, done in [(batch, pool.submit(read_batch, batch)) for batch in work]:
+        for batch, done in [(batch, pool.submit(fill_batch, batch)) for batch in work]:
             done.result()
             so_far += sum(piece.stored_bytes for piece, _ in batch)
             look(so_far)
@@ -125,16 +173,28 @@ def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:
     if piece.stored == piece.dtype:
         _read_exactly(file, bytes_of(buffer)[piece.at : piece.at + piece.stored_bytes], piece.path)
         return
-    staging = bytearray(min(CAST_BYTES, piece.stored_bytes))
+    staging = memoryview(bytearray(min(CAST_BYTES, piece.stored_bytes)))
     for part in piece.split(CAST_BYTES):
-        _read_exactly(file, memoryview(staging)[: part.stored_bytes], part.path)
-        target = buffer[part.at : part.at + part.count * part.dtype.itemsize].view(part.dtype)
-        target.copy_(torch.frombuffer(staging, dtype=part.stored, count=part.count))
+        _read_exactly(file, staging[: part.stored_bytes], part.path)
+        _put(staging[: part.stored_bytes], part, buffer)
+
+
+def _put(source: memoryview, piece: Piece, buffer: torch.Tensor) -> None:
+    """Put the bytes of a piece where they belong. ValueError if they are not all there."""
+    if len(source) < piece.stored_bytes:
+        raise ValueError(_CUT_SHORT.format(piece.path))
+    stored = torch.frombuffer(source, dtype=piece.stored, count=piece.count)
+    target = buffer[piece.at : piece.at + piece.count * piece.dtype.itemsize].view(piece.dtype)
+    if piece.stored == piece.dtype and stored.nbytes == target.nbytes:
+        ctypes.memmove(target.data_ptr(), stored.data_ptr(), stored.nbytes)  # others may run meanwhile
+        return
+    # In one call: with one for each, the readers would wait for each other's Python.
+    torch._foreach_copy_(target.split(_CAST_ELEMENTS), stored.split(_CAST_ELEMENTS))
 
 
 def _read_exactly(file: BinaryIO, target: memoryview, path: Path) -> None:
     while target:  # one read may bring less than all
         count = file.readinto(target)  # type: ignore[attr-defined]
         if not count:
-            raise ValueError(f"{path} is cut short: it ended while it was read. Download it again.")
+            raise ValueError(_CUT_SHORT.format(path))
         target = target[count:]

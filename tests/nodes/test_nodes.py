@@ -491,7 +491,7 @@ def test_interrupt_stops_within_a_step_and_leaves_nothing(sim: ModuleType, monke
 def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = load()
     monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
-    whole, done = reader.read_batch, []
+    whole, done = reader.fill_batch, []
 
     def then_stop(batch: list) -> None:
         whole(batch)
@@ -500,12 +500,12 @@ def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch
         comfy.model_management.interrupt_current_processing(True)
 
     with pytest.MonkeyPatch.context() as patch, page() as recorded:
-        patch.setattr(reader, "read_batch", then_stop)
+        patch.setattr(reader, "fill_batch", then_stop)
         patch.setattr(Timeline, "tell", lambda *_: None)  # the bar would look too
         with pytest.raises(comfy.model_management.InterruptProcessingException):
             encode(reference, "a boat that is not read")
     comfy.model_management.interrupt_current_processing(False)
-    assert len(done) <= 2 * reader.READERS
+    assert len(done) <= 2 * reader.FILLERS
     assert recorded.texts[-1] == ("1", "stopped")
     assert set(tiers(reference).values()) == {"disk"}
     assert sum(unit.host_bytes for unit in reference.open().encoders) == 0

@@ -287,8 +287,8 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     path = tmp_path / "a.safetensors"
     write(Odd(), path)
     monkeypatch.setattr(reader, "BATCH_BYTES", 512)
-    whole, batches_read, seen = reader.read_batch, [], []
-    monkeypatch.setattr(reader, "read_batch", lambda batch: (batches_read.append(1), time.sleep(0.01), whole(batch)))
+    whole, batches_read, seen = reader.fill_batch, [], []
+    monkeypatch.setattr(reader, "fill_batch", lambda batch: (batches_read.append(1), time.sleep(0.01), whole(batch)))
 
     def stop(read: int) -> None:
         seen.append(read)
@@ -300,7 +300,7 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         unit.load(stop)
     assert len(seen) == 1 and 0 < seen[0] <= 512
-    assert len(batches_read) <= 2 * reader.READERS, "those that were under way"
+    assert len(batches_read) <= 2 * reader.FILLERS, "those that were under way"
     assert_untouched(unit)
     gc.collect()
     assert set(hostbuffer._pages) == before

@@ -145,14 +145,14 @@ def test_embedding_of_files_that_change_while_it_is_made_is_not_kept(
     folder, cache = made(name), tmp_path / "cache"
     pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=cache)
     words = next(path for path in sorted(folder.rglob("tokenizer_config.json")))
-    read = reader.read_batch
+    read = reader.fill_batch
 
     def changing(batch: Any) -> None:
         read(batch)
         words.write_text(json.dumps(json.loads(words.read_text("utf-8")) | {"note": "new"}), "utf-8")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "read_batch", changing)
+        patch.setattr(reader, "fill_batch", changing)
         with pytest.raises(ValueError, match="were changed. Open the pipeline again"):
             pipe.encode("a boat")
     assert not list(cache.glob("*.safetensors"))

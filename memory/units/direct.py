@@ -1,0 +1,88 @@
+"""Reads past the page cache: weights that are to lie in RAM are not to lie in the cache as well.
+
+Only Linux has all of it; elsewhere files are read as usual.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from typing import BinaryIO
+
+from .hostbuffer import allocate, bytes_of
+
+if sys.platform != "win32":
+    import fcntl
+
+CHUNK_BYTES = 4 * 2**20  # of each reader, beside the buffers that are filled
+SECTOR_BYTES = 4096  # where direct reads begin and end: no disk has larger sectors
+_PLACES = 5  # of a chunk that are looked for in the cache
+_UNFIT = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that have no direct reads
+
+_of_thread = threading.local()
+
+
+def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
+    """Whether the page cache has that part of a file, as far as some places of it tell. Reads nothing from the disk."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    byte, step = bytearray(1), max(1, (end - 1 - begin) // (_PLACES - 1))
+    try:
+        return all(os.preadv(file.fileno(), [byte], at, os.RWF_NOWAIT) for at in {*range(begin, end, step), end - 1})
+    except OSError:
+        return False
+
+
+def read_nothing_ahead(file: BinaryIO) -> None:
+    """Let only what is read of a file come to the page cache. Holds for this opening of it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def forget(file: BinaryIO, begin: int, end: int) -> None:
+    """Let the page cache drop that part of a file."""
+    if hasattr(os, "posix_fadvise"):
+        first = begin // SECTOR_BYTES * SECTOR_BYTES
+        os.posix_fadvise(file.fileno(), first, -(-end // SECTOR_BYTES) * SECTOR_BYTES - first, os.POSIX_FADV_DONTNEED)
+
+
+def read_chunk(file: BinaryIO, begin: int, end: int) -> memoryview | None:
+    """Those bytes of a file, by a direct read: CHUNK_BYTES at most, with whole sectors around them.
+
+    They are this thread's until its next call. Shorter if the file ends before. None where the system has no direct
+    reads; where the file system has none, the bytes come through the cache.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    if not hasattr(_of_thread, "chunk"):
+        _of_thread.chunk = allocate(CHUNK_BYTES)
+    first = begin // SECTOR_BYTES * SECTOR_BYTES
+    target = bytes_of(_of_thread.chunk)[: -(-end // SECTOR_BYTES) * SECTOR_BYTES - first]
+    flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        done = _read(file, first, target, end - first, SECTOR_BYTES)
+    except OSError as error:
+        if error.errno not in _UNFIT:
+            raise
+    finally:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    done += _read(file, first + done, target[done:], end - first - done)  # nothing, as a rule
+    return target[begin - first : min(done, end - first)]
+
+
+def _read(file: BinaryIO, first: int, target: memoryview, least: int, unit: int = 1) -> int:
+    """Read from byte `first` of a file until there are `least` bytes, or the file ends. Returns how many there are.
+
+    Ends before that, too, where not a whole number of units has come: direct reads cannot go on from there.
+    """
+    file.seek(first)
+    done = 0
+    while done < least and done % unit == 0:  # one read may bring less than all
+        count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        if not count:
+            break
+        done += count
+    return done
