@@ -14,9 +14,9 @@ SIZES = ("tiny", "newbie", "hidream")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream`, `peers`, `plans` or `newbie`. Returns the exit status."""
+    """Run `stream`, `peers`, `plans`, `newbie` or `load`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
-    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie | load")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
     shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
@@ -55,6 +55,18 @@ def main(argv: Sequence[str]) -> int:
     newbie.add_argument("--steps", type=int, default=6, help="of each row; the first does not count")
     _add_out(newbie)
     newbie.set_defaults(run=_newbie)
+
+    load = commands.add_parser(
+        "load",
+        help="reading weights from a cold disk to RAM, against safetensors",
+        description="Writes a file of random weights, and reads it in turns: as Ballast does, and by safetensors with "
+        "load_state_dict. Each time in a new process, with nothing of the file in the page cache.",
+    )
+    load.add_argument("--gb", type=float, default=2, help="GB of weights; as many of disk until it ends")
+    load.add_argument("--rounds", type=int, default=3, help="how often each way is taken")
+    load.add_argument("--folder", type=Path, help="where the file goes, on the disk to measure; else a temporary one")
+    _add_out(load)
+    load.set_defaults(run=_load)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
@@ -79,6 +91,12 @@ def _newbie(arguments: argparse.Namespace) -> int:
     from .newbie import run
 
     return run(arguments.device, arguments.out, arguments.steps)
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    from .load import run
+
+    return run(arguments.gb, arguments.rounds, arguments.folder, arguments.out)
 
 
 def _peers(arguments: argparse.Namespace) -> int:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import charts, report
+from . import apart, charts, report
 from .rivals import RIVALS
-
-_ROOT = Path(__file__).resolve().parents[1]
-# This checkout as `ballast`, installed or not.
-_START = """
-import importlib.util, sys
-root = sys.argv[1]
-spec = importlib.util.spec_from_file_location("ballast", root + "/__init__.py", submodule_search_locations=[root])
-sys.modules["ballast"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from ballast.bench import worker
-worker.main(sys.argv[2:])
-"""
 
 
 def run(
@@ -58,7 +43,7 @@ def run(
         for name, share in runs:
             if name in absent:
                 continue
-            row = _one({**request, "rival": name, "share": share}, Path(folder), timeout)
+            row = apart.measure("worker", {**request, "rival": name, "share": share}, Path(folder), timeout)
             if name == "resident":
                 if "error" in row:
                     raise RuntimeError(f"the resident run failed: {row['error']}")
@@ -77,23 +62,6 @@ def run(
     report.say("\n" + report.table(headings | {"difference": "differs"}, [row for row in rows if "error" not in row]))
     report.say(wrote)
     return 0
-
-
-def _one(request: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """What a process of its own found, or `error`: one line."""
-    answer = folder / "answer.json"
-    answer.unlink(missing_ok=True)
-    command = [sys.executable, "-c", _START, str(_ROOT), json.dumps(request), str(answer)]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout:.0f} s"}
-    if answer.is_file():
-        return json.loads(answer.read_text("utf-8"))
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return {"error": f"ended with status {done.returncode}: {last}"}
 
 
 def _bounded(row: dict[str, Any], regime: dict[str, Any]) -> dict[str, Any]:

@@ -42,9 +42,15 @@ def write(bench: str, found: dict[str, Any], picture: Image.Image, out: Path) ->
     out.mkdir(parents=True, exist_ok=True)
     # Not `with_suffix`, which would cut a name at its last dot.
     json_path, png_path = Path(f"{stem}.json"), Path(f"{stem}.png")
-    json_path.write_text(json.dumps(_rounded(found), indent=1) + "\n", "utf-8")
+    write_json(found, json_path)
     picture.save(png_path, optimize=True)
     return f"wrote {json_path}, {png_path}"
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Write the figures, for people to read too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(found), indent=1) + "\n", "utf-8")
 
 
 def _rounded(value: Any) -> Any:

@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     examining.set_defaults(run=_doctor)
 
     measuring = commands.add_parser(
-        "bench", help="measure how fast models stream", usage="ballast bench stream | peers | plans | newbie [-h] ..."
+        "bench",
+        help="measure how fast models stream",
+        usage="ballast bench stream | peers | plans | newbie | load [-h] ...",
     )
     bench.add_arguments(measuring)
     measuring.set_defaults(run=bench.run)

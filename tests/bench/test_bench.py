@@ -11,10 +11,11 @@ import ballast.commands.main
 import pytest
 import torch
 from ballast import bench
-from ballast.bench import measure, models
+from ballast.bench import load, load_worker, measure, models
 from ballast.memory import simulated
 from ballast.memory.streaming.stream import Streamed
 from PIL import Image
+from safetensors.torch import load_file
 
 needs_sim = pytest.mark.skipif(simulated.supported() is not None, reason=str(simulated.supported()))
 
@@ -102,3 +103,41 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     assert "not part of this install" in said
     assert "\n" not in said
     assert tuple(models.SIZES) == bench.SIZES
+
+
+def test_load_reads_the_same_weights_each_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["bench", "load", "--gb", "0.02", "--rounds", "2", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    assert ballast.commands.main.main(arguments) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["load.json"], "the weights are gone"
+    found = json.loads((tmp_path / "load.json").read_text("utf-8"))
+    assert found["weight_bytes"] == pytest.approx(20e6, rel=0.3)
+    assert [row["name"] for row in found["rows"]] == ["ballast", "load_file, assign=True", "load_file, copied"]
+    for row in found["rows"]:
+        assert 0 < row["least"] <= row["seconds"] <= row["most"]
+        assert row["peak_bytes"] > 0.9 * found["weight_bytes"]
+    if found["cold"]:
+        ours, assigned, _ = found["rows"]
+        assert ours["cached_bytes"] == 0 < assigned["cached_bytes"]
+    said = capsys.readouterr().out
+    assert all(row["name"] in said for row in found["rows"])
+    assert said.count("round 2: ") == 3
+
+
+def test_load_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert ballast.commands.main.main(["bench", "load", "--gb", "0"]) == 1
+    assert capsys.readouterr().err == "ballast: --gb is 0 and --rounds 3; both take a number above 0.\n"
+    arguments = ["bench", "load", "--gb", "0.001", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr(load, "WAYS", {"by hand": None})
+    assert ballast.commands.main.main(arguments) == 1
+    assert capsys.readouterr().err == "ballast: by hand failed: ended with status 1: KeyError: 'by hand'\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_written_have_no_nan_and_are_those_of_the_module(tmp_path: Path) -> None:
+    width = load_worker.width_of(2e6)
+    nbytes = load.write_weights(tmp_path / "a.safetensors", width)
+    found = load_file(tmp_path / "a.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == load_worker.names_of(width)
+    assert sum(tensor.nbytes for tensor in found.values()) == nbytes
+    assert len(found) > 200
+    assert all(tensor.isfinite().all() for tensor in found.values())
