@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         "load_state_dict. Each time in a new process, with nothing of the file in the page cache.",
     )
     load.add_argument("--gb", type=float, default=2, help="GB of weights; as many of disk until it ends")
-    load.add_argument("--rounds", type=int, default=3, help="how often each way is taken")
+    load.add_argument("--rounds", type=int, default=5, help="how often each way is taken")
     load.add_argument("--folder", type=Path, help="where the file goes, on the disk to measure; else a temporary one")
     _add_out(load)
     load.set_defaults(run=_load)

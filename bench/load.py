@@ -7,6 +7,7 @@ import os
 import statistics
 import struct
 import tempfile
+import time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .load_worker import WAYS, names_of, width_of
 from .measure import Meter, environment
 
 _POOL_BYTES = 2**24  # random bytes that the file repeats
+_TRIES = 20
 
 
 def run(gigabytes: float, rounds: int, folder: Path | None, out: Path, timeout: float = 600) -> int:
@@ -89,9 +91,14 @@ def write_weights(path: Path, width: int) -> int:
 
 def empty_cache(path: Path) -> bool:
     """Let the page cache drop a file. False where that cannot be done, or was not."""
-    with path.open("rb") as file:
-        direct.forget(file, 0, path.stat().st_size)
-    return hasattr(os, "RWF_NOWAIT") and cached_bytes(path) == 0
+    for _ in range(_TRIES if hasattr(os, "RWF_NOWAIT") else 0):
+        with path.open("rb") as file:
+            direct.forget(file, 0, path.stat().st_size)
+            if cached_bytes(path) == 0:
+                direct.forget(file, 0, path.stat().st_size)  # what looking has brought
+                return True
+        time.sleep(0.1)  # some pages are still on another core's list
+    return False
 
 
 def cached_bytes(path: Path) -> int:

@@ -125,7 +125,7 @@ def test_load_reads_the_same_weights_each_way(tmp_path: Path, capsys: pytest.Cap
 
 def test_load_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert ballast.commands.main.main(["bench", "load", "--gb", "0"]) == 1
-    assert capsys.readouterr().err == "ballast: --gb is 0 and --rounds 3; both take a number above 0.\n"
+    assert capsys.readouterr().err == "ballast: --gb is 0 and --rounds 5; both take a number above 0.\n"
     arguments = ["bench", "load", "--gb", "0.001", "--folder", str(tmp_path), "--out", str(tmp_path)]
     monkeypatch.setattr(load, "WAYS", {"by hand": None})
     assert ballast.commands.main.main(arguments) == 1
