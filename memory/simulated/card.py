@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,16 +58,23 @@ class Stats:
     hazards: int
 
 
+class Times(NamedTuple):
+    """Until when some bytes are written to, and until when they are read or written to."""
+
+    written: float = 0.0
+    used: float = 0.0
+
+
 class Allocation:
     """Bytes of one storage. It is kept by the storage object, so it goes when the last view goes."""
 
-    __slots__ = ("card", "freed", "nbytes", "used_until", "written_until")
+    __slots__ = ("__weakref__", "card", "freed", "nbytes", "spans")
 
     def __init__(self, card: Card, nbytes: int, freed: deque[int]) -> None:
         self.card = card
         self.nbytes = nbytes
         self.freed = freed
-        self.written_until = self.used_until = 0.0
+        self.spans: dict[tuple[int, int], Times] = {}
 
     def __del__(self) -> None:
         # The collector may run this anywhere, also inside the card's lock: so only leave a note.
@@ -82,12 +89,10 @@ class Card:
         self.dry = dry
         self.lock = threading.Lock()
         self.freed: deque[int] = deque()
-        self.freed_beside: deque[int] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fail_in = 0
         self.timed = False
         self._allocated = self._peak = self._interval_peak = 0
-        self._beside = self._peak_beside = 0
         self.host = self.latest = 0.0
         self._engines = {"h2d": 0.0, "d2h": 0.0}
         self.configure(total_bytes, 0, 25e9, 25e9, None)
@@ -114,8 +119,6 @@ class Card:
     def _settle(self) -> None:
         while self.freed:
             self._allocated -= self.freed.popleft()
-        while self.freed_beside:
-            self._beside -= self.freed_beside.popleft()
 
     def allocate(self, nbytes: int) -> Allocation:
         """Count a new storage. Raises torch.OutOfMemoryError, having counted nothing, if it does not fit."""
@@ -132,7 +135,6 @@ class Card:
                 raise self._out_of_memory(nbytes)
             self._allocated = held
             self._allocations += 1
-            self._peak_beside = max(self._peak_beside, held + self._beside)
             if held > self._interval_peak:
                 self._interval_peak = held
                 if held > self._peak:
@@ -171,21 +173,6 @@ class Card:
             peak, self._interval_peak = self._interval_peak, self._allocated
             return peak
 
-    def allocate_beside(self, nbytes: int) -> Allocation:
-        """Count a storage in a second sum only: what would be held if all such were too."""
-        with self.lock:
-            self._settle()
-            self._beside += nbytes
-            self._peak_beside = max(self._peak_beside, self._allocated + self._beside)
-        return Allocation(self, nbytes, self.freed_beside)
-
-    def take_peak_beside(self) -> int:
-        """Highest of that second sum since the last call of this."""
-        with self.lock:
-            self._settle()
-            peak, self._peak_beside = self._peak_beside, self._allocated + self._beside
-            return peak
-
     def stats(self) -> Stats:
         """A snapshot of all counters."""
         with self.lock:
@@ -207,11 +194,12 @@ class Card:
         if direction != "d2d":
             with self.lock:
                 start = max(self.host, stream.ready)
-                self._check(device_side.allocation, start, direction == "h2d")
+                span = span_of(device_side)
+                self._check(span, start, direction == "h2d")
                 seconds = nbytes / self._rates[direction]
                 end = max(start, self._engines[direction]) + seconds
                 stream.ready = self._engines[direction] = end
-                self._mark(device_side.allocation, end, direction == "h2d")
+                self._mark(span, end, direction == "h2d")
                 self._moved[direction] += nbytes
                 self._counts[direction] += 1
                 self._busy[direction] += seconds
@@ -224,39 +212,59 @@ class Card:
             for watcher in tuple(self.watchers):
                 watcher(event)
 
-    def compute(self, operations: int, reads: list[Allocation], writes: list[Allocation], stream: Any) -> None:
+    def compute(self, operations: int, reads: list[Span], writes: list[Span], stream: Any) -> None:
         """Put a kernel of so many operations on a stream."""
         with self.lock:
             start = max(self.host, stream.ready)
-            for allocation in reads:
-                self._check(allocation, start, False)
-            for allocation in writes:
-                self._check(allocation, start, True)
+            for span in reads:
+                self._check(span, start, False)
+            for span in writes:
+                self._check(span, start, True)
             seconds = operations / self.flops if self.flops else 0.0
             stream.ready = end = start + seconds
-            for allocation in reads:
-                self._mark(allocation, end, False)
-            for allocation in writes:
-                self._mark(allocation, end, True)
+            for span in reads:
+                self._mark(span, end, False)
+            for span in writes:
+                self._mark(span, end, True)
             self._busy["compute"] += seconds
             self.latest = max(self.latest, end)
 
-    def _check(self, allocation: Allocation, start: float, write: bool) -> None:
+    def _check(self, span: Span, start: float, write: bool) -> None:
         # On one stream `start` is never before the end of earlier work, so only other streams can trip this.
-        if allocation.written_until > start or (write and allocation.used_until > start):
-            self._hazards += 1
+        for (begin, end), times in span.allocation.spans.items():
+            if begin < span.end and span.begin < end and (times.used if write else times.written) > start:
+                self._hazards += 1
+                return
 
     @staticmethod
-    def _mark(allocation: Allocation, end: float, write: bool) -> None:
-        allocation.used_until = max(allocation.used_until, end)
-        if write:
-            allocation.written_until = max(allocation.written_until, end)
+    def _mark(span: Span, end: float, write: bool) -> None:
+        times = span.allocation.spans.get(span[1:], Times())
+        written = max(times.written, end) if write else times.written
+        span.allocation.spans[span[1:]] = Times(written, max(times.used, end))
 
     def wait_until(self, when: float) -> None:
         """Let the host wait for a moment of the virtual clock."""
         with self.lock:
             self.host = max(self.host, when)
             self.latest = max(self.latest, when)
+
+
+class Span(NamedTuple):
+    """Bytes of an allocation."""
+
+    allocation: Allocation
+    begin: int
+    end: int
+
+
+def span_of(tensor: Any) -> Span:
+    """The bytes that a simulated tensor lies in."""
+    raw = tensor.raw
+    if not raw.numel():
+        return Span(tensor.allocation, 0, 0)
+    begin = raw.storage_offset() * raw.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(raw.shape, raw.stride(), strict=True))
+    return Span(tensor.allocation, begin, begin + (last + 1) * raw.itemsize)
 
 
 card = Card(None)  # the one in use; `dry_card` puts another in its place for a while

@@ -212,22 +212,22 @@ def plan(func: Any) -> Handler:
 
 def _clock(func: Any, args: tuple, out: Any, written: Any) -> None:
     """Put an operator on the virtual clock. Only matrix products, convolutions and attention take time."""
-    reads = _allocations(args)
-    made = _allocations((out,))
-    if made and made[0] in reads:
+    reads = _spans(args)
+    made = _spans((out,))
+    if made and any(made[0].allocation is span.allocation for span in reads):
         return  # a view: no kernel
     formula = OPERATIONS.get(func._schema.name) if state.card.flops else None
     operations = formula(args, out) if formula else 0
-    state.card.compute(operations, reads, made + _allocations(written), current_stream())
+    state.card.compute(operations, reads, made + _spans(written), current_stream())
 
 
-def _allocations(values: Any) -> list[state.Allocation]:
+def _spans(values: Any) -> list[state.Span]:
     found = []
     for value in values:
         if type(value) is SimTensor:
-            found.append(value.allocation)
+            found.append(state.span_of(value))
         elif isinstance(value, (tuple, list)):
-            found += _allocations(value)
+            found += _spans(value)
     return found
 
 
