@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..simulated.tensor import SimTensor, wrap
+from .forecast import ModuleOperations, modules_from
 
 _APART = 64  # tokens at most, between two calls that tell what those between them take
 
@@ -95,16 +96,16 @@ class Given:
 class Call:
     """One kind of call, in bytes beyond those held when it began.
 
-    `plain` is its peak, `beside` the same with each module's own weights brought for its call, `left` what the module
-    keeps.
+    `peak_bytes` is its peak, `left_bytes` what the module keeps. For the others see `UnitForecast`.
     """
 
-    plain: int
-    beside: int
-    left: int
+    peak_bytes: int
+    left_bytes: int
     operations: float
-    blocks: tuple[float, ...]
     given: Given
+    modules: ModuleOperations = ()
+    whole: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
 
 def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
@@ -171,9 +172,9 @@ class KnownCalls:
 
 
 def _call_from(facts: Mapping[str, Any]) -> Call:
-    numbers = {name: facts[name] for name in ("plain", "beside", "left", "operations")}
-    blocks, storages = tuple(facts["blocks"]), tuple(facts["given"]["storages"])
-    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks, *storages)):
+    numbers = {name: facts[name] for name in ("peak_bytes", "left_bytes", "operations")}
+    storages = tuple(facts["given"]["storages"])
+    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *storages)):
         raise ValueError("a call has facts that are not numbers from 0 up")
     leaves = [_leaf_from(leaf) if isinstance(leaf, dict) else leaf for leaf in facts["given"]["leaves"]]
     given = Given(facts["given"]["structure"], storages, tuple(leaves))
@@ -183,7 +184,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
         raise ValueError("a call has a result of an unknown structure") from error
     if len(leaves) != expected or not _has_room(given):
         raise ValueError("a call has tensors that have no room")
-    return Call(**numbers, blocks=blocks, given=given)
+    return Call(**numbers, given=given, **modules_from(facts))
 
 
 def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
@@ -211,7 +212,8 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
     """
     gave = fewer.given, more.given
     alike = [(given.structure, len(given.storages), [_rank(leaf) for leaf in given.leaves]) for given in gave]
-    if alike[0] != alike[1]:
+    paths = [[path for path, _ in call.modules] for call in (fewer, more)]
+    if alike[0] != alike[1] or paths[0] != paths[1]:
         return None
 
     def chord(low: int, high: int) -> int:
@@ -230,11 +232,12 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
     given = Given(gave[0].structure, chords(gave[0].storages, gave[1].storages), tuple(leaves))
     share = part / whole
     call = Call(
-        plain=chord(fewer.plain, more.plain),
-        beside=chord(fewer.beside, more.beside),
-        left=chord(fewer.left, more.left),
+        peak_bytes=chord(fewer.peak_bytes, more.peak_bytes),
+        left_bytes=chord(fewer.left_bytes, more.left_bytes),
         operations=fewer.operations + (more.operations - fewer.operations) * share,
-        blocks=tuple(a + (b - a) * share for a, b in zip(fewer.blocks, more.blocks, strict=True)),
+        modules=tuple((p, a + (b - a) * share) for (p, a), (_, b) in zip(fewer.modules, more.modules, strict=True)),
+        whole=tuple({*fewer.whole, *more.whole}),
+        outside=tuple({*fewer.outside, *more.outside}),
         given=given,
     )
     return call if _has_room(given) else None

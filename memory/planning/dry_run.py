@@ -20,10 +20,12 @@ from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
-from ..units.structure import Slot, leafwise_slots, slots, split_blocks
+from ..units.pieces import CallOrder, divide
+from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .calls import Call, Given, KnownCalls, kind_of
-from .forecast import Forecast, UnitForecast
+from .forecast import Forecast, ModuleOperations, UnitForecast
+from .modules import ModuleWatch
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
 
@@ -88,23 +90,37 @@ def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
                 vars(owner)[replaced] = functools.partial(stand_in, owner)
 
 
+@dataclass(frozen=True)
+class _Inside:
+    """What happens inside a call, see `UnitForecast`."""
+
+    operations: float
+    modules: ModuleOperations
+    whole: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+
+
 @dataclass
 class _Peaks:
     """What has been seen of one unit."""
 
     live: int
-    plain: int = 0
-    beside: int = 0
+    peak: int = 0
     first: int = 0
     calls: int = 0
     operations: float = 0.0
-    blocks: list[float] = field(default_factory=list)
+    modules: dict[str, float] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
 
-    def add(self, plain: int, operations: float, blocks: Sequence[float]) -> None:
+    def add(self, peak: int, inside: _Inside) -> None:
         """Count a call with this peak."""
-        self.first = self.first or plain
-        self.operations += operations
-        self.blocks = [a + b for a, b in zip(self.blocks or [0.0] * len(blocks), blocks, strict=True)]
+        self.first = self.first or peak
+        self.operations += inside.operations
+        for path, operations in inside.modules:
+            self.modules[path] = self.modules.get(path, 0.0) + operations
+        self.whole.update(inside.whole)
+        self.outside.update(inside.outside)
 
 
 class _Book:
@@ -116,22 +132,19 @@ class _Book:
         self.idle = 0
         self.last: _Peaks | None = None
 
-    def close_interval(self) -> tuple[int, int]:
-        """The peaks since this was last called: as it was, and with the weights that came leaf by leaf."""
-        plain, beside = self.card.take_interval_peak(), self.card.take_peak_beside()
+    def close_interval(self) -> int:
+        """The peak since this was last called."""
+        peak = self.card.take_interval_peak()
         if self.last is None:
-            self.idle = max(self.idle, plain)
+            self.idle = max(self.idle, peak)
         else:
-            self.last.plain = max(self.last.plain, plain)
-            self.last.beside = max(self.last.beside, beside)
-        return plain, beside
+            self.last.peak = max(self.last.peak, peak)
+        return peak
 
-    def told(self, held: int, plain: int, beside: int) -> int:
-        """Count a call that is not run, by its peaks beyond what was held; its result is there. Returns the peak."""
-        leaves = self.card.allocate_beside(max(0, beside - plain))
-        self.card.allocate(max(0, held + plain - self.card.allocated_bytes()))
-        del leaves
-        return self.close_interval()[0]
+    def told(self, held: int, peak: int) -> int:
+        """Count a call that is not run, by its peak beyond what was held; its result is there. Returns the peak."""
+        self.card.allocate(max(0, held + peak - self.card.allocated_bytes()))
+        return self.close_interval()
 
     def enter(self, name: str) -> tuple[_Peaks, int]:
         """A unit is called. Returns its peaks, and what is held now."""
@@ -145,12 +158,13 @@ class _Book:
         units = {
             name: UnitForecast(
                 live_bytes=seen.live,
-                working_bytes=max(0, seen.plain - seen.live),
+                working_bytes=max(0, seen.peak - seen.live),
                 first_bytes=max(0, seen.first - seen.live),
-                leafwise_bytes=max(0, seen.beside - seen.live),
                 calls=seen.calls,
                 operations=seen.operations,
-                block_operations=tuple(seen.blocks),
+                modules=tuple(seen.modules.items()),
+                whole=tuple(sorted(seen.whole)),
+                outside=tuple(sorted(seen.outside)),
             )
             for name, seen in self.units.items()
         }
@@ -161,66 +175,30 @@ class _Book:
 class _Call:
     """One kind of call: what it took beyond what was held when it began, and what it gave."""
 
-    plain: int
-    beside: int
-    operations: float
-    blocks: list[float]
+    peak: int
+    inside: _Inside
     shapes: Any
     settled: bool
 
 
 class _Structure:
-    """A structure on the card, whose `method` can be run: its weights cost nothing, its blocks are told apart."""
+    """A structure on the card, whose `method` can be run: its weights cost nothing, its modules are told apart."""
 
     def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
-        self.card, self.forward = card, getattr(module, method)
-        blocks, _ = split_blocks(module, list(slots(module)))
-        self.blocks = [0.0] * len(blocks)
-        lay_weights(module, self.card)
+        self.card = card
+        tables = divide(module, list(slots(module)), CallOrder()).tables
+        lay_weights(module, card)
         lay_stand_ins(module, stand_ins)
-        for index, block in enumerate(blocks):
-            _wrap_forward(block.module, functools.partial(self._counted, index))
-        self._bring_leaves(module)
+        self.watch = ModuleWatch(module, [table.path for table in tables], card)
+        self.forward = getattr(module, method)
 
-    @property
-    def operations(self) -> float:
-        return self.card.stats().compute_seconds  # the card does one a second
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float, list[float]]:
-        """The result of a call, its operations, and those of each block."""
-        self.blocks, before = [0.0] * len(self.blocks), self.operations
-        result = self.forward(*args, **kwargs)
-        return result, self.operations - before, self.blocks
-
-    def _bring_leaves(self, module: nn.Module) -> None:
-        """Count the weights that would be there if each module's own came for its call, as `Leafwise` does it."""
-        for owner, own in leafwise_slots(module)[1]:
-            _wrap_forward(owner, functools.partial(self._with_weights, own))
-
-    def _with_weights(self, own: list[Slot], forward: Callable[..., Any]) -> Callable[..., Any]:
-        def brought(*args: Any, **kwargs: Any) -> Any:
-            # Counted for as long as anything holds on to them, such as a view that the module gives.
-            for slot in own:
-                raw = slot.tensor.raw  # type: ignore[attr-defined]
-                slot.holder[slot.key] = wrap(
-                    torch.empty_like(raw) if raw.is_meta else raw.clone(), self.card.allocate_beside
-                )
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                for slot in own:
-                    slot.restore()
-
-        return brought
-
-    def _counted(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            before = self.operations
-            result = forward(*args, **kwargs)
-            self.blocks[index] += self.operations - before
-            return result
-
-        return counted
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
+        """The result of a call, and what happened inside."""
+        before = self.card.stats().compute_seconds  # the card does one operation a second
+        with self.watch.watching():
+            result = self.forward(*args, **kwargs)
+        operations = self.card.stats().compute_seconds - before
+        return result, _Inside(operations, self.watch.operations, self.watch.whole, self.watch.outside)
 
 
 class _DryModule:
@@ -238,17 +216,16 @@ class _DryModule:
         call = self.calls.get(key)
         if call and call.settled:
             result = tree_map_only(_Shape, _Shape.make, call.shapes)
-            plain = self.book.told(held, call.plain, call.beside)
+            peak = self.book.told(held, call.peak)
         else:
-            result, operations, blocks = self.structure.run(args, kwargs)
-            plain, beside = self.book.close_interval()
+            result, inside = self.structure.run(args, kwargs)
+            peak = self.book.close_interval()
             given = {id(t.allocation): t.allocation.nbytes for t in tree_flatten(result)[0] if isinstance(t, SimTensor)}
             # One that leaves tables behind for later calls is run once more, to see one that finds them.
             settled = call is not None or self.book.card.allocated_bytes() <= held + sum(given.values())
-            shapes = tree_map_only(torch.Tensor, _Shape.of, result)
-            call = _Call(plain - held, beside - held, operations, blocks, shapes, settled)
+            call = _Call(peak - held, inside, tree_map_only(torch.Tensor, _Shape.of, result), settled)
             self.calls[key] = call
-        seen.add(plain, call.operations, call.blocks)
+        seen.add(peak, call.inside)
         return result
 
 
@@ -269,26 +246,26 @@ class _KnownModule:
         held, (kind, tokens) = card.allocated_bytes(), kind_of(args, kwargs)
         if call := self.known.find(kind, tokens):
             result = call.given.make()
-            plain = self.book.told(held, call.plain, call.beside)
+            peak = self.book.told(held, call.peak_bytes)
         else:
             call = self._seen(held, args, kwargs)
             self.known.add(kind, tokens, call)
-            result, plain = call.given.make(), held + call.plain
-        self.left = card.allocate(call.left)
-        seen.add(plain, call.operations, call.blocks)
+            result, peak = call.given.make(), held + call.peak_bytes
+        self.left = card.allocate(call.left_bytes)
+        seen.add(peak, _Inside(call.operations, call.modules, call.whole, call.outside))
         return result
 
     def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         card = self.book.card
         if self.structure is None:
             self.structure = _Structure(self.unit.skeleton(), "forward", card, {})
-        result, operations, blocks = self.structure.run(args, kwargs)
-        plain, beside = self.book.close_interval()
+        result, inside = self.structure.run(args, kwargs)
+        peak = self.book.close_interval()
         given, with_result = Given.of(result), card.allocated_bytes()
         del result
         left = max(0, card.allocated_bytes() - held)
         given, lost = given.with_objects(max(0, with_result - held - left - sum(given.storages)))
-        return Call(plain - held, beside - held, left + lost, operations, tuple(blocks), given)
+        return Call(peak - held, left + lost, inside.operations, given, inside.modules, inside.whole, inside.outside)
 
 
 @dataclass(frozen=True)
@@ -305,10 +282,6 @@ class _Shape:
 
     def make(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
-
-
-def _wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    vars(module)["forward"] = wrapper(module.forward)
 
 
 def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..units.pieces import CallOrder
+
+ModuleOperations = tuple[tuple[str, float], ...]  # by path; "" before the first
+
 
 @dataclass(frozen=True)
 class UnitForecast:
@@ -14,22 +18,29 @@ class UnitForecast:
 
     `live_bytes` are held when it is first called: what the loop around it keeps there, its arguments included. The
     others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
-    `first_bytes` in the first call alone, `leafwise_bytes` at most with each module's own weights brought for the time
-    of its call.
+    `first_bytes` in the first call alone. `operations` are those of all calls, in large products; `modules` tells those
+    from the call of each module with weights until that of the next, in the order of the first calls.
     """
 
     live_bytes: int
     working_bytes: int
     first_bytes: int
-    leafwise_bytes: int
     calls: int
-    operations: float  # of all calls, in large products
-    block_operations: tuple[float, ...] = ()  # of all calls, by block of the streaming engine
+    operations: float
+    modules: ModuleOperations = ()
+    whole: tuple[str, ...] = ()  # modules that read the weights of others inside them
+    outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
 
     @property
     def peak_bytes(self) -> int:
         """The most on the device beside the weights."""
         return self.live_bytes + self.working_bytes
+
+    @property
+    def call_order(self) -> CallOrder:
+        """The order of the calls inside, as pieces are made by."""
+        order = tuple(path for path, _ in self.modules if path)
+        return CallOrder(order, frozenset(self.whole), frozenset(self.outside))
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,16 @@ class Forecast:
         """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {key: value for key, value in facts.items() if key != "block_operations"}
-            blocks = facts["block_operations"]
-            if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *blocks)):
+            numbers = {key: value for key, value in facts.items() if key not in ("modules", "whole", "outside")}
+            if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
-            units[name] = UnitForecast(**numbers, block_operations=tuple(map(float, blocks)))
+            units[name] = UnitForecast(**numbers, **modules_from(facts))
         return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), tuple(map(int, data["result"])))
+
+
+def modules_from(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file tells of the modules inside. Raises KeyError, TypeError or ValueError for anything else."""
+    modules = tuple((str(path), float(operations)) for path, operations in facts["modules"])
+    if not all(0 <= operations < math.inf for _, operations in modules):
+        raise ValueError("modules have operations that are not numbers from 0 up")
+    return {"modules": modules, "whole": tuple(map(str, facts["whole"])), "outside": tuple(map(str, facts["outside"]))}

@@ -1,4 +1,4 @@
-"""The weights of one block as one flat, page-aligned piece of RAM, so that one copy moves the block.
+"""The weights of one piece as one flat, page-aligned part of RAM, so that one copy moves the piece.
 
 Tensors of the module become views into it: the weights are held once, and the memory goes when the last view goes.
 """

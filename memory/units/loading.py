@@ -1,4 +1,4 @@
-"""A module's weights straight from its files, each block's in the one flat buffer that it streams from."""
+"""A module's weights straight from its files, each piece's in the one flat buffer that it streams from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .hostbuffer import allocate, can_pack, layout, place_of
+from .pieces import CallOrder, divide, unique
 from .reader import piece_of, read
-from .structure import slots, split_blocks
+from .structure import slots
 from .weights import Stored
 
 
@@ -35,7 +36,9 @@ def find_stored(module: nn.Module, stored: Mapping[str, Stored]) -> dict[int, St
 Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
 
 
-def load_stored(module: nn.Module, stored: Mapping[str, Stored], look: Look = lambda read: None) -> bool:
+def load_stored(
+    module: nn.Module, stored: Mapping[str, Stored], look: Look = lambda read: None, calls: CallOrder | None = None
+) -> bool:
     """Read the weights of a module on `meta` into flat buffers, as `hostbuffer.pack` would lay them out.
 
     False, and nothing is done, if they are not all found. If reading fails the module stays as it was.
@@ -44,11 +47,12 @@ def load_stored(module: nn.Module, stored: Mapping[str, Stored], look: Look = la
     if found is None:
         return False
     places = list(slots(module))
-    blocks, rest = split_blocks(module, places)
-    others = list({id(slot.tensor): slot.tensor for slot in rest if id(slot.tensor) in found}.values())
+    divided = divide(module, places, calls or CallOrder())
+    others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
     new: dict[int, torch.Tensor] = {}
     jobs = []
-    for tensors in (*(block.tensors() for block in blocks), others):
+    tables = (unique(table.slots) for table in divided.tables)
+    for tensors in (*(piece.tensors() for piece in divided.pieces), *tables, others):
         offsets, total = layout(tensors)
         buffer = allocate(max(1, total))
         for tensor, offset in zip(tensors, offsets, strict=True):

@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .loading import Interruptible, find_stored, load_stored
+from .pieces import CallOrder
 from .structure import Slot, slots
 from .weights import Stored, is_unchanged
 
@@ -34,6 +35,7 @@ class Placed(Protocol):
     on_device: ClassVar[bool]
     resident_bytes: int
     host_slots: list[Slot]
+    calls: CallOrder
 
     @property
     def host_bytes(self) -> int: ...
@@ -42,6 +44,7 @@ class Placed(Protocol):
     def grow(self, bytes: int) -> int: ...
     def shrink(self, bytes: int) -> int: ...
     def complete(self) -> None: ...
+    def rest(self, failed: bool = False) -> None: ...
     def settle(self) -> None: ...
     def take_bytes_in(self) -> int: ...
     def remove(self) -> None: ...
@@ -78,6 +81,7 @@ class ManagedModel:
         self.pinned = False
         self.leases = 0
         self.last_use = 0
+        self.calls = CallOrder()  # of the modules inside, as far as is known
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._build = build
         self._read = read
@@ -124,6 +128,12 @@ class ManagedModel:
         vars(double).pop("forward", None)
         vars(double)["_runs_on"] = torch.device("meta")
         return double
+
+    def learn(self, seen: CallOrder) -> None:
+        """Note what a dry run saw of the calls inside; what was known of them before stays so."""
+        known = self.calls
+        order = (*known.order, *(path for path in seen.order if path not in known.order))
+        self.calls = CallOrder(order, known.whole | seen.whole, known.outside | seen.outside, known.blocks)
 
     def runs_on(self, device: torch.device) -> None:
         """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""
@@ -177,7 +187,7 @@ class ManagedModel:
         if self._on_host or self._read is None:
             return 0
         try:
-            if self._stored is None or not load_stored(self.module, self._stored(), look):
+            if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
                 with building, torch.inference_mode(), Interruptible(look):
                     _adopt_tensors(self.module, self._read(), self.name)
         except BaseException as error:

@@ -79,7 +79,7 @@ def test_known_calls_take_and_give_the_same() -> None:
     # Four states and a cache of two for each text before the last, whose scores are two squares at their most.
     assert work.live_bytes == 2 * 24 * 8
     assert work.working_bytes >= 2 * 24 * 6 * row + 40 * 40 * 4
-    assert work.calls == 3 and len(work.block_operations) == 3
+    assert work.calls == 3 and len(work.modules) == 4
 
 
 def test_whether_all_of_a_mask_counts_is_told_apart() -> None:
@@ -101,7 +101,6 @@ def test_calls_between_two_known_ones_are_bounded_by_them(zeros: int) -> None:
         told, again = forecast(known, count, zeros=zeros)
         one, other = exact.units["encoder"], told.units["encoder"]
         assert one.working_bytes <= other.working_bytes <= one.working_bytes + 4 * 4 * 30 * 30
-        assert one.leafwise_bytes <= other.leafwise_bytes
         assert one.live_bytes == other.live_bytes
         assert [t.shape for t in given[0]["states"]] == [t.shape for t in again[0]["states"]]
         assert given[0]["part"].stride() == again[0]["part"].stride()
@@ -113,9 +112,9 @@ def test_calls_between_two_known_ones_are_bounded_by_them(zeros: int) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda call: call.update(plain=-1),
-        lambda call: call.update(blocks=["x"]),
-        lambda call: call.pop("left"),
+        lambda call: call.update(peak_bytes=-1),
+        lambda call: call.update(modules=["x"]),
+        lambda call: call.pop("left_bytes"),
         lambda call: call["given"].update(structure="[1, {}]"),
         lambda call: call["given"].update(storages=[1, 1, 1, 1, 1]),
         lambda call: call["given"]["leaves"].pop(),

@@ -120,11 +120,11 @@ def test_calls_are_told_apart_by_their_masks_and_tables_count_once() -> None:
     assert runs == [(8, 64), (4, 64), (8, 64), (4, 64), (8, 64)]
     assert dit.calls == 5
     assert dit.operations == 3 * 2 * 64 * 64 * (8 + 4 + 8 + 4 + 8)
-    assert dit.block_operations == (dit.operations / 3,) * 3
+    assert dit.modules == (("", 0.0), *((f"blocks.{i}", dit.operations / 3) for i in range(3)))
+    assert dit.call_order.order == ("blocks.0", "blocks.1", "blocks.2")
     row = 64 * 4
     assert dit.live_bytes == 8 * row + 8 * 8
     assert dit.working_bytes == (1000 + 16) * row, "the table once, what goes into a block and what comes out of it"
-    assert dit.leafwise_bytes == dit.working_bytes + 64 * 64 * 4
 
 
 def test_full_size_flux_takes_no_memory_and_says_what_it_works_in() -> None:

@@ -16,8 +16,9 @@ import pytest
 import tiny
 import torch
 from ballast.memory import ManagedModel
-from ballast.memory.streaming.ring import blocks_of
+from ballast.memory.streaming.ring import Piece as Streamable
 from ballast.memory.units import hostbuffer, loading, reader
+from ballast.memory.units.pieces import CallOrder, divide
 from ballast.memory.units.reader import Piece, batches, read
 from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import stored_tensors
@@ -82,17 +83,17 @@ def test_every_family_is_read_as_from_pretrained_reads_it(
         assert unit.load() == unit.size_bytes
         assert_same(unit.module, module)
         assert not any(tensor.is_inference() for tensor in tensors_of(unit.module).values())
-        assert_lies_in_blocks(unit.module)
+        assert_lies_in_pieces(unit.module)
 
 
-def assert_lies_in_blocks(module: nn.Module) -> None:
-    blocks, _ = blocks_of(module, list(slots(module)))
-    for block in blocks:
-        before = block.tensors()
-        block.pack(torch.device("cpu"))
-        assert block.host is not None
-        assert all(old is new for old, new in zip(before, block.tensors(), strict=True)), "packing copied"
-        assert block.host.data_ptr() % 4096 == 0
+def assert_lies_in_pieces(module: nn.Module) -> None:
+    for weights in divide(module, list(slots(module)), CallOrder()).pieces:
+        piece = Streamable.of(weights)
+        before = piece.tensors()
+        piece.pack(torch.device("cpu"))
+        assert piece.host is not None
+        assert all(old is new for old, new in zip(before, piece.tensors(), strict=True)), "packing copied"
+        assert piece.host.data_ptr() % 4096 == 0
 
 
 def test_names_of_their_own_are_left_to_the_library(tiny_folders: Folders) -> None:
@@ -189,7 +190,7 @@ def test_tied_weights_buffers_and_odd_shapes(without: tuple[str, ...], tmp_path:
         unit.load()
         assert_same(unit.module, Odd())
         assert unit.module.out.weight is unit.module.embed.weight
-        assert_lies_in_blocks(unit.module)
+        assert_lies_in_pieces(unit.module)
         unit.drop()
         assert unit.size_bytes == size
         assert unit.module.out.weight is unit.module.embed.weight

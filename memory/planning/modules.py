@@ -1,0 +1,138 @@
+"""Watches a module on the card of a dry run: which modules inside are called when, and who reads whose weights."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..simulated.card import Allocation, Card
+from ..simulated.dry import DEVICE
+from ..simulated.tensor import wrap
+from ..units.structure import Slot, is_called, own_slots
+from ..units.tables import LookUp
+from .forecast import ModuleOperations
+
+
+class ModuleWatch:
+    """The calls inside a module whose weights lie on the card already; they cost nothing there.
+
+    The weights that a module has of its own are others for the time of each of its calls. Who reads those that are
+    there always does so from elsewhere, and what holds on to the others afterwards may do so any time.
+    """
+
+    def __init__(self, module: nn.Module, tables: Collection[str], card: Card) -> None:
+        """`tables` are the paths of embeddings whose rows are looked up."""
+        self._card = card
+        self._operations: dict[str, float] = {}
+        self._at, self._since = "", 0.0
+        self._stack: list[str] = []
+        self._owner_of: dict[int, str] = {}
+        self._whole: set[str] = set()
+        self._outside: set[str] = set()
+        for path, inner in module.named_modules():
+            if not path or not is_called(inner):
+                continue
+            own = [slot for slot in own_slots(inner) if slot.key not in inner._non_persistent_buffers_set]
+            self._owner_of.update((id(slot.tensor), path) for slot in own)
+            run = self._called if path not in tables else self._looked_up
+            vars(inner)["forward"] = functools.partial(run, path, own, inner.forward)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is called from now on, anew."""
+        self._operations = {}
+        self._at, self._since, self._stack = "", self._card.stats().compute_seconds, []
+        with _Readers(self._owner_of, self._read):
+            yield
+        self._next("")
+
+    @property
+    def operations(self) -> ModuleOperations:
+        """From the call of each module with weights until that of the next, by path in the order of the first calls."""
+        return tuple(self._operations.items())
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Modules that read the weights of others inside them, so far."""
+        return tuple(sorted(self._whole))
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Modules whose weights are read elsewhere, or at other times, so far."""
+        return tuple(sorted(self._outside))
+
+    def _next(self, path: str) -> None:
+        now = self._card.stats().compute_seconds  # the card does one operation a second
+        self._operations[self._at] = self._operations.get(self._at, 0.0) + now - self._since
+        self._at, self._since = path, now
+
+    def _called(self, path: str, own: list[Slot], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if own:
+            self._next(path)
+        self._stack.append(path)
+        came = [self._bring(slot) for slot in own]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._stack.pop()
+            for slot in own:
+                slot.restore()
+            if any(allocation() is not None for allocation in came):
+                self._outside.add(path)
+
+    def _looked_up(self, path: str, own: list[Slot], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        table = own[0].tensor
+
+        def fetch(ids: torch.Tensor) -> torch.Tensor:
+            return torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=DEVICE)
+
+        with LookUp(table, fetch):
+            return forward(*args, **kwargs)
+
+    def _bring(self, slot: Slot) -> weakref.ref[Allocation]:
+        raw = slot.tensor.raw  # type: ignore[attr-defined]
+        tensor = wrap(torch.empty_like(raw) if raw.is_meta else raw.clone(), lambda nbytes: self._card.allocate(0))
+        slot.holder[slot.key] = tensor
+        return weakref.ref(tensor.allocation)
+
+    def _read(self, owner: str) -> None:
+        """Note that the weights of a module are read while it is not called."""
+        reader = self._stack[-1] if self._stack else ""
+        common = _common(owner, reader)
+        if common and common != owner:
+            self._whole.add(common)
+        else:
+            self._outside.add(owner)
+
+
+class _Readers(TorchDispatchMode):
+    """Tells of operators on certain tensors, which are known by `id`."""
+
+    def __init__(self, owner_of: dict[int, str], tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._owner_of, self._tell = owner_of, tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_iter((args, kwargs)):
+            if id(value) in self._owner_of:
+                self._tell(self._owner_of[id(value)])
+        return func(*args, **kwargs)
+
+
+def _common(first: str, second: str) -> str:
+    """The path of the smallest module that holds both."""
+    shared = []
+    for one, other in zip(first.split("."), second.split("."), strict=False):
+        if one != other:
+            break
+        shared.append(one)
+    return ".".join(shared)

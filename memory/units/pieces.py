@@ -1,0 +1,216 @@
+"""Pieces: runs of modules in the order of their calls, which stream, or stay on the device, as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .hostbuffer import can_pack, layout
+from .structure import Slot, block_lists, is_called, own_slots, slots
+
+# Modules that read their children's weights themselves, so that these must come along with them.
+WHOLE_MODULES = ["MultiheadAttention", "VectorQuantizer"]
+
+LARGE_BYTES = 16 * 2**20  # of a piece: a copy of so much is as fast as any
+_MOST_PIECES = 512  # of a large model, about: each costs the host some microseconds
+_TOO_MANY = 560
+_LEAST_PIECES = 32  # of a small one
+_OWN_SHARE = 0.05  # of its weights: what a module with others inside may have for itself, and still come in parts
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """What was seen of a module's calls.
+
+    `order` are the paths of its modules with weights of their own, in the order of their first calls; empty if it is
+    not known. `whole` are modules that read the weights of others inside them, `outside` those whose weights are read
+    elsewhere. With `blocks` each member of a block list is whole, as compiled ones must be.
+    """
+
+    order: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+    outside: frozenset[str] = frozenset()
+    blocks: bool = False
+
+
+@dataclass(eq=False)
+class Owner:
+    """A module whose weights must be there while it is called, and only then."""
+
+    path: str
+    module: nn.Module
+    slots: list[Slot]
+
+
+@dataclass(eq=False)
+class PieceWeights:
+    """Modules that follow each other, and the weights that are theirs alone; `called` as far as is known."""
+
+    owners: list[Owner]
+    slots: list[Slot]
+    packed_bytes: int  # of the flat buffer, with its gaps
+    held_bytes: int  # without them
+    called: bool = True
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The host's weights and buffers, each once."""
+        return unique(self.slots)
+
+    def restore(self) -> None:
+        """Let the modules hold the host's tensors."""
+        for slot in self.slots:
+            slot.restore()
+
+
+@dataclass(eq=False)
+class Division:
+    """The weights of a module: its pieces, the tables of embeddings, whose rows are looked up in RAM, and the rest."""
+
+    pieces: list[PieceWeights]
+    tables: list[Owner]
+    rest: list[Slot]
+
+
+def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> Division:
+    """Divide a module that is to be placed; the pieces are in the order of their calls, `host_slots` all its weights.
+
+    What several modules share is of the rest, unless all look up its rows; and so are weights that are not plain
+    tensors, buffers that are in no file, the weights that are read elsewhere, and the few tensors that a module with
+    others inside has for itself.
+    """
+    limit = largest_run_bytes(nbytes_of(host_slots))
+    here = {(id(slot.holder), slot.key): slot for slot in host_slots}
+    owners = [
+        Owner(path, owner, [here[id(slot.holder), slot.key] for slot in own])
+        for path, owner, own in _owners(module, calls)
+        if path not in calls.outside
+    ]
+    holders = Counter(key for owner in owners for key in {id(slot.tensor) for slot in owner.slots})
+    taken = {id(slot) for owner in owners for slot in owner.slots}
+    holders.update(id(slot.tensor) for slot in host_slots if id(slot) not in taken)
+    looked_up = [owner for owner in owners if _is_table(owner, limit)]
+    of_tables = Counter(id(owner.slots[0].tensor) for owner in looked_up)
+    tables = [owner for owner in looked_up if holders[key := id(owner.slots[0].tensor)] == of_tables[key]]
+    plain = [o for o in owners if all(holders[id(s.tensor)] == 1 and can_pack(s.tensor) for s in o.slots)]
+    first, others = _FirstCalls(calls.order), [owner for owner in plain if owner not in tables]
+    places = {owner.path: place for owner in others if (place := first.of(owner.path)) is not None}
+    called = sorted((owner for owner in others if owner.path in places), key=lambda owner: places[owner.path])
+    idle = [owner for owner in others if owner.path not in places]
+    pieces = [_piece(group, run is called) for run in (called, idle) for group in _groups(run, limit)]
+    moving = {id(slot) for owner in (*tables, *others) for slot in owner.slots}
+    return Division([p for p in pieces if p.packed_bytes], tables, [s for s in host_slots if id(s) not in moving])
+
+
+def largest_run_bytes(total_bytes: int) -> int:
+    """How large a piece of several modules may be, of so many bytes of weights. A module that is larger is alone."""
+    return max(total_bytes // _MOST_PIECES, min(LARGE_BYTES, total_bytes // _LEAST_PIECES), 1)
+
+
+def unique(own: Sequence[Slot]) -> list[torch.Tensor]:
+    """The tensors of places, each once."""
+    return list({id(slot.tensor): slot.tensor for slot in own}.values())
+
+
+def nbytes_of(own: Sequence[Slot]) -> int:
+    """The bytes of the tensors in places; shared ones count once."""
+    return sum(tensor.nbytes for tensor in unique(own))
+
+
+def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
+    """The modules that weights come for, none inside another, and the places of those weights.
+
+    The top module's own few tensors are nobody's: its call is under way when it is placed on demand.
+    """
+    blocks = {id(member) for _, members in block_lists(module) for member in members}
+    around = {path for path, _ in block_lists(module)}
+    seen: set[int] = {id(module)}
+
+    def walk(owner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        lists = [child for child in owner.children() if not is_called(child)]  # such as of parameters, which it reads
+        own = [slot for holder in (owner, *lists) for slot in _saved(holder)]
+        whole = path in calls.whole or type(owner).__name__ in WHOLE_MODULES or (calls.blocks and id(owner) in blocks)
+        whole |= nbytes_of(own) > _OWN_SHARE * nbytes_of(list(slots(owner)))
+        if whole and is_called(owner) and not any(f"{each}.".startswith(f"{path}.") for each in around):
+            parts = list(owner.modules())
+            seen.update(map(id, parts))
+            yield path, owner, [slot for part in parts for slot in _saved(part)]
+            return
+        for name, child in owner.named_children():
+            yield from walk(child, f"{path}.{name}")
+
+    for name, child in module.named_children():
+        yield from walk(child, name)
+
+
+def _saved(module: nn.Module) -> list[Slot]:
+    """A module's own weights, without buffers that are in no file: small tables, which models read elsewhere too."""
+    return [slot for slot in own_slots(module) if slot.key not in module._non_persistent_buffers_set]
+
+
+def _is_table(owner: Owner, limit: int) -> bool:
+    """Whether it is an embedding whose rows can be looked up, and large enough to be."""
+    module = owner.module
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or len(owner.slots) != 1:
+        return False
+    tensor = owner.slots[0].tensor
+    return can_pack(tensor) and tensor.nbytes >= limit
+
+
+class _FirstCalls:
+    """When each module, or one inside it, is first called.
+
+    Of the members of a list those that were not seen to be called are thought to be, with one that was: which experts a
+    router chooses is not known beforehand.
+    """
+
+    def __init__(self, order: Sequence[str]) -> None:
+        self.count = len(order)
+        self._seen: dict[str, int] = {}
+        self._alike: dict[tuple[str, ...], int] = {}
+        for i, path in enumerate(order):
+            parts = path.split(".")
+            for end in range(1, len(parts) + 1):
+                self._seen.setdefault(".".join(parts[:end]), i)
+            for alike in _with_any_index(parts):
+                self._alike[alike] = i
+
+    def of(self, path: str) -> int | None:
+        """The place in the order, None for what is never called, 0 for all where there is no order."""
+        if not self.count:
+            return 0
+        found = (self._alike[alike] for alike in _with_any_index(path.split(".")) if alike in self._alike)
+        return self._seen[path] if path in self._seen else next(found, None)
+
+
+def _with_any_index(parts: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """A path with any number in the place of each one that it has, the last first."""
+    for i in reversed(range(len(parts))):
+        if parts[i].isdecimal():
+            yield (*parts[:i], "*", *parts[i + 1 :])
+
+
+def _groups(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:
+    """Runs of so many bytes; of a little more where modules are of a size that they would be too many."""
+    groups: list[list[Owner]] = []
+    held = 0
+    for owner in owners:
+        size = nbytes_of(owner.slots)
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(owner)
+        held += size
+    return groups if len(groups) <= _TOO_MANY else _groups(owners, limit * 5 // 4)
+
+
+def _piece(owners: list[Owner], called: bool) -> PieceWeights:
+    own = [slot for owner in owners for slot in owner.slots]
+    tensors = unique(own)
+    return PieceWeights(owners, own, layout(tensors)[1], sum(tensor.nbytes for tensor in tensors), called)
