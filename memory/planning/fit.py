@@ -8,43 +8,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..sizes import format_bytes
-from ..units.structure import Slot, leafwise_slots, slots, split_blocks
+from ..units.pieces import CallOrder, divide, nbytes_of
+from ..units.structure import slots
 from ..units.unit import ManagedModel
-from .planner import UnitSizes, least_weights
-from .residency import BlockSize
+from .planner import PieceSize, UnitSizes, least_weights
+from .solver import Loads
 
 log = logging.getLogger("ballast")
 
-# Found out once, while the weights are not on the device.
-_sizes: weakref.WeakKeyDictionary[ManagedModel, UnitSizes] = weakref.WeakKeyDictionary()
+# Found out once, while the weights are not on the device, for the calls that are known.
+_sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[CallOrder, UnitSizes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Demand:
     """What a unit wants of a device: its weights, and what its work takes beside them.
 
-    `working_bytes` is 0 where it is not known. `leafwise_bytes` is the same under `leafwise`, with the weights that
-    come for a call, None without a forecast. Of the blocks that could stay, a `share` may.
+    `working_bytes` is 0 where it is not known. Of the pieces that could stay, a `share` may; `loads` are the pieces
+    with what they compute.
     """
 
     name: str
     sizes: UnitSizes
+    loads: Loads
     working_bytes: int = 0
-    leafwise_bytes: int | None = None
     share: float = 1.0
+    has_forecast: bool = False
 
     def least_weights(self, kind: str) -> int:
         """The least weights on the device in a placement. One that is asked to stream may have nothing to stream."""
-        least: dict[str, int] = {"cpu": 0, "streamed": self.sizes.total_bytes}
+        least: dict[str, int] = {"cpu": 0, "streamed": self.sizes.resident_bytes}
         return (least | dict(least_weights(self.sizes)))[kind]
 
     def need_bytes(self, kind: str) -> int:
         """The least that a placement takes on the device, weights and what is known of the work together."""
-        if kind == "cpu":
-            return 0
-        if kind == "leafwise" and self.leafwise_bytes is not None:
-            return self.sizes.stay_bytes + self.leafwise_bytes
-        return self.least_weights(kind) + self.working_bytes
+        return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
         """The weights that a placement is to hold on the device.
@@ -54,29 +52,30 @@ class Demand:
         least = self.least_weights(kind)
         if kind != "streamed" or not self.working_bytes:
             return least
-        most = max(least, min(self.sizes.total_bytes, room_bytes - self.working_bytes))
+        most = max(least, min(self.sizes.resident_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """The weights of a unit as the planner looks at them."""
-    if unit not in _sizes:
-        blocks, rest = split_blocks(unit.module, list(slots(unit.module)))
-        stays, comes = leafwise_slots(unit.module)
-        _sizes[unit] = UnitSizes(
+    known = _sizes.get(unit)
+    if known is None or known[0] != unit.calls:
+        places = list(slots(unit.module))
+        divided = divide(unit.module, places, unit.calls)
+        tables = [slot for table in divided.tables for slot in table.slots]
+        sizes = UnitSizes(
             total_bytes=unit.size_bytes,
-            fixed_bytes=_nbytes(rest),
-            # A VAE is small, and its feature maps are not.
-            blocks=tuple(BlockSize(b.packed_bytes, b.held_bytes) for b in blocks if unit.role != "vae"),
-            stay_bytes=_nbytes(stays),
-            leaf_bytes=max((_nbytes(own) for _, own in comes), default=0),
-            tensor_bytes=max((slot.tensor.nbytes for slot in slots(unit.module)), default=0),
+            table_bytes=nbytes_of(tables),
+            fixed_bytes=nbytes_of(divided.rest),
+            pieces=tuple(
+                PieceSize(piece.packed_bytes, piece.held_bytes, tuple(owner.path for owner in piece.owners))
+                for piece in divided.pieces
+                if piece.called
+            ),
+            tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
         )
-    return _sizes[unit]
-
-
-def _nbytes(own: Sequence[Slot]) -> int:
-    return sum({id(slot.tensor): slot.tensor.nbytes for slot in own}.values())
+        known = _sizes[unit] = (unit.calls, sizes)
+    return known[1]
 
 
 def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated: bool) -> list[str]:
@@ -91,8 +90,7 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
     if fitting or least[last] > room_bytes:
         return fitting
     # Without a forecast it has run so before, when its working memory was not known yet.
-    has_forecast = demand.leafwise_bytes is not None
-    may_try = not stated if has_forecast else least[last] + demand.working_bytes <= free_bytes
+    may_try = not stated if demand.has_forecast else least[last] + demand.working_bytes <= free_bytes
     if not may_try:
         return []
     log.warning(

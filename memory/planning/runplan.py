@@ -88,9 +88,9 @@ class RunPlan:
         return self.sampling.placement
 
     @property
-    def resident_blocks(self) -> tuple[int, ...]:
-        """The blocks of the transformer that stay on the device."""
-        return self.sampling.resident_blocks
+    def resident_pieces(self) -> tuple[int, ...]:
+        """The pieces of the transformer that stay on the device."""
+        return self.sampling.resident_pieces
 
     @property
     def peak_vram_bytes(self) -> int:

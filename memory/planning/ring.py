@@ -1,0 +1,60 @@
+"""The ring of bytes that streamed pieces pass through: where each lies in it, and how long a step takes.
+
+Pure functions. Pieces take the next bytes in the order of their calls, and begin anew at byte 0 where the end is too
+near, and with each step. A copy waits for the copy before it and for the last use of the bytes that it overwrites, a
+piece for its copy and for the piece before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WINDOWS = 3  # that what is not in pinned RAM is read through: one is read, one waits, one is copied
+
+_STEPS_TO_STEADY = 4
+
+
+def offsets(sizes: Sequence[int], ring_bytes: int) -> list[int]:
+    """Where each of the pieces that pass through a ring lies, which must take the largest."""
+    placed, end = [], 0
+    for size in sizes:
+        begin = end if end + size <= ring_bytes else 0
+        placed.append(begin)
+        end = begin + size
+    return placed
+
+
+def overwritten(sizes: Sequence[int], at: Sequence[int]) -> list[int]:
+    """For each piece how many copies ago the last piece was copied that it overwrites; 0 if there is none.
+
+    Such a piece has its bytes to itself, and is copied once.
+    """
+    count = len(sizes)
+    found = []
+    for i in range(count):
+        begin, end = at[i], at[i] + sizes[i]
+        others = ((ago, (i - ago) % count) for ago in range(1, count))
+        found.append(next((ago for ago, j in others if at[j] < end and begin < at[j] + sizes[j]), 0))
+    return found
+
+
+def step_seconds(
+    compute: Sequence[float], transfer: Sequence[float], streamed: Sequence[int], ago: Sequence[int], before: float
+) -> float:
+    """Seconds of a steady step: each piece computes, those at the indices `streamed` are copied.
+
+    `ago` is what `overwritten` gives for those, `before` the compute ahead of the first piece.
+    """
+    copied = done = last = 0.0
+    turn = {piece: k for k, piece in enumerate(streamed)}
+    used = [0.0] * len(streamed)
+    for _ in range(_STEPS_TO_STEADY):
+        last, done = done, done + before
+        for i, seconds in enumerate(compute):
+            k = turn.get(i)
+            if k is not None and ago[k]:
+                copied = max(copied, used[k - ago[k]]) + transfer[i]
+                done = max(done, copied)
+                used[k] = done + seconds
+            done += seconds
+    return done - last

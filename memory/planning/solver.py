@@ -1,0 +1,188 @@
+"""Which pieces of a module stay on the device, which stream, and through how large a ring.
+
+A pure function of what pieces weigh and compute, of the room and of the rate. It looks at arrangements that do not
+depend on the room, and takes the fastest that fits: so it is never over, and more room is never slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .ring import offsets, overwritten, step_seconds
+
+RINGS = (2, 3, 4, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
+_LEVELS = 256  # of how much stays
+_ROUNDING = 1e-3  # of the computing: what is less is no reason to copy more
+_FEW = 10  # pieces, of which all choices are looked at
+
+
+@dataclass(frozen=True)
+class PieceLoad:
+    """A piece: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes."""
+
+    packed_bytes: int
+    held_bytes: int
+    seconds: float = 0.0
+
+
+class HasSizes(Protocol):
+    """A piece, or what is known of one."""
+
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The pieces of a call in their order, the rate at which they come, and the computing ahead of the first."""
+
+    pieces: tuple[PieceLoad, ...]
+    bytes_per_second: float = 1.0
+    before_seconds: float = 0.0
+
+    @classmethod
+    def even(cls, pieces: Iterable[HasSizes]) -> Loads:
+        """Of pieces that compute for as long as they are copied: what to go by when nothing is known."""
+        return cls(tuple(PieceLoad(p.packed_bytes, p.held_bytes, float(p.packed_bytes)) for p in pieces))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Pieces at the indices `streamed` pass through a ring; the others stay. `step_seconds` are those of one call.
+
+    `device_bytes` is what they take on the device in all, `copied_bytes` what each call copies.
+    """
+
+    ring_bytes: int
+    streamed: tuple[int, ...]
+    device_bytes: int
+    copied_bytes: int
+    step_seconds: float
+
+
+def least_bytes(pieces: Sequence[PieceLoad]) -> int:
+    """The least on the device that pieces can be run in: a ring of the two largest, or all of them if that is less."""
+    return min(least_ring_bytes(pieces), sum(piece.held_bytes for piece in pieces))
+
+
+def least_ring_bytes(pieces: Sequence[PieceLoad]) -> int:
+    """The smallest ring: copies to it still overlap with computing."""
+    return RINGS[0] * max((piece.packed_bytes for piece in pieces), default=0)
+
+
+@functools.lru_cache(maxsize=256)
+def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arrangement:
+    """The fastest arrangement of pieces that takes at most `room_bytes` on the device; of equally fast ones that which
+    copies least.
+
+    Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that. With
+    `ring_bytes` there is a ring already, which stays if it can.
+    """
+    pieces, rate = loads.pieces, loads.bytes_per_second
+    compute = loads.before_seconds + sum(piece.seconds for piece in pieces)
+    whole = sum(piece.held_bytes for piece in pieces)
+    resident = Arrangement(0, (), whole, 0, compute)
+    room = max(room_bytes, least_bytes(pieces))
+    if whole <= room:
+        return resident
+    best: Arrangement | None = None
+    for ring in _rings(pieces, room, ring_bytes):
+        for choice in _choices(pieces, rate):
+            if ring + choice.held_bytes > room:
+                continue
+            # Up to a ring of them may lie there for good; the choices that follow stream more.
+            if best and max(compute, (choice.streamed_bytes - ring) / rate) > best.step_seconds:
+                break
+            made = _arranged(loads, choice, ring)
+            if best is None or _rank(made) < _rank(best):
+                best = made
+            if best.step_seconds <= compute * (1 + _ROUNDING) and best.copied_bytes <= choice.streamed_bytes - ring:
+                break
+    assert best is not None  # all may stream through the least ring
+    return best
+
+
+def _rank(made: Arrangement) -> tuple[float, int, int]:
+    return made.step_seconds, made.copied_bytes, made.device_bytes
+
+
+def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> list[int]:
+    least = least_ring_bytes(pieces)
+    if there and there <= room and there >= least:
+        return [there]
+    return [size for size in (times * least // RINGS[0] for times in RINGS) if size <= room]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    streamed: tuple[int, ...]
+    held_bytes: int  # of those that stay
+    streamed_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def _choices(pieces: tuple[PieceLoad, ...], bytes_per_second: float) -> tuple[_Choice, ...]:
+    """Sets of pieces to stream, those with fewer bytes first; they do not depend on the room."""
+    found = set(_subsets(len(pieces)) if len(pieces) <= _FEW else _spreads(pieces, bytes_per_second))
+    made = [
+        _Choice(
+            streamed,
+            sum(piece.held_bytes for piece in pieces) - sum(pieces[i].held_bytes for i in streamed),
+            sum(pieces[i].packed_bytes for i in streamed),
+        )
+        for streamed in found
+    ]
+    return tuple(sorted(made, key=lambda choice: (choice.streamed_bytes, choice.streamed)))
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    for size in range(count + 1):
+        yield from itertools.combinations(range(count), size)
+
+
+def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Iterator[tuple[int, ...]]:
+    """Of ever more seconds of copying, spread so that there is always computing to hide the next copy behind."""
+    transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
+    total = sum(transfer)
+    # What computes next to nothing can hide no copy, and streams last.
+    compute = [piece.seconds + 1e-6 * (total + 1e-12) / len(pieces) for piece in pieces]
+    for times in _times(compute, transfer):
+        chosen, earned = [], 0.0
+        for i, seconds in enumerate(transfer):
+            earned += min(seconds, times * compute[i])
+            if seconds and earned >= seconds / 2:
+                earned -= seconds
+                chosen.append(i)
+        yield tuple(chosen)
+
+
+def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:
+    """How many times its computing each piece is to stream, of its copy at most, for ever more seconds in all."""
+    ratios = sorted((t / c, t, c) for t, c in zip(transfer, compute, strict=True))
+    whole, rest, k = 0.0, sum(compute), 0  # copies that stream whole, and the computing of the other pieces
+    for level in range(_LEVELS + 1):
+        goal = sum(transfer) * level / _LEVELS
+        while k < len(ratios) - 1 and goal - whole > ratios[k][0] * rest:
+            whole, rest, k = whole + ratios[k][1], rest - ratios[k][2], k + 1
+        yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
+
+
+def _arranged(loads: Loads, choice: _Choice, ring: int) -> Arrangement:
+    pieces, before = loads.pieces, loads.before_seconds
+    sizes = [pieces[i].packed_bytes for i in choice.streamed]
+    compute = [piece.seconds for piece in pieces]
+    device_bytes = choice.held_bytes + ring
+    transfer = [piece.packed_bytes / loads.bytes_per_second for piece in pieces]
+    ago = overwritten(sizes, offsets(sizes, ring))
+    seconds = step_seconds(compute, transfer, choice.streamed, ago, before)
+    if unit := _ROUNDING * (before + sum(compute)):
+        seconds = max(before + sum(compute), math.ceil(seconds / unit - 1e-6) * unit)
+    copied = sum(size for size, copies_ago in zip(sizes, ago, strict=True) if copies_ago)
+    return Arrangement(ring, choice.streamed, device_bytes, copied, seconds)

@@ -1,0 +1,161 @@
+"""The solver alone: never over its room, deterministic, monotonic, near the best there is; and its ring."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from ballast.memory.planning.ring import offsets, overwritten, step_seconds
+from ballast.memory.planning.solver import RINGS, Arrangement, Loads, PieceLoad, arrange, least_bytes, least_ring_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SIZES = st.integers(1, 1000)
+PIECES = st.lists(st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3)), min_size=1, max_size=40)
+
+
+def loads_of(pieces: list[tuple[int, int, float]], before: float = 0.0) -> Loads:
+    """Pieces of so many bytes with gaps, which compute so long for each second of their copy."""
+    return Loads(tuple(PieceLoad(size + gap, size, (size + gap) * times) for size, gap, times in pieces), 1.0, before)
+
+
+def held(loads: Loads, found: Arrangement) -> int:
+    streamed = set(found.streamed)
+    return sum(piece.held_bytes for i, piece in enumerate(loads.pieces) if i not in streamed)
+
+
+def replay(loads: Loads, found: Arrangement, steps: int = 6) -> float:
+    """Seconds of the last of some steps, by what lies on each byte of the ring and when it was last used."""
+    sizes = [loads.pieces[i].packed_bytes for i in found.streamed]
+    at = dict(zip(found.streamed, offsets(sizes, found.ring_bytes), strict=True))
+    used = [0.0] * found.ring_bytes
+    owner = [-1] * found.ring_bytes
+    copied = done = last = 0.0
+    for _ in range(steps):
+        last, done = done, done + loads.before_seconds
+        for i, piece in enumerate(loads.pieces):
+            if i in at:
+                place = range(at[i], at[i] + piece.packed_bytes)
+                if any(owner[byte] != i for byte in place):
+                    copied = max(copied, max(used[byte] for byte in place)) + piece.packed_bytes
+                done = max(done, copied)
+                for byte in place:
+                    owner[byte], used[byte] = i, done + piece.seconds
+            done += piece.seconds
+    return done - last
+
+
+@given(st.lists(SIZES, min_size=1, max_size=40), st.integers(0, 3000))
+def test_pieces_follow_each_other_in_the_ring_and_begin_anew_at_its_end(sizes: list[int], more: int) -> None:
+    ring = max(sizes) + more
+    end = 0
+    for size, begin in zip(sizes, offsets(sizes, ring), strict=True):
+        assert begin == (end if end + size <= ring else 0)
+        end = begin + size
+        assert end <= ring
+
+
+@settings(deadline=None)
+@given(st.lists(SIZES, min_size=1, max_size=12), st.integers(0, 3000))
+def test_the_last_that_is_overwritten_is_known(sizes: list[int], more: int) -> None:
+    ring = max(sizes) + more
+    at = offsets(sizes, ring)
+    owner, turn = [-1] * ring, 0
+    seen: dict[int, int] = {}
+    for _ in range(2):
+        for i, begin in enumerate(at):
+            lost = {owner[byte] for byte in range(begin, begin + sizes[i])} - {-1}
+            seen[i] = turn - max(lost, default=turn - len(sizes))
+            for byte in range(begin, begin + sizes[i]):
+                owner[byte] = turn
+            turn += 1
+    assert overwritten(sizes, at) == [seen[i] % len(sizes) for i in range(len(sizes))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(PIECES, st.floats(-0.1, 1.1), st.floats(0, 100))
+def test_never_over_the_room_and_the_same_each_time(
+    pieces: list[tuple[int, int, float]], share: float, before: float
+) -> None:
+    loads = loads_of(pieces, before)
+    whole = sum(piece.held_bytes for piece in loads.pieces)
+    room = int(share * whole)
+    found = arrange(loads, room)
+    assert found.device_bytes == held(loads, found) + found.ring_bytes <= max(room, least_bytes(loads.pieces))
+    assert found.ring_bytes == 0 or found.ring_bytes >= least_ring_bytes(loads.pieces)
+    assert list(found.streamed) == sorted(set(found.streamed))
+    arrange.cache_clear()
+    assert arrange(loads, room) == found
+    compute = before + sum(piece.seconds for piece in loads.pieces)
+    assert found.step_seconds >= 0.999999 * max(compute, found.copied_bytes)
+    assert (whole <= room) == (not found.streamed) or not found.copied_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, st.lists(st.floats(0, 1.1), min_size=2, max_size=6))
+def test_more_room_is_never_slower(pieces: list[tuple[int, int, float]], shares: list[float]) -> None:
+    loads = loads_of(pieces)
+    whole = sum(piece.held_bytes for piece in loads.pieces)
+    seconds = [arrange(loads, int(share * whole)).step_seconds for share in sorted(shares)]
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.floats(0, 3)), min_size=1, max_size=15),
+    st.floats(0, 1),
+)
+def test_its_seconds_are_those_of_the_bytes_in_the_ring(pieces: list[tuple[int, int, float]], share: float) -> None:
+    loads = loads_of(pieces, 5.0)
+    found = arrange(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
+    if found.ring_bytes:
+        assert replay(loads, found) * (1 - 1e-6) <= found.step_seconds <= 1.001001 * replay(loads, found) + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3)), min_size=3, max_size=8), st.floats(0, 1))
+def test_as_good_as_all_choices_of_up_to_eight(pieces: list[tuple[int, int, float]], share: float) -> None:
+    loads = loads_of(pieces)
+    count = len(loads.pieces)
+    room = max(int(share * sum(piece.held_bytes for piece in loads.pieces)), least_bytes(loads.pieces))
+    best = float("inf")
+    for size, times in itertools.product(range(count + 1), (0, *RINGS)):
+        ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
+        for streamed in itertools.combinations(range(count), size):
+            packed = [loads.pieces[i].packed_bytes for i in streamed]
+            made = Arrangement(ring, streamed, 0, 0, 0.0)
+            if held(loads, made) + ring > room or (streamed and not ring):
+                continue
+            ago = overwritten(packed, offsets(packed, ring))
+            compute, transfer = [p.seconds for p in loads.pieces], [float(p.packed_bytes) for p in loads.pieces]
+            best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
+    assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+
+
+def test_of_equally_fast_arrangements_that_which_copies_least_is_taken() -> None:
+    loads = loads_of([(100, 0, 4.0)] * 64)
+    found = arrange(loads, 4800)
+    assert found.step_seconds == pytest.approx(64 * 400, rel=1e-3)
+    assert len(found.streamed) == 18, "46 stay beside a ring of two"
+
+
+def test_a_ring_that_is_there_stays_if_it_can() -> None:
+    loads = loads_of([(100, 0, 1.0)] * 40)
+    assert arrange(loads, 2000, 300).ring_bytes == 300
+    assert arrange(loads, 250, 300).ring_bytes == 200
+    assert arrange(loads, 4000, 300).ring_bytes == 0, "all fit without it"
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2])
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    "lists", [[(340, 19), (141, 38)], [(10, 49), (430, 16), (250, 32)]], ids=["flux-like", "hidream-like"]
+)
+def test_real_mixes_come_within_5_percent_of_the_bound(
+    lists: list[tuple[int, int]], share: float, ratio: float
+) -> None:
+    """Pieces in the proportions of the real models, which compute as they weigh."""
+    sizes = [size for size, count in lists for _ in range(4 * count)]
+    loads = Loads(tuple(PieceLoad(size, size, size * ratio) for size in sizes), 1.0)
+    found = arrange(loads, 4 * max(sizes) + int(share * sum(sizes)))
+    assert found.step_seconds <= 1.05 * max(ratio * sum(sizes), sum(sizes) * (1 - share))
