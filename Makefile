@@ -24,7 +24,8 @@ check: .venv/test-ready
 # All families, budgets and walks: about an hour.
 soak: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
-		tests/pipelines/planning/test_plans.py tests/memory/test_left_behind.py -n 2
+		tests/pipelines/planning/test_plans.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
+		tests/memory/test_fault_mix.py tests/bench -n 2
 
 lint: contracts
 	$(BIN)/ruff check .

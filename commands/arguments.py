@@ -17,7 +17,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     parser.add_argument("--seed", type=int, default=0, help="the noise to start from")
     parser.add_argument(
-        "--strategy", default="auto", help="auto, resident (whole), streamed (by blocks), leafwise (by layers) or cpu"
+        "--strategy", default="auto", help="auto, resident (whole), streamed, leafwise (with the least VRAM) or cpu"
     )
 
 

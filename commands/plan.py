@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
-    parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise")
+    parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise (with the least VRAM)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
     parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")

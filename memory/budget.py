@@ -41,6 +41,7 @@ class Budget:
         self._everyone = everyone
         self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
         self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
+        self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
 
     @property
     def reserve_bytes(self) -> int:
@@ -55,9 +56,12 @@ class Budget:
         available = max(0, held + self._accelerator.free_bytes() - self.reserve_bytes)
         if self.vram_limit is None:
             return available
-        # What a stage holds beside weights is the pack's too.
-        beside = 0 if self._not_ours is None else self._beside_bytes() - self._not_ours
-        return min(available, max(0, self.vram_limit - max(0, beside)))
+        return min(available, max(0, self.vram_limit - self.stage_bytes))
+
+    @property
+    def stage_bytes(self) -> int:
+        """What the present stage holds beside weights, which is the pack's too."""
+        return 0 if self._not_ours is None else max(0, self._beside_bytes() - self._not_ours)
 
     @property
     def device_bytes(self) -> int:
@@ -85,17 +89,27 @@ class Budget:
 
         What other units keep beside their weights counts too. What its own units keep is part of their work.
         """
-        before = self.vram_limit, self.ram_limit, self._not_ours
+        before = self.vram_limit, self.ram_limit, self._not_ours, self._own
         self.vram_limit = before[0] if vram is None else vram
         self.ram_limit = before[1] if ram is None else ram
         beside, kept = self._beside_bytes(), [unit for unit in self._units() if unit.placement]
         foreign = max(0, beside - self._left) if kept else beside
         self._not_ours = foreign if any(unit not in units for unit in kept) else beside
+        self._own = self._not_ours - foreign
         try:
             yield
         finally:
             self._left = max(0, self._beside_bytes() - min(foreign, self._not_ours))
-            self.vram_limit, self.ram_limit, self._not_ours = before
+            self.vram_limit, self.ram_limit, self._not_ours, self._own = before
+
+    @contextmanager
+    def forgets_strays(self) -> Iterator[None]:
+        """While a unit leaves: what goes with its weights is the present stage's to take again, and counts then."""
+        before = self._beside_bytes()
+        yield
+        if self._not_ours is not None:
+            gone = max(0, min(self._own, before - self._beside_bytes()))
+            self._own, self._not_ours = self._own - gone, self._not_ours - gone
 
     def _beside_bytes(self) -> int:
         return self._accelerator.allocated_bytes() - self._held_bytes()

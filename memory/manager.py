@@ -294,10 +294,13 @@ class MemoryManager:
         """Where a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
 
-    def fit(self, units: Sequence[ManagedModel], strategy: str) -> None:
-        """Let what is on the device keep the budget that is in force now, for a stage of these units."""
+    def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
+        """Let what is on the device keep the budget that is in force now, for a stage of these units.
+
+        Before it calls any of them the stage holds `idle_bytes`.
+        """
         with self._lock:
-            self._residents.fit(units, strategy)
+            self._residents.fit(units, strategy, idle_bytes)
 
     @property
     def work(self) -> WorkBook:
@@ -322,12 +325,12 @@ class MemoryManager:
     # What the host asks for, from any thread
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Let blocks of a unit leave that do not run. Returns the bytes really freed, which may be fewer, or none."""
+        """Let pieces of a unit leave that do not run. Returns the bytes really freed, which may be fewer, or none."""
         with self._lock:
             return self._residents.shrink(unit, bytes)
 
     def grow(self, unit: ManagedModel, bytes: int) -> int:
-        """Let up to so many bytes more of a unit's blocks stay. Returns the bytes taken."""
+        """Let up to so many bytes more of a unit's pieces stay. Returns the bytes taken."""
         with self._lock:
             return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
 
@@ -355,11 +358,10 @@ class MemoryManager:
                 self._residents.evict(unit)
 
     def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
-        """End of a stage: its units go, unless they are kept or pinned. One whose layers come anew is not kept."""
+        """End of a stage: its units go, unless they are kept or pinned."""
         with self._lock:
             for unit in units:
-                stays = keep and unit.placement is not None and unit.placement.name != "leafwise"
-                if not (stays or unit.pinned or unit.leases):
+                if not (keep or unit.pinned or unit.leases):
                     self._residents.evict(unit)
                     self._residents.copies.keep_budget(unit)
                 elif unit.placement is not None:

@@ -54,6 +54,17 @@ def rates(device: torch.device) -> Rates:
     return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured")
 
 
+def known_rates(device: torch.device) -> Rates:
+    """What `rates` tells, without measuring: assumed where that was not done yet."""
+    if device.type == simulated.DEVICE_TYPE:
+        return rates(device)
+    found = speeds.remembered(f"{platform.node()}, {Accelerator(device).name}", ("paged", "operations"))
+    disk = speeds.disk_rate()
+    if device.type not in ("cuda", "xpu") or not found:
+        return replace(ASSUMED, disk_bytes_per_second=disk)
+    return Rates(found.get("pinned", found["paged"]), found["paged"], disk, found["operations"], "measured")
+
+
 # Measuring
 
 

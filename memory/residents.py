@@ -7,6 +7,7 @@ all of this.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection
@@ -16,7 +17,7 @@ from .accelerator import Accelerator
 from .books import Books
 from .budget import Budget
 from .copies import HostCopies
-from .errors import DoesNotFitError, is_out_of_memory, release_frames
+from .errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
@@ -29,6 +30,8 @@ from .streaming.stream import Streamed
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
 from .work import WorkBook
+
+log = logging.getLogger("ballast")
 
 
 class Residents:
@@ -68,8 +71,11 @@ class Residents:
             self._complete(unit)
         self._fitted_for[unit] = self.work.working_bytes(unit)
 
-    def fit(self, units: Collection[ManagedModel], strategy: str) -> None:
-        """Let a stage of these units begin within its budget, whatever runs before it have left on the device."""
+    def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
+        """Let a stage of these units begin within its budget, whatever runs before it have left on the device.
+
+        Before it calls any of them it holds `idle_bytes`.
+        """
         for unit in units:
             if unit.placement is None or unit.leases:
                 continue
@@ -77,7 +83,7 @@ class Residents:
                 self.evict(unit)
             else:
                 self._resize(unit, grow=False)
-        self._shrink_for(Use(None, 0))
+        self._shrink_for(Use(None, 0, idle_bytes), [Use(unit, 0) for unit in units])
 
     def runs(self, unit: ManagedModel) -> None:
         """Note that a unit is about to run."""
@@ -87,11 +93,13 @@ class Residents:
         """Note what its run took. What one that `failed` took tells nothing."""
         if (before := self._called.pop(unit, None)) is not None:
             peak = self._came(unit, "ran")
-            if not failed and not (unit.placement and unit.placement.name == "leafwise"):
+            if not failed:
                 self.work.took(unit, peak - before)
+        if unit.placement is not None:
+            unit.placement.rest(failed)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Let blocks of a unit leave that do not run. Returns the bytes really freed."""
+        """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
         if unit.placement is None or unit.pinned or (unit.leases and not isinstance(unit.placement, Streamed)):
             return 0
         freed = unit.placement.shrink(bytes)
@@ -104,10 +112,11 @@ class Residents:
         """Take a unit off the device, leased or not."""
         if unit.placement is None:
             return
-        placement, unit.placement = unit.placement, None
         self._leaving.discard(unit)
-        left = placement.resident_bytes
-        placement.remove()
+        with self.budget.forgets_strays():
+            placement, unit.placement = unit.placement, None
+            left = placement.resident_bytes
+            placement.remove()
         self.timeline.record("evict", unit, left)
 
     def leave_soon(self, unit: ManagedModel) -> None:
@@ -198,7 +207,8 @@ class Residents:
             try:
                 self._load(unit, kind)
                 self._make_room(unit, kind)
-                placement = make_placement(unit, kind, self.device, self._weights(unit, kind))
+                loads = self.work.demand(unit).loads if kind == "streamed" else None
+                placement = make_placement(unit, kind, self.device, self._weights(unit, kind), loads)
                 placement.place()
             except Exception as error:
                 short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
@@ -231,7 +241,15 @@ class Residents:
                 raise DoesNotFitError(why_no_ram(unit, kind, self.copies.left_for(unit), limit))
             self.copies.keep_budget(unit, unit.size_bytes)
         self.timeline.record("read", unit, unit.size_bytes)
-        read = unit.load(self._looking(unit))
+        try:
+            read = unit.load(self._looking(unit))
+        except Exception as error:
+            if not is_out_of_ram(error) or kind == "cpu" or unit.source() is None:
+                raise
+            release_frames(error)
+            log.warning("Ballast: %s runs from disk: %s", unit.name, str(error))
+            self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
+            return
         self.disk_bytes_read += read
         if read:
             self.timeline.record("load", unit, read)
@@ -271,29 +289,31 @@ class Residents:
         self._shrink_for(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
 
-    def _shrink_for(self, use: Use) -> None:
-        """Let units give up, by the policy, what a use needs of the budget."""
+    def _shrink_for(self, use: Use, coming: list[Use] | None = None) -> None:
+        """Let units give up, by the policy, what a use needs of the budget.
+
+        `coming` is what runs next where nothing else is known.
+        """
         evictable = {u: u.resident_bytes for u in self.evictable() if u is not use.unit}
         others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not use.unit)
-        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming())
+        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming() or coming)
         for other, missing in leaving.items():
             if missing == evictable[other] or self.shrink(other, missing) < missing:
                 self.evict(other)
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
-        """Let more of a streamed unit's blocks stay, or fewer, as the room and the work now want it."""
+        """Let more of a streamed unit's pieces stay, or fewer, as the room and the work now want it."""
         if isinstance(unit.placement, Streamed):
-            more = self._weights(unit, "streamed") - unit.resident_bytes
-            if more > 0 and grow:
-                # Else blocks settle in the gaps that the last call left, and the next one finds none.
+            weights_bytes = self._weights(unit, "streamed")
+            if weights_bytes > unit.resident_bytes and grow:
+                # Else pieces settle in the gaps that the last call left, and the next one finds none.
                 self.accelerator.empty_cache()
-                unit.placement.grow(more)
-            elif more < 0:
-                unit.placement.shrink(-more)
+            if weights_bytes < unit.resident_bytes or grow:
+                unit.placement.refit(weights_bytes, self.work.demand(unit).loads)
 
     def _complete(self, unit: ManagedModel) -> None:
-        """Bring back the blocks that others were given the room of, where a unit must be whole to run."""
-        if isinstance(unit.placement, Resident) and unit.resident_bytes < sizes_of(unit).total_bytes:
+        """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
+        if isinstance(unit.placement, Resident) and unit.resident_bytes < sizes_of(unit).resident_bytes:
             self._make_room(unit, "resident")
             unit.placement.complete()
             self._came(unit, "place")
@@ -316,9 +336,11 @@ class Residents:
         return self.timeline.record(kind, unit, came).peak_bytes
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
-        """Whether a unit sits otherwise than `strategy` wants, or than it could by now."""
+        """Whether a unit sits otherwise than `strategy` wants, or than it could by now, or is divided otherwise."""
         if unit.placement is None or self.accelerator.is_cpu:
             return False
+        if unit.placement.calls != unit.calls:
+            return True
         if strategy != "auto":
             return meant_by(strategy, sizes_of(unit)) != unit.placement.name
         fitting = self._fitting_placements(unit)

@@ -20,6 +20,7 @@ from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.ladder import Attempt, describe, next_attempt
 from .planning.runplan import StagePlan
+from .probe import known_rates
 from .reports.timeline import Timeline
 from .sizes import format_bytes
 from .units.batch import batch_of, in_parts, joined
@@ -46,7 +47,7 @@ class Device(Protocol):
     def adopt(self, unit: ManagedModel) -> ManagedModel: ...
     def units(self) -> list[ManagedModel]: ...
     def execution_device(self, strategy: str) -> torch.device: ...
-    def fit(self, units: Sequence[ManagedModel], strategy: str) -> None: ...
+    def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None: ...
     def strike(self, unit: ManagedModel) -> None: ...
     def acquire(
         self, unit: ManagedModel, strategy: str, *, instead_of: Collection[ManagedModel], anew: bool
@@ -76,11 +77,14 @@ def run_stage(
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
-            attempt = Attempt(strategy, share=0.0 if flags.least else 1.0)
-            manager.work.begin(unit, Work(work, forecast.units.get(unit.name) if forecast else None, attempt))
+            found = forecast.units.get(unit.name) if forecast else None
+            if found:
+                unit.learn(found.call_order)
+            attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
+            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device)))
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
-        manager.fit(units, strategy)
+        manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, manager.budget_bytes)
         record.planned = planned
         try:
@@ -151,16 +155,16 @@ class _Calls:
         if placement == "streamed" and unit.resident_bytes <= sizes.least_streamed_bytes:
             attempt = replace(attempt, share=0.0)  # there is nothing left to give up there
         manager.evict(unit)
-        lower = next_attempt(attempt, placement, len(sizes.blocks) > 0, batch)
+        lower = next_attempt(attempt, sizes.least_streamed_bytes < sizes.resident_bytes, batch)
         if lower is None:
-            how, activations = describe(attempt, placement), format_bytes(manager.work.working_bytes(unit))
+            how, activations = describe(attempt), format_bytes(manager.work.working_bytes(unit))
             raise DoesNotFitError(
                 f"{unit.name} ran out of memory on {manager.device} even {how}: its activations take "
                 f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a "
                 f"smaller size or fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
-        manager.work.retry(unit, lower)
+        manager.work.retry(unit, lower, manager.budget.stage_bytes)
         self.placement = None
         gc.collect()
         manager.make_room()

@@ -9,5 +9,5 @@ ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
 
 Tier = Literal["disk", "host", "device"]
 
-PlacementName = Literal["resident", "streamed", "leafwise", "cpu"]
+PlacementName = Literal["resident", "streamed", "cpu"]
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")  # what a user may ask for

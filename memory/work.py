@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
 from .planning.ladder import Attempt
+from .rates import ASSUMED, Rates
 from .units.unit import ManagedModel
 
 
@@ -17,12 +18,15 @@ class Work:
     """What a unit does in one stage.
 
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
-    take beforehand, None where that is not known; `attempt` how its calls are tried now.
+    take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
+    When they were last tried in another way the stage held `live_bytes`, which may be more than before its first call.
     """
 
     kind: Hashable = None
     forecast: UnitForecast | None = None
     attempt: Attempt = field(default_factory=Attempt)
+    rates: Rates = ASSUMED
+    live_bytes: int = 0
 
 
 @dataclass
@@ -48,16 +52,17 @@ class WorkBook:
         """Note what a unit is going to do."""
         self._now[unit] = work
 
-    def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
-        """Try the calls of a unit in another way from now on."""
-        self._now[unit] = replace(self.of(unit), attempt=attempt)
+    def retry(self, unit: ManagedModel, attempt: Attempt, live_bytes: int) -> None:
+        """Try the calls of a unit in another way from now on, when the stage holds so many bytes beside weights."""
+        self._now[unit] = replace(self.of(unit), attempt=attempt, live_bytes=live_bytes)
 
     def working_bytes(self, unit: ManagedModel) -> int:
         """Working memory that a unit's present work takes beside its weights; 0 if it is not known."""
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        return work.forecast.working_bytes + seen.above.get(work.kind, 0)
+        more_bytes = max(0, work.live_bytes - work.forecast.live_bytes)
+        return max(0, work.forecast.working_bytes + seen.above.get(work.kind, 0) - more_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int) -> None:
         """Note what one call took beside the weights. A call that was run in parts would have taken that many times."""
@@ -70,6 +75,12 @@ class WorkBook:
 
     def demand(self, unit: ManagedModel) -> Demand:
         """What a unit wants of the device for its present work."""
-        work = self.of(unit)
-        leafwise = work.forecast.leafwise_bytes if work.forecast else None
-        return Demand(unit.name, sizes_of(unit), self.working_bytes(unit), leafwise, work.attempt.share)
+        work, sizes = self.of(unit), sizes_of(unit)
+        return Demand(
+            unit.name,
+            sizes,
+            sizes.loads(work.forecast, work.rates, from_disk=not unit.in_ram),
+            self.working_bytes(unit),
+            work.attempt.share,
+            work.forecast is not None,
+        )

@@ -65,9 +65,9 @@ class Sampler(io.ComfyNode):
                     default="auto",
                     optional=True,
                     advanced=True,
-                    tooltip="auto takes the fastest that fits. resident: the whole transformer in VRAM. streamed: some "
-                    "blocks stay in VRAM, the others pass through. leafwise: one layer at a time, slow, least VRAM. "
-                    "cpu: on the CPU, very slow.",
+                    tooltip="auto takes the fastest that fits. resident: the whole transformer in VRAM. streamed: what "
+                    "fits stays in VRAM, the rest passes through. leafwise: all passes through, nothing else stays: "
+                    "slow, least VRAM. cpu: on the CPU, very slow.",
                 ),
                 OptionsType.Input("options", optional=True, tooltip="From Sampler Options."),
                 io.Latent.Input(

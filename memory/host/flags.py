@@ -33,7 +33,7 @@ class HostFlags:
             return wanted
         if (self.encoders_on_cpu and role == "text_encoder") or (self.vae_on_cpu and role == "vae"):
             return "cpu"
-        if self.least and role != "vae":  # which has no blocks to stream
+        if self.least and role != "vae":  # which decodes in stripes instead
             return "streamed"
         return wanted
 

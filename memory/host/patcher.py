@@ -1,7 +1,7 @@
 """A unit as the host's memory manager sees it: by the members that it asks its own model patchers for.
 
 No class of the host is inherited: its some hundred members work on weights that this object does not hold, and would
-fail without a word. The host calls in from any thread, between any two blocks, in the middle of an error, and an error
+fail without a word. The host calls in from any thread, between any two layers, in the middle of an error, and an error
 of ours would spoil its list; so nothing here raises, and what cannot be done now is reported as not done.
 """
 
@@ -141,7 +141,7 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def partially_unload(self, device: torch.device | None, memory_to_free: float = 0, *_: Any, **__: Any) -> int:
-        """Free so many bytes in whole blocks, as far as they are not running. Returns the bytes really freed."""
+        """Free so many bytes in whole pieces, as far as they are not running. Returns the bytes really freed."""
         manager, unit = self._manager(), self.unit
         if manager is None or unit is None:
             return 0

@@ -1,1 +1,1 @@
-"""How weights pass through a device: placements, the ring of slots, copy queues, windows."""
+"""How weights pass through a device: placements, the ring of bytes, copy queues, windows."""

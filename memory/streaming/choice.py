@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from ..planning.solver import Loads
 from ..units.unit import ManagedModel
-from .placement import Cpu, Leafwise, Placement, Resident
+from .placement import Cpu, Placement, Resident
 from .stream import Streamed
 
 
-def make_placement(unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int) -> Placement:
+def make_placement(
+    unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int, loads: Loads | None = None
+) -> Placement:
     """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device if it is streamed.
 
-    What is not in RAM comes from disk.
+    What is not in RAM comes from disk. `loads` say what its pieces compute.
     """
     source = None if unit.in_ram else unit.source()
     if kind == "streamed":
-        return Streamed(unit.module, device, weights_bytes, source)
-    kinds: dict[str, type[Placement]] = {"resident": Resident, "leafwise": Leafwise, "cpu": Cpu}
-    return kinds[kind](unit.module, device, source)
+        return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads)
+    kinds: dict[str, type[Placement]] = {"resident": Resident, "cpu": Cpu}
+    return kinds[kind](unit.module, device, source, unit.calls)

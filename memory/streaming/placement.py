@@ -1,12 +1,13 @@
 """How a leased unit sits: put in place, and taken away without copying a weight back.
 
-`resident`: all weights on the device. `leafwise`: each module's weights come for its own call and go again. `cpu`: the
-unit runs where its weights are. `streamed`, in `stream`: some blocks resident, the rest through a ring.
+`resident`: all weights on the device. `cpu`: the unit runs where its weights are. `streamed`, in `stream`: some pieces
+resident, the rest through a ring. Tables of embeddings are never on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -16,11 +17,13 @@ from torch import nn
 
 from ..units.calls import Forward, interpose
 from ..units.loading import find_stored
-from ..units.structure import Slot, leafwise_slots, slots
+from ..units.pieces import CallOrder, Owner, divide
+from ..units.structure import Slot, slots
+from ..units.tables import LookUp, rows_of
 from ..units.weights import Stored
 from ..vocabulary import PlacementName
 from .queues import Queues
-from .ring import Block, blocks_of
+from .ring import Piece
 from .strays import clear_strays
 from .supply import Supply
 
@@ -36,28 +39,39 @@ class Placement:
     """Base of all placements: remembers the host tensors, so that taking away is putting them back.
 
     With `source`, which tells where the weights lie in files, by name, a module on `meta` runs straight from the disk
-    and RAM holds no more than `host_bytes`; ValueError if it does not name them all.
+    and RAM holds no more than `host_bytes`; ValueError if it does not name them all. `calls` says which modules are
+    called in which order.
     """
 
     name: ClassVar[PlacementName]
     on_device: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, device: torch.device, source: Mapping[str, Stored] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        source: Mapping[str, Stored] | None = None,
+        calls: CallOrder | None = None,
+    ) -> None:
         self.module = module
         self.device = device
         self.host_slots: list[Slot] = list(slots(module))
         self.resident_bytes = 0
         self._bytes_in = 0
         self._last_resort: weakref.finalize | None = None
-        self._blocks: list[Block] = []
-        self._divide()
+        self.calls = calls or CallOrder()
+        divided = divide(module, self.host_slots, self.calls)
+        self._pieces = [Piece.of(weights) for weights in divided.pieces]
+        self._tables, self._rest = divided.tables, divided.rest
+        self._undo: list[Callable[[], None]] = []
         on_disk = source is not None and any(slot.tensor.is_meta for slot in self.host_slots)
         found = find_stored(module, source or {}) if on_disk else {}
         if found is None:
             raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
         largest = max((slot.tensor.nbytes for slot in self.host_slots), default=0)
         self._queues = Queues(device)
-        self._supply = Supply(self._blocks, self._queues, found, largest)
+        self._found = found
+        self._supply = Supply(self._pieces, self._queues, found, largest)
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -78,15 +92,18 @@ class Placement:
         return self.name
 
     def grow(self, bytes: int) -> int:
-        """Let up to so many bytes more of the blocks stay. Returns the bytes taken."""
+        """Let up to so many bytes more of the pieces stay. Returns the bytes taken."""
         return 0
 
     def shrink(self, bytes: int) -> int:
-        """Let whole blocks leave until so many bytes are free, or as many as can be. Returns the bytes freed."""
+        """Let whole pieces leave until so many bytes are free, or as many as can be. Returns the bytes freed."""
         return 0
 
     def complete(self) -> None:
         """Bring back what has to be there for a call."""
+
+    def rest(self, failed: bool = False) -> None:
+        """Note that a call has ended; what follows one that `failed` is not what followed before."""
 
     def settle(self) -> None:
         """Wait for the copies under way."""
@@ -106,21 +123,33 @@ class Placement:
         if self._last_resort is not None:
             self._last_resort.detach()
         with torch.inference_mode():
-            self._restore()
+            while self._undo:
+                self._undo.pop()()
+            for slot in self.host_slots:
+                slot.restore()
             self._remove()
             self.resident_bytes = 0
             clear_strays(self.module, self.device)
 
-    def _restore(self) -> None:
-        for slot in self.host_slots:
-            slot.restore()
-
-    def _divide(self) -> None:
-        """Find the blocks, for placements that know them from the start."""
-
     def _place(self) -> None: ...
 
     def _remove(self) -> None: ...
+
+    def _place_tables(self) -> None:
+        """Let the rows of the tables be looked up in RAM, or in the files."""
+        for table in self._tables:
+            self._undo.append(interpose(table.module, functools.partial(self._look_up, table)))
+
+    def _look_up(self, table: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        weight = table.slots[0].tensor
+
+        def fetch(ids: torch.Tensor) -> torch.Tensor:
+            rows = rows_of(weight, self._found.get(id(weight)), ids.cpu()).to(self.device)
+            self._bytes_in += rows.nbytes
+            return rows
+
+        with LookUp(weight, fetch):
+            return forward(*args, **kwargs)
 
     def _move(self, moving: list[Slot]) -> None:
         """Bring weights to the device: from RAM, or from the disk through the windows, which must be open."""
@@ -143,98 +172,59 @@ class Placement:
         finally:
             self._supply.close()
 
-    def _bring(self, block: Block) -> None:
-        """Let a block stay; on any failure it is where it was."""
+    def _bring(self, piece: Piece) -> None:
+        """Let a piece stay; on any failure it is where it was."""
         before = self.resident_bytes
         try:
-            self._move(block.slots)
-            block.resident = True
+            self._move(piece.slots)
+            piece.resident = True
         except BaseException:
-            block.restore()
+            piece.restore()
             self.resident_bytes = before
             raise
 
+    def _give_up(self, piece: Piece) -> None:
+        """Let a piece stay no longer."""
+        piece.restore()
+        piece.resident = False
+        self.resident_bytes -= piece.held_bytes
+
 
 class Resident(Placement):
-    """All weights on the device. Between calls blocks may leave; `complete` must bring them back before the next."""
+    """All weights on the device. Between calls pieces may leave; `complete` must bring them back before the next."""
 
     name = "resident"
 
     def _place(self) -> None:
         with self._windows():
-            self._move(self.host_slots)
+            self._move([*self._rest, *(slot for piece in self._pieces for slot in piece.slots)])
+        for piece in self._pieces:
+            piece.resident = True
+        self._place_tables()
 
     def shrink(self, bytes: int) -> int:
         before = self.resident_bytes
-        if not self._blocks:  # known once one has left
-            self._blocks = blocks_of(self.module, self.host_slots)[0]
-            for block in self._blocks:
-                block.resident = True
-        for block in self._blocks:
-            if block.resident and before - self.resident_bytes < bytes:
-                block.restore()
-                block.resident = False
-                self.resident_bytes -= block.held_bytes
+        for piece in self._pieces:
+            if piece.resident and before - self.resident_bytes < bytes:
+                self._give_up(piece)
         return before - self.resident_bytes
 
     def grow(self, bytes: int) -> int:
         before = self.resident_bytes
-        if all(block.resident for block in self._blocks):
+        if all(piece.resident for piece in self._pieces):
             return 0
         with outside_inference(), self._windows():
-            for block in self._blocks:
-                if not block.resident and self.resident_bytes - before + block.held_bytes <= bytes:
-                    self._bring(block)
+            for piece in self._pieces:
+                if not piece.resident and self.resident_bytes - before + piece.held_bytes <= bytes:
+                    self._bring(piece)
         return self.resident_bytes - before
 
     def complete(self) -> None:
-        self.grow(sum(block.held_bytes for block in self._blocks))
+        self.grow(sum(piece.held_bytes for piece in self._pieces))
 
     def _remove(self) -> None:
-        self._blocks = []
-
-
-class Leafwise(Placement):
-    name = "leafwise"
-
-    def __init__(self, module: nn.Module, device: torch.device, source: Mapping[str, Stored] | None = None) -> None:
-        super().__init__(module, device, source)
-        self._undo: list[Callable[[], None]] = []
-
-    def _place(self) -> None:
-        self._supply.open()
-        stays, comes = leafwise_slots(self.module)
-        self._move(stays)
-        for owner, own in comes:
-            self._undo.append(interpose(owner, _Coming(self, own).run))
-
-    def _remove(self) -> None:
-        self._supply.close()
-        while self._undo:
-            self._undo.pop()()
-
-
-class _Coming:
-    """The weights of one module, on the device for the time of its calls."""
-
-    def __init__(self, placement: Leafwise, own: list[Slot]) -> None:
-        self._placement, self._own = placement, own
-        self._calls = 0  # under way, one inside the other
-
-    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        held = self._placement.resident_bytes
-        self._calls += 1
-        try:
-            if self._calls == 1:
-                with outside_inference():
-                    self._placement._move(self._own)
-            return forward(*args, **kwargs)
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                for slot in self._own:
-                    slot.restore()
-                self._placement.resident_bytes = held
+        for piece in self._pieces:
+            piece.resident = False
 
 
 class Cpu(Placement):

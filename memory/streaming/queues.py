@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,12 +48,13 @@ class Queues:
         if event:
             self.backend.current_stream(self.device).wait_event(event)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
-        """Queue a copy to the device behind one event, and let another happen when it is there."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], done: Any) -> None:
+        """Queue a copy to the device behind some events, and let another happen when it is there."""
         if self.copying is None:
             target.copy_(source)
             return
-        self.copying.wait_event(after)
+        for event in after:
+            self.copying.wait_event(event)
         with self.backend.stream(self.copying):
             target.copy_(source, non_blocking=True)
         done.record(self.copying)

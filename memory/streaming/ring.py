@@ -1,32 +1,36 @@
-"""What the streaming engine is made of: blocks, and the ring of slots that they take turns in."""
+"""What the streaming engine is made of: pieces, and the ring of bytes that they take turns in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
+from ..planning.ring import offsets
 from ..units.hostbuffer import layout, pack, pin, place_of, unpin
-from ..units.structure import BlockWeights, Slot, split_blocks
+from ..units.pieces import PieceWeights
 from .queues import Queues
 
-View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the block runs
+View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the piece runs
 
 
 @dataclass(eq=False)
-class Block(BlockWeights):
-    """A block of a placed module: where its weights are, and what runs of it."""
+class Piece(PieceWeights):
+    """A piece of a placed module: where its weights are, and what runs of it."""
 
     host: torch.Tensor | None = None  # the flat buffer, once it was needed
     pinned: bool = False  # it is, so that copies from it are asynchronous
     parts: Sequence[Any] | None = None  # what a `Stager` makes it up of, if it comes through one
     resident: bool = False
-    calls: int = 0  # under way
-    place: RingSlot | None = None  # where it runs now
-    undo: Callable[[], Any] | None = None
+    place: Place | None = None  # in the ring
+    undo: list[Callable[[], Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, weights: PieceWeights) -> Piece:
+        """The piece of these weights, not placed yet."""
+        return cls(**vars(weights))
 
     def pack(self, device: torch.device) -> None:
         """Put the host weights in one buffer, which then is their only place in RAM; pinned where that is possible."""
@@ -53,53 +57,114 @@ class Block(BlockWeights):
 
 
 @dataclass(eq=False)
-class RingSlot:
-    """A piece of device memory that blocks take turns in."""
+class Place:
+    """The bytes of the ring that one piece comes to, which others overlap."""
 
+    piece: Piece
     memory: torch.Tensor
-    used: Any  # event: the last block that ran in it is done
-    copied: Any  # event: the weights of `block` are there
-    block: Block | None = None
-    running: bool = False
-    pending: Any = None  # what the slot waits for, where the copy could not be queued yet
-    _views: dict[Block, tuple[torch.Tensor, list[View]]] = field(default_factory=dict)
+    begin: int
+    used: Any  # event: the last call of the piece there is done
+    copied: Any  # event: the weights are there
+    holds: bool = False  # they are, or are on their way
+    after: list[Any] = field(default_factory=list)  # events: the last uses of what the copy overwrites
+    pending: Any = None  # what the place waits for, where the copy could not be queued yet
+    overlaps: list[Place] = field(default_factory=list)
+    _views: list[View] | None = None
 
-    def prepare(self, block: Block) -> None:
-        """Make the views that the block's parameters and buffers are in this slot."""
-        if block not in self._views:
-            self._views[block] = _views(block, self.memory)
+    @property
+    def end(self) -> int:
+        """The first byte of the ring behind it."""
+        return self.begin + self.piece.packed_bytes
 
-    def load(self, block: Block, queues: Queues) -> None:
-        """Queue the copy of a block's weights from its buffer."""
-        assert block.host is not None
-        self.prepare(block)
-        self.block = None  # until the copy is queued, in case it is interrupted
-        self.receive(block, block.host, queues)
-        self.block = block
+    def receive(self, flat: torch.Tensor, queues: Queues) -> None:
+        """Queue the copy of the weights from a flat buffer in RAM, behind the last use of the bytes."""
+        queues.copy(self.memory, flat, self.after, self.copied)
 
-    def receive(self, block: Block, flat: torch.Tensor, queues: Queues) -> None:
-        """Queue the copy of a block's weights from a flat buffer in RAM."""
-        queues.copy(self._views[block][0], flat, self.used, self.copied)
-
-    def enter(self, block: Block) -> None:
-        """Let the block's parameters and buffers be views into the slot, until its `restore`."""
-        block.place = self
-        self.running = True
-        for holder, key, view in self._views[block][1]:
+    def enter(self) -> None:
+        """Let the piece's parameters and buffers be views into the ring, until its `restore`."""
+        if self._views is None:
+            self._views = self._make_views()
+        for holder, key, view in self._views:
             holder[key] = view
 
-
-def _views(block: Block, memory: torch.Tensor) -> tuple[torch.Tensor, list[View]]:
-    """The part of a slot that the block's copy fills, and what its parameters and buffers are meanwhile."""
-    tensors = block.tensors()
-    offsets, total = layout(tensors)
-    with torch.inference_mode(False), torch.no_grad():
-        places = zip(tensors, offsets, strict=True)
-        made = {id(tensor): place_of(memory, offset, tensor) for tensor, offset in places}
-        return memory[:total], [(slot.holder, slot.key, made[id(slot.tensor)]) for slot in block.slots]
+    def _make_views(self) -> list[View]:
+        tensors = self.piece.tensors()
+        with torch.inference_mode(False), torch.no_grad():
+            places = zip(tensors, layout(tensors)[0], strict=True)
+            made = {id(tensor): place_of(self.memory, offset, tensor) for tensor, offset in places}
+            return [(slot.holder, slot.key, made[id(slot.tensor)]) for slot in self.piece.slots]
 
 
-def blocks_of(module: nn.Module, host_slots: list[Slot]) -> tuple[list[Block], list[Slot]]:
-    """The blocks of a module that is to be placed, and all other weights. See `split_blocks`."""
-    blocks, rest = split_blocks(module, host_slots)
-    return [Block(b.module, b.slots, b.packed_bytes, b.held_bytes) for b in blocks], rest
+class Ring:
+    """Memory on the device that pieces pass through, each at a place of its own, in the order of their calls."""
+
+    def __init__(self, nbytes: int, queues: Queues) -> None:
+        self.nbytes = nbytes
+        self._queues = queues
+        # An ordinary tensor, which may be written to in and outside inference mode.
+        with torch.inference_mode(False):
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=queues.device)
+        self.places: list[Place] = []
+        self._uses: list[tuple[int, int, Any]] = []  # from byte to byte: the event that they are no longer used
+        self.most_at_a_time = 0  # of places, as they follow each other
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the ring."""
+        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
+    def lay(self, pieces: Sequence[Piece], seldom: Iterable[Piece] = ()) -> None:
+        """Give these pieces places, in their order, and no others save those that come `seldom`, where they fit.
+
+        What is in the ring is there no longer: nothing of it may run.
+        """
+        self.clear()
+        begins = offsets([piece.packed_bytes for piece in pieces], self.nbytes)
+        fitting = [piece for piece in seldom if piece.packed_bytes <= self.nbytes]
+        for piece, begin in [*zip(pieces, begins, strict=True), *((piece, 0) for piece in fitting)]:
+            memory = self._memory[begin : begin + piece.packed_bytes]
+            piece.place = Place(piece, memory, begin, self._queues.event(), self._queues.event())
+            self.places.append(piece.place)
+        free = self._queues.event()
+        self._queues.mark(free)  # work that is queued may still read what was there before
+        self._uses = [(0, self.nbytes, free)]
+        for place in self.places:
+            place.overlaps = [
+                other
+                for other in self.places
+                if other is not place and other.begin < place.end and place.begin < other.end
+            ]
+        self.most_at_a_time = max((self._room_after(i, len(pieces)) for i in range(len(pieces))), default=0)
+
+    def claim(self, place: Place) -> list[Place]:
+        """Take the bytes of a place from whatever is there. Returns the places that hold their pieces no longer."""
+        lost = [other for other in place.overlaps if other.holds]
+        for other in lost:
+            other.holds = False
+        place.after = [event for begin, end, event in self._uses if begin < place.end and place.begin < end]
+        return lost
+
+    def used(self, place: Place) -> None:
+        """Note that the piece there runs no longer, once what this thread has queued so far is done."""
+        self._queues.mark(place.used)
+        kept: list[tuple[int, int, Any]] = []
+        for begin, end, event in self._uses:
+            parts = ((begin, min(end, place.begin)), (max(begin, place.end), end))
+            kept += [(first, last, event) for first, last in parts if first < last]
+        self._uses = [*kept, (place.begin, place.end, place.used)]
+
+    def clear(self) -> None:
+        """Take the places away."""
+        for place in self.places:
+            place.piece.place = None
+            place.overlaps.clear()  # they know each other, and would wait for the collector with their memory
+        self.places, self._uses = [], []
+
+    def _room_after(self, first: int, count: int) -> int:
+        """How many of the first `count` places there are from one on before they overlap."""
+        taken: list[Place] = []
+        for i in range(count):
+            place = self.places[(first + i) % count]
+            if any(other in taken for other in place.overlaps):
+                break
+            taken.append(place)
+        return len(taken)

@@ -1,7 +1,7 @@
-"""The way to the device for weights that are not in pinned memory: reader threads, pinned windows, the ring's slots.
+"""The way to the device for weights that are not in pinned memory: reader threads, pinned windows, the ring's places.
 
 The source is files, or RAM that could not be pinned. Threads read it into a few windows, ahead of what runs; from a
-window one asynchronous copy brings a block to its slot. Only here may the thread that computes wait on the host.
+window one asynchronous copy brings a piece to its place. Only here may the thread that computes wait on the host.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from typing import Any
 import torch
 
 from ..host import management as host
-from ..planning.residency import WINDOWS
+from ..planning.ring import WINDOWS
 from ..speeds import observe_disk
 from ..units import hostbuffer
-from ..units.reader import BATCH_BYTES, READERS, Piece, batches, piece_of, read_batch
+from ..units.reader import BATCH_BYTES, READERS, batches, piece_of, read_batch
+from ..units.reader import Piece as Extent
 from ..units.weights import Stored
 from .queues import Queues
-from .ring import Block, RingSlot
+from .ring import Piece, Place
 
-Part = Piece | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
+Part = Extent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
 
 
 @dataclass(eq=False)
 class _Fill:
     """What a window holds, or will when its parts are read."""
 
-    block: Block | None
+    piece: Piece | None
     window: _Window
     after: _Fill | None  # what was still being read into the window when this came
     left: int = 0
-    slot: RingSlot | None = None  # where it is to go
+    place: Place | None = None  # where it is to go
     taken: bool = False  # by `bring`
     error: BaseException | None = None
 
@@ -61,7 +62,7 @@ class _Chunk:
 class Stager:
     """Windows of `nbytes` each, and the threads that fill them. `close` must follow.
 
-    One thread computes and calls this; the copies to slots are queued by whichever thread comes last, the copies of
+    One thread computes and calls this; the copies to places are queued by whichever thread comes last, the copies of
     `bring` by its caller.
     """
 
@@ -71,7 +72,7 @@ class Stager:
         self._windows = [_Window(hostbuffer.allocate(nbytes), queues.event(waited_for=True)) for _ in range(WINDOWS)]
         self._changed = threading.Condition()
         self._closed = False
-        self._coming: list[Block] = []
+        self._coming: list[Piece] = []
         self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order in which it is given
 
     @property
@@ -87,38 +88,43 @@ class Stager:
             hostbuffer.unpin(window.memory)
         return False
 
-    def load(self, block: Block, slot: RingSlot) -> None:
-        """Let a block come to a slot: now if it has been read, else as soon as it is."""
-        slot.prepare(block)
+    def has_room(self, piece: Piece) -> bool:
+        """Whether a piece has been read, or there is a window for it."""
         with self._changed:
-            self.forget(slot)
-            self._coming = [other for other in self._coming if other is not block]
-            fill = self._fill_of(block) or self._begin(block, block.parts or (), self._idle())
-            fill.slot, slot.pending, slot.block = slot, fill, block
+            return self._fill_of(piece) is not None or bool(self._idle())
+
+    def load(self, place: Place) -> None:
+        """Let a piece come to its place: now if it has been read, else as soon as it is."""
+        piece = place.piece
+        with self._changed:
+            self.forget(place)
+            self._coming = [other for other in self._coming if other is not piece]
+            fill = self._fill_of(piece) or self._begin(piece, piece.parts or (), self._idle() or self._taken_back())
+            fill.place, place.pending = place, fill
             self._send(fill)
 
-    def forget(self, slot: RingSlot) -> None:
-        """Let nothing come to a slot any more that has not been sent yet."""
+    def forget(self, place: Place) -> None:
+        """Let nothing come to a place any more that has not been sent yet."""
         with self._changed:
-            if slot.pending:
-                slot.pending.slot = slot.pending = None
+            if place.pending:
+                place.pending.place = place.pending = None
 
-    def ahead(self, blocks: Sequence[Block]) -> None:
-        """Read so many of the blocks, in order, as there are windows for, now and when more become free."""
+    def ahead(self, pieces: Sequence[Piece]) -> None:
+        """Read so many of the pieces, in order, as there are windows for, now and when more become free."""
         with self._changed:
-            self._coming = list(blocks)
+            self._coming = list(pieces)
             self._read_ahead()
 
-    def wait(self, slot: RingSlot) -> None:
-        """Wait until the copy to a slot has been queued. Raises what the reader raised."""
+    def wait(self, place: Place) -> None:
+        """Wait until the copy to a place has been queued. Raises what the reader raised."""
         with self._changed:
-            fill = slot.pending
+            fill = place.pending
             if fill is None:
                 return
             self._wait_for(fill)
             if fill.error:
-                self.forget(slot)
-                slot.block = None
+                self.forget(place)
+                place.holds = False
                 raise fill.error
             self._send(fill)
 
@@ -155,29 +161,37 @@ class Stager:
         for window in self._windows:
             if window.copied:
                 window.copied.synchronize()
-            if window.fill and window.fill.slot:
-                self.forget(window.fill.slot)
+            if window.fill and window.fill.place:
+                self.forget(window.fill.place)
             window.fill = None  # each knows the other, and would wait for the collector
         self._windows.clear()
 
     # Windows; all under the lock
 
-    def _fill_of(self, block: Block) -> _Fill | None:
+    def _fill_of(self, piece: Piece) -> _Fill | None:
         fills = (window.fill for window in self._windows)
-        return next((fill for fill in fills if fill and fill.block is block and not fill.error), None)
+        return next((fill for fill in fills if fill and fill.piece is piece and not fill.error), None)
 
     def _idle(self) -> list[_Window]:
         """The windows that may be filled anew: free ones first, then those that were read for later."""
         free = [window for window in self._windows if window.fill is None]
-        return free + [w for w in reversed(self._windows) if w.fill and not w.fill.slot and not w.fill.taken]
+        return free + [w for w in reversed(self._windows) if w.fill and not w.fill.place and not w.fill.taken]
 
-    def _begin(self, block: Block | None, parts: Sequence[Part], idle: list[_Window]) -> _Fill:
+    def _taken_back(self) -> list[_Window]:
+        """The window that was last filled for a place, which gets nothing now."""
+        window = next(w for w in reversed(self._windows) if w.fill and w.fill.place)
+        if window.fill and window.fill.place:
+            window.fill.place.holds = False
+            self.forget(window.fill.place)
+        return [window]
+
+    def _begin(self, piece: Piece | None, parts: Sequence[Part], idle: list[_Window]) -> _Fill:
         window = idle[0]
         self._windows.remove(window)
         self._windows.append(window)
         if window.fill:
             window.fill.error = window.fill.error or CancelledError()  # nobody waits for it
-        fill = window.fill = _Fill(block, window, window.fill)
+        fill = window.fill = _Fill(piece, window, window.fill)
         work = list(_work(parts, window.memory))
         fill.left = len(work)
         for each in work:
@@ -185,19 +199,19 @@ class Stager:
         return fill
 
     def _read_ahead(self) -> None:
-        for block in self._coming:
-            if self._fill_of(block) is None:
-                if not (free := [w for w in self._idle() if not w.fill or w.fill.block not in self._coming]):
+        for piece in self._coming:
+            if self._fill_of(piece) is None:
+                if not (free := [w for w in self._idle() if not w.fill or w.fill.piece not in self._coming]):
                     return
-                self._begin(block, block.parts or (), free)
+                self._begin(piece, piece.parts or (), free)
 
     def _send(self, fill: _Fill) -> None:
-        """Queue the copy to the slot that a fill is for, if both are there."""
-        slot, block, window = fill.slot, fill.block, fill.window
-        if slot and block and not (fill.left or fill.error):
-            slot.receive(block, window.memory[: block.packed_bytes], self._queues)
+        """Queue the copy to the place that a fill is for, if both are there."""
+        place, piece, window = fill.place, fill.piece, fill.window
+        if place and piece and not (fill.left or fill.error):
+            place.receive(window.memory[: piece.packed_bytes], self._queues)
             self._queues.mark_copy(window.copied)
-            window.fill = fill.slot = slot.pending = None
+            window.fill = fill.place = place.pending = None
 
     def _wait_for(self, fill: _Fill) -> None:
         self._changed.wait_for(lambda: self._closed or not fill.left)
@@ -267,14 +281,14 @@ class Stager:
         self._changed.notify_all()
 
 
-def parts_of(block: Block, found: Mapping[int, Stored]) -> list[Part]:
-    """What makes up a block: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
+def parts_of(piece: Piece, found: Mapping[int, Stored]) -> list[Part]:
+    """What makes up a piece: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
 
-    A block that is packed already comes from its buffer in RAM.
+    A piece that is packed already comes from its buffer in RAM.
     """
-    if block.host is not None:
-        return [(piece, i * BATCH_BYTES) for i, piece in enumerate(block.host.split(BATCH_BYTES))]
-    tensors = block.tensors()
+    if piece.host is not None:
+        return [(piece, i * BATCH_BYTES) for i, piece in enumerate(piece.host.split(BATCH_BYTES))]
+    tensors = piece.tensors()
     return [
         piece_of(found[id(tensor)], tensor.dtype, at) if id(tensor) in found else (tensor, at)
         for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True)
@@ -284,9 +298,9 @@ def parts_of(block: Block, found: Mapping[int, Stored]) -> list[Part]:
 def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:
     """What must be done to fill a window, each for one thread."""
     for part in parts:
-        if not isinstance(part, Piece):
+        if not isinstance(part, Extent):
             yield partial(_copy, *part, memory)
-    for batch in batches((part, memory) for part in parts if isinstance(part, Piece)):
+    for batch in batches((part, memory) for part in parts if isinstance(part, Extent)):
         yield partial(read_batch, batch)
 
 

@@ -1,8 +1,9 @@
-"""The streaming engine: a module runs with some of its blocks resident and the others passing through a ring of slots.
+"""The streaming engine: a module runs with some of its pieces resident and the others passing through a ring of bytes.
 
-A streamed block's weights are one flat piece of RAM. One copy brings them to a slot of the ring while another block
-runs, and for the time of its call the block's parameters are views into the slot. Copies run on a stream of their own
-and wait for the slot's last use, the block waits for its copy; the host waits for neither, and nothing comes back.
+A streamed piece's weights are one flat buffer in RAM. One copy brings them to the ring while other pieces run, and
+from the call of its first module to that of another piece's its parameters are views into the ring. Copies run on a
+stream of their own and wait for the last use of the bytes, the piece waits for its copy; the host waits for neither,
+and nothing comes back.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import is_out_of_memory
 from ..host import management as host
-from ..planning.residency import RING_SLOTS, blocks_to_stream, least_streamed_bytes, ring_bytes, streamed_blocks
+from ..planning.solver import Arrangement, Loads, arrange, least_bytes
 from ..sizes import format_bytes
+from ..units.calls import Forward, interpose
+from ..units.pieces import CallOrder, Owner, nbytes_of
 from ..units.weights import Stored
 from .order import Order
 from .placement import Placement, outside_inference
-from .ring import Block, RingSlot, blocks_of
+from .ring import Piece, Place, Ring
 
 
 class Streamed(Placement):
-    """Some blocks resident, the rest through a ring; everything outside the blocks is resident.
+    """Some pieces resident, the rest through a ring; everything outside the pieces is resident, tables excepted.
 
-    `resident_bytes` is what the weights may take on the device in all: those outside the blocks, the ring and the
-    resident blocks. 0 asks for the least. Raises ValueError if it is less than `least_bytes`. Blocks whose weights are
-    not plain tensors are resident, and so are weights that several blocks share. One call of the module at a time,
-    from whichever thread; `grow` and `shrink` may be called from others meanwhile.
+    `weights_bytes` is what the weights may take on the device in all: those outside the pieces, the ring and the
+    resident pieces. 0 asks for the least. Raises ValueError if it is less than `least_bytes`. `calls` tells the order
+    of the calls inside, and `loads` what they compute: what stays is chosen by it. A piece that is never called, as far
+    as that tells, comes when it is. One call of the module at a time, from whichever thread, and `rest`
+    after it; `grow` and `shrink` may be called from others meanwhile.
 
-    The windows that a module on disk is read through serve blocks in RAM that could not be pinned too, where the device
+    The windows that a module on disk is read through serve pieces in RAM that could not be pinned too, where the device
     wants it pinned.
     """
 
@@ -43,243 +48,258 @@ class Streamed(Placement):
         self,
         module: nn.Module,
         device: torch.device,
-        resident_bytes: int = 0,
+        weights_bytes: int = 0,
         source: Mapping[str, Stored] | None = None,
+        calls: CallOrder | None = None,
+        loads: Loads | None = None,
     ) -> None:
-        super().__init__(module, device, source)
+        super().__init__(module, device, source, calls)
         self._lock = threading.RLock()
-        self._ring: list[RingSlot] = []
-        self._fixed_bytes = sum({id(slot.tensor): slot.tensor.nbytes for slot in self._rest}.values())
+        self._ring: Ring | None = None
+        self._current: Piece | None = None  # the one that runs
+        self._called = [piece for piece in self._pieces if piece.called]
+        self._loads = loads or Loads.even(self._called)
+        self._fixed_bytes = nbytes_of(self._rest)
         least = self._least_bytes()
-        if 0 < resident_bytes < least:
+        if 0 < weights_bytes < least:
             raise ValueError(
-                f"{format_bytes(resident_bytes)} are too little to stream {type(module).__name__}: it wants "
-                f"{format_bytes(least)} for the weights outside its blocks and {RING_SLOTS} slots of its largest block."
+                f"{format_bytes(weights_bytes)} are too little to stream {type(module).__name__}: it wants "
+                f"{format_bytes(least)} for two of its largest pieces and for the weights outside of them."
             )
-        self._streaming = self._choose(max(resident_bytes, least))
-        self._budget_bytes = max(resident_bytes, least)
+        self._budget_bytes = max(weights_bytes, least)
+        self._arrangement = self._choose(self._budget_bytes)
         self._placed = self._unsettled = False
-        self._order = Order(self._blocks, lambda block: not block.resident)
-
-    def _divide(self) -> None:
-        self._blocks, self._rest = blocks_of(self.module, self.host_slots)
+        self._order = Order(self._pieces, lambda piece: piece.called and piece.place is not None)
 
     @staticmethod
-    def least_bytes(module: nn.Module) -> int:
-        """The least `resident_bytes` that the module can be streamed in; all of it if it has no blocks to stream."""
-        return Streamed(module, torch.device("cpu"))._least_bytes()
+    def least_bytes(module: nn.Module, calls: CallOrder | None = None) -> int:
+        """The least `weights_bytes` that the module can be streamed in."""
+        return Streamed(module, torch.device("cpu"), calls=calls)._least_bytes()
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes that a call of the whole module copies to the device."""
-        streamed = [block.packed_bytes for block in self._streaming]
-        return sum(streamed) if len(streamed) > RING_SLOTS else 0
+        return self._arrangement.copied_bytes
+
+    def refit(self, weights_bytes: int, loads: Loads) -> None:
+        """Sit as one that is placed anew does, within so many bytes and for calls that compute this."""
+        with self._lock, outside_inference():
+            self._loads, self._budget_bytes = loads, max(weights_bytes, self._least_bytes())
+            found = arrange(loads, self._budget_bytes - self._fixed_bytes)
+            if found != self._arrangement:
+                self._arrangement = found
+                self._settle()
 
     def grow(self, bytes: int) -> int:
-        """Take up to so many bytes more for resident blocks. Returns the bytes really taken.
+        """Take up to so many bytes more for resident pieces. Returns the bytes really taken.
 
         What cannot move now, because it is running, moves when its call ends.
         """
         return max(0, self._rearrange(max(0, bytes)))
 
     def shrink(self, bytes: int) -> int:
-        """Stream more blocks, to free so many bytes or as many as can be. Returns the bytes really freed.
+        """Stream more pieces, to free so many bytes or as many as can be. Returns the bytes really freed.
 
-        A block that is running is freed when its call ends, and not counted.
+        A piece that is running is freed when its call ends, and not counted.
         """
         return max(0, -self._rearrange(-max(0, bytes)))
 
     def describe(self) -> str:
-        stay = sum(block.resident for block in self._blocks)
-        return "resident" if stay == len(self._blocks) else f"streamed, {stay} of {len(self._blocks)} blocks stay"
+        stay = sum(piece.held_bytes for piece in self._called if piece.resident)
+        whole = sum(piece.held_bytes for piece in self._called)
+        return "resident" if stay == whole else f"streamed, {stay / whole:.0%} of the weights stay"
 
     def settle(self) -> None:
         self._supply.settle()
+
+    def rest(self, failed: bool = False) -> None:
+        with self._lock:
+            last = self._current
+            self._leave()
+            if failed:
+                self._order.lost()
+            elif last:
+                self._fetch(last)
 
     # Putting in place and taking away
 
     def _place(self) -> None:
         self._supply.open()
         self._move(self._rest)
-        for block in self._blocks:
-            if block not in self._streaming:
-                self._bring(block)
-        self._supply.prepare([block for block in self._blocks if block in self._streaming])
-        self._make_ring()
-        for block in self._blocks:
-            self._hook(block)
-        if self._ring:
-            self._fetch_after(self._blocks[-1])
+        self._supply.prepare(self._streaming())
+        self._settle()
+        self._place_tables()
+        for piece in self._pieces:
+            for owner in piece.owners:
+                self._undo.append(interpose(owner.module, functools.partial(self._gate, piece, owner)))
         self._placed = True
+        if self._ring:
+            self._fetch(self._called[-1])
 
     def _remove(self) -> None:
         with self._lock:
             self._supply.close()
             # The copies read host memory that may be dropped next, and write to what is freed here.
             self._queues.finish()
-            self._ring.clear()
+            if self._ring:
+                self._ring.clear()
+            self._ring = self._current = None
             self._order.lost()
             self._order.forget()
             self._placed = self._unsettled = False
-            for block in self._blocks:
-                block.resident, block.place, block.calls = False, None, 0
-                if block.undo:
-                    block.undo()
-                    block.undo = None
+            for piece in self._pieces:
+                piece.resident, piece.place = False, None
 
-    def _hook(self, block: Block) -> None:
-        own = vars(block.module)
-        forward, before = block.module.forward, own.get("forward")
+    # The gates at each call
 
-        @functools.wraps(forward)
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            failed = True
-            try:
-                self._enter(block)
-                result = forward(*args, **kwargs)
-                failed = False
-                return result
-            finally:
-                self._leave(block, failed)
+    def _gate(self, piece: Piece, owner: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self._current is not piece:
+            self._enter(piece)
+        result = forward(*args, **kwargs)
+        return self._kept(result) if piece.place else result
 
-        own["forward"] = gated
-        block.undo = lambda: own.pop("forward", None) if before is None else own.update(forward=before)
-
-    # The gates at each call of a block
-
-    def _enter(self, block: Block) -> None:
+    def _enter(self, piece: Piece) -> None:
         host.throw_if_interrupted()
         with self._lock:
-            block.calls += 1
-            self._order.called(block)
-            if block.resident or block.calls > 1:
-                return
-            slot = next((slot for slot in self._ring if slot.block is block), None)
-            upcoming = self._next_after(block)[: RING_SLOTS - 1]
-            if slot is None:
-                slot = self._free_slot(upcoming)
-                self._load(block, slot)
-            slot.enter(block)
-            self._prefetch(upcoming)
-        if slot.pending:
-            self._supply.wait(slot)  # without the lock: others may grow and shrink meanwhile
-        self._queues.wait(slot.copied)
+            self._leave()
+            if not (piece.resident or piece.place):
+                with outside_inference():
+                    self._bring(piece)  # thought never to be called, and too large for the ring
+            self._current, place = piece, piece.place
+            self._order.called(piece)
+            if place:
+                if not place.holds:
+                    self._load(place)
+                place.enter()
+            self._fetch(piece)
+        if place:
+            if place.pending:
+                self._supply.wait(place)  # without the lock: others may grow and shrink meanwhile
+            self._queues.wait(place.copied)
 
-    def _leave(self, block: Block, failed: bool) -> None:
-        with self._lock:
-            block.calls = max(0, block.calls - 1)
-            if block.place and not block.calls:
-                slot, block.place = block.place, None
-                self._queues.mark(slot.used)
-                slot.running = False
-                # Stale views would be read without a word; host weights met on the way are an error that is seen.
-                block.restore()
-            if self._unsettled and not block.calls:
-                self._settle()
-            if failed:
-                self._order.lost()
-            elif self._ring:
-                self._fetch_after(block)
+    def _leave(self) -> None:
+        """Note that the piece that ran does no longer."""
+        piece, self._current = self._current, None
+        if piece and piece.place and self._ring:
+            self._ring.used(piece.place)
+            # Stale views would be read without a word; host weights met on the way are an error that is seen.
+            piece.restore()
+        if self._unsettled:
+            self._settle()
 
-    def _next_after(self, block: Block) -> list[Block]:
-        """The streamed blocks that will be called next, as many as there are slots and windows."""
-        return self._order.after(block, RING_SLOTS + self._supply.reach)
+    def _kept(self, result: Any) -> Any:
+        """What a module gave, without views of its weights, which others will take the place of."""
+        if isinstance(result, torch.Tensor):
+            return result.clone() if self._ring and self._ring.holds(result) else result
+        return tree_map_only(torch.Tensor, self._kept, result)
 
-    def _fetch_after(self, block: Block) -> None:
-        upcoming = self._next_after(block)
-        self._prefetch(upcoming[:RING_SLOTS])
+    def _fetch(self, piece: Piece) -> None:
+        """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""
+        if self._ring is None:
+            return
+        upcoming = self._order.after(piece, self._ahead)
+        kept: list[Place | None] = [self._current.place if self._current else None]
+        for following in upcoming:
+            place = following.place
+            assert place is not None
+            if not place.holds:
+                if any(other in kept for other in place.overlaps) or not self._supply.has_room(following):
+                    break
+                self._load(place)
+            kept.append(place)
         if self._supply.reach:
-            self._supply.ahead(upcoming, self._ring)
+            self._supply.ahead(upcoming)
 
-    def _prefetch(self, wanted: list[Block]) -> None:
-        """Queue the copies of the wanted blocks that are not in the ring yet, as far as slots are free."""
-        for block in wanted:
-            if all(slot.block is not block for slot in self._ring):
-                free = [slot for slot in self._ring if not slot.running and slot.block not in wanted]
-                if not free:
-                    return
-                self._load(block, free[0])
+    @property
+    def _ahead(self) -> int:
+        """How many pieces may be on their way."""
+        assert self._ring is not None
+        return self._ring.most_at_a_time + self._supply.reach
 
-    def _free_slot(self, upcoming: list[Block]) -> RingSlot:
-        if not self._ring:
-            self._make_ring()
-        free = [slot for slot in self._ring if not slot.running]
-        if not free:
-            raise RuntimeError(f"{RING_SLOTS} blocks of a streamed {type(self.module).__name__} are running already.")
-        return next((slot for slot in free if slot.block not in upcoming), free[0])
-
-    def _load(self, block: Block, slot: RingSlot) -> None:
-        self._supply.load(block, slot)
-        self._bytes_in += block.packed_bytes
+    def _load(self, place: Place) -> None:
+        assert self._ring is not None
+        for lost in self._ring.claim(place):
+            self._supply.forget(lost)
+        self._supply.load(place)
+        place.holds = True  # not before, in case it is interrupted
+        self._bytes_in += place.piece.packed_bytes
 
     # What streams and what stays
 
-    def _choose(self, budget_bytes: int) -> set[Block]:
-        """The blocks that must stream to keep a budget."""
-        if self._ring:  # which stays once it is there
-            room = budget_bytes - self._fixed_bytes - ring_bytes(self._blocks)
-            chosen = streamed_blocks([block.packed_bytes for block in self._blocks], room)
-        else:
-            chosen = blocks_to_stream(self._fixed_bytes, self._blocks, budget_bytes)
-        return {self._blocks[i] for i in chosen}
+    def _choose(self, budget_bytes: int) -> Arrangement:
+        """How the pieces must lie to keep a budget; a ring that is there stays, if it can."""
+        there = self._ring.nbytes if self._ring else None
+        return arrange(self._loads, budget_bytes - self._fixed_bytes, there)
 
     def _least_bytes(self) -> int:
-        return least_streamed_bytes(self._fixed_bytes, self._blocks)
+        return self._fixed_bytes + least_bytes(self._loads.pieces)
+
+    def _streaming(self) -> list[Piece]:
+        return [self._called[i] for i in self._arrangement.streamed]
+
+    def _planned_bytes(self, arrangement: Arrangement | None = None) -> int:
+        """What the weights take once everything is where it shall be."""
+        return self._fixed_bytes + (arrangement or self._arrangement).device_bytes
 
     def _rearrange(self, more_bytes: int) -> int:
         with self._lock, outside_inference():
             before, planned = self.resident_bytes, self._planned_bytes()
-            streaming = self._choose(planned + more_bytes)
-            change = self._planned_bytes(streaming) - planned
-            # Spread anew, blocks of several sizes may come out below what there was; of few, the ring may take more.
+            arrangement = self._choose(planned + more_bytes)
+            change = self._planned_bytes(arrangement) - planned
+            # Of few pieces, the ring may take more than those that leave.
             if self._placed and (change <= 0 if more_bytes < 0 else change > 0):
-                self._streaming, self._budget_bytes = streaming, planned + more_bytes
+                self._arrangement, self._budget_bytes = arrangement, planned + more_bytes
                 self._settle()
             return self.resident_bytes - before
-
-    def _planned_bytes(self, streaming: set[Block] | None = None) -> int:
-        """What the weights take once everything is where it shall be."""
-        streaming = self._streaming if streaming is None else streaming
-        kept = sum(block.held_bytes for block in self._blocks if block not in streaming)
-        return self._fixed_bytes + kept + (ring_bytes(self._blocks) if streaming or self._ring else 0)
 
     def _settle(self) -> None:
         """Move what is not running to where it shall be: first what frees memory, then what takes it."""
         with outside_inference():
-            idle = [block for block in self._blocks if not block.calls]
-            for block in idle:
-                if block.resident and block in self._streaming:
-                    self._supply.prepare([block])
-                    self._make_streamed(block)
-            if self._streaming and not self._ring and any(not block.resident for block in self._blocks):
-                self._make_ring()
-            for block in idle:
-                room = self._budget_bytes - self.resident_bytes
-                if not block.resident and block not in self._streaming and block.held_bytes <= room:
-                    try:
-                        self._bring(block)
-                    except Exception as error:
-                        if not is_out_of_memory(error):
-                            raise
-                        self._streaming.add(block)  # there is less memory than was said
-            self._order.forget()
-            self._unsettled = any(block.resident is (block in self._streaming) for block in self._blocks)
+            streaming = self._streaming()
+            leaving = [piece for piece in streaming if piece.resident]
+            for piece in leaving:
+                if piece is not self._current:
+                    self._supply.prepare([piece])
+                    self._give_up(piece)
+            # The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it.
+            self._unsettled = self._current is not None and (
+                self._current.place is not None or self._current in leaving
+            )
+            if self._unsettled:
+                return
+            self._lay(streaming)
+            try:
+                for piece in self._called:
+                    if not (piece.resident or piece.place):
+                        self._bring(piece)
+            except Exception as error:
+                if not is_out_of_memory(error) or not self._placed:
+                    raise
+                # There is less memory than was said.
+                self._budget_bytes = max(self._least_bytes(), self.resident_bytes)
+                self._arrangement = self._choose(self._budget_bytes)
+                self._settle()
 
-    def _make_streamed(self, block: Block) -> None:
-        block.restore()
-        block.resident = False
-        self.resident_bytes -= block.held_bytes
-
-    def _make_ring(self) -> None:
-        """Allocate the slots, once, for the largest block that may ever stream."""
-        if not self._streaming or self._ring:
+    def _lay(self, streaming: list[Piece]) -> None:
+        """Let just these pieces have places in a ring of the size that was chosen."""
+        wanted = self._arrangement.ring_bytes
+        if (
+            self._ring
+            and [p.piece for p in self._ring.places if p.piece.called] == streaming
+            and self._ring.nbytes == wanted
+        ):
             return
-        size = ring_bytes(self._blocks, slots=1)
-        # Ordinary tensors, which may be written to in and outside inference mode.
-        with torch.inference_mode(False):
-            memories = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(RING_SLOTS)]
-        for memory in memories:
-            slot = RingSlot(memory, self._queues.event(), self._queues.event())
-            self._queues.mark(slot.used)  # the allocator may hand out memory that queued work still reads
-            self._ring.append(slot)
-            self.resident_bytes += size
+        if self._ring:
+            for place in self._ring.places:
+                self._supply.forget(place)
+            self._ring.clear()
+            if self._ring.nbytes != wanted:
+                self._queues.finish()  # the copies into what is freed here
+                self.resident_bytes -= self._ring.nbytes
+                self._ring = None
+        if wanted:
+            if self._ring is None:
+                self._ring = Ring(wanted, self._queues)
+                self.resident_bytes += wanted
+            self._ring.lay(streaming, [piece for piece in self._pieces if not (piece.called or piece.resident)])
+        self._order.forget()

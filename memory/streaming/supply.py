@@ -7,31 +7,31 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import release_frames
-from ..planning.residency import WINDOWS
+from ..planning.ring import WINDOWS
 from ..units import hostbuffer
 from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
 from .queues import Queues
-from .ring import Block, RingSlot
+from .ring import Piece, Place
 from .stager import Stager, parts_of
 
 
 class Supply:
-    """Brings blocks to slots, and other weights to the device. `close` must follow.
+    """Brings pieces to the ring, and other weights to the device. `close` must follow.
 
     `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM.
-    Windows are as large as the largest block or, where there are none, as the largest tensor of `tensor_bytes`.
+    Windows are as large as the largest piece or, where there are none, as the largest tensor of `tensor_bytes`.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], queues: Queues, on_disk: Mapping[int, Stored], tensor_bytes: int
+        self, pieces: Sequence[Piece], queues: Queues, on_disk: Mapping[int, Stored], tensor_bytes: int
     ) -> None:
-        self._blocks = blocks
+        self._pieces = pieces
         self._queues = queues
-        self._window_bytes = max((block.packed_bytes for block in blocks), default=min(BATCH_BYTES, tensor_bytes))
+        self._window_bytes = max((piece.packed_bytes for piece in pieces), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
         self._stager: Stager | None = None
-        self.reach = 0  # how many blocks beyond those in the ring can be on their way
+        self.reach = 0  # how many pieces beyond those in the ring can be on their way
 
     @property
     def host_bytes(self) -> int:
@@ -68,53 +68,60 @@ class Supply:
             raise
         return fresh
 
-    def prepare(self, blocks: list[Block]) -> None:
-        """Make blocks ready to be streamed: in pinned memory where they may be, or through the windows."""
+    def prepare(self, pieces: list[Piece]) -> None:
+        """Make pieces ready to be streamed: in pinned memory where they may be, or through the windows."""
         if not self._on_disk:
-            for block in blocks:
-                block.pack(self._queues.device)
+            for piece in pieces:
+                piece.pack(self._queues.device)
             if not (self._queues.copying and hostbuffer.wants_pinned(self._queues.device)):
                 return
-            if all(block.pinned for block in blocks) or not (self._stager or self._make_windows()):
+            if all(piece.pinned for piece in pieces) or not (self._stager or self._make_windows()):
                 return
-            blocks = [block for block in self._blocks if block.host is not None and not block.pinned]
-        for block in blocks:
-            block.parts = block.parts or parts_of(block, self._on_disk)
+            pieces = [piece for piece in self._pieces if piece.host is not None and not piece.pinned]
+        for piece in pieces:
+            piece.parts = piece.parts or parts_of(piece, self._on_disk)
 
-    def load(self, block: Block, slot: RingSlot) -> None:
-        """Let a block come to a slot. `wait` must be asked before the slot's `copied` event."""
-        if self._stager and block.parts:
-            self._stager.load(block, slot)
+    def load(self, place: Place) -> None:
+        """Let a piece come to its place. `wait` must be asked before the place's `copied` event."""
+        if self._stager and place.piece.parts:
+            self._stager.load(place)
             return
-        if self._stager:
-            self._stager.forget(slot)
-        slot.load(block, self._queues)
+        assert place.piece.host is not None
+        place.receive(place.piece.host, self._queues)
 
-    def wait(self, slot: RingSlot) -> None:
-        """Wait until the copy to a slot has been queued. Returns at once for what comes straight from RAM."""
-        if slot.pending and self._stager:
-            self._stager.wait(slot)
+    def has_room(self, piece: Piece) -> bool:
+        """Whether a piece can be on its way to the ring without taking the way from another."""
+        return self._stager is None or not piece.parts or self._stager.has_room(piece)
 
-    def ahead(self, upcoming: Sequence[Block], ring: Sequence[RingSlot]) -> None:
-        """Read on: the blocks that come next, in order, of which those in the ring are there already."""
+    def forget(self, place: Place) -> None:
+        """Let nothing come to a place any more that has not been sent yet."""
         if self._stager:
-            inside = [slot.block for slot in ring]
-            self._stager.ahead([block for block in upcoming if block.parts and block not in inside])
+            self._stager.forget(place)
+
+    def wait(self, place: Place) -> None:
+        """Wait until the copy to a place has been queued. Returns at once for what comes straight from RAM."""
+        if place.pending and self._stager:
+            self._stager.wait(place)
+
+    def ahead(self, upcoming: Sequence[Piece]) -> None:
+        """Read on: the pieces that come next, in order, of which those in the ring are there already."""
+        if self._stager:
+            self._stager.ahead([p for p in upcoming if p.parts and not (p.place and p.place.holds)])
 
     def _new_stager(self) -> Stager:
         return Stager(self._queues, self._window_bytes)
 
     def _make_windows(self) -> bool:
-        """Pin windows for the blocks that are not pinned, if need be in the place of some that are."""
+        """Pin windows for the pieces that are not pinned, if need be in the place of some that are."""
         stager = self._new_stager()
-        pinned = [block for block in self._blocks if block.pinned]
-        given_up: list[Block] = []
+        pinned = [piece for piece in self._pieces if piece.pinned]
+        given_up: list[Piece] = []
         self._queues.finish()  # the copies out of what is unpinned here
         while not stager.pin():
             if not pinned:
                 stager.close()
-                for block in given_up:
-                    block.pin(self._queues.device)
+                for piece in given_up:
+                    piece.pin(self._queues.device)
                 return False
             given_up.append(pinned.pop())
             given_up[-1].unpin()

@@ -96,7 +96,7 @@ class _Page:
 
 
 def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
-    """Such as "Llama 3.1 8B: encoding, streamed, 8 of 32 blocks stay, 5.20 of 8.00 GB"; empty for evictions."""
+    """Such as "Llama 3.1 8B: encoding, streamed, 32% of the weights stay, 5.20 of 8.00 GB"; empty for evictions."""
     title = pipe.titles.get(unit.name, unit.name)
     if event.kind == "read":
         return f"{title}: reading {format_bytes(event.bytes)}"

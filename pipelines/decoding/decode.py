@@ -187,7 +187,7 @@ class VaeRun:
             forecast = (self.forecasts.whole if way.name == "whole" else self.forecasts.tiles)(tensor)
         elif way.name == "stripes":
             takes = max(budget, (way.peak_bytes or 0) - self.vae.size_bytes)
-            forecast = Forecast(0, {self.vae.name: UnitForecast(0, takes, takes, takes, 1, 0.0)})
+            forecast = Forecast(0, {self.vae.name: UnitForecast(0, takes, takes, 1, 0.0)})
         ram = self._ram_bytes(tensor, way)
         # Stripes read weights later than the modules are called, and tiles are forecast with all of them in place.
         strategies: dict[WayName, str] = {"cpu": "cpu", "whole": "auto"}

@@ -84,6 +84,8 @@ def plan_stage(
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`."""
     named = {unit.name: unit for unit in units}
+    for name_of, work in forecast.units.items():
+        named[name_of].learn(work.call_order)
     plans = tuple(
         make_plan(
             unit,
@@ -116,7 +118,7 @@ def _plan_decoding(run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_by
         return StagePlan("decode", (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
         peak = (way.peak_bytes or 0) - run.vae.size_bytes
-        takes = UnitForecast(0, peak, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
+        takes = UnitForecast(0, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
     plan_of = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, by_user=False)

@@ -104,7 +104,7 @@ class VaeForecasts:
                 unit,
                 working_bytes=unit.working_bytes + beside,
                 operations=unit.operations * times,
-                block_operations=tuple(operations * times for operations in unit.block_operations),
+                modules=tuple((path, operations * times) for path, operations in unit.modules),
             )
             for name, unit in forecast.units.items()
         }

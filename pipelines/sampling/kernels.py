@@ -43,9 +43,9 @@ def kernels(
 
     `compile` compiles the members of their block lists, each class of them once, for this and later runs. `backend` and
     `dynamic` are torch.compile's: by default what changes between two calls, such as the length of a prompt, is
-    compiled for any value at the second. Where compiling fails or does not apply (leaf by leaf, a device that torch
-    cannot compile for) blocks run as they are, and one line of the log says so. `on_compile` is told when compiling
-    begins, and when it ends.
+    compiled for any value at the second. Where compiling fails or does not apply (weights that come while a block
+    runs, a device that torch cannot compile for) blocks run as they are, and one line of the log says so. `on_compile`
+    is told when compiling begins, and when it ends.
 
     `attention` is one of diffusers' attention backends. Raises what `check_attention` does, before anything changes.
     """
@@ -65,15 +65,6 @@ def kernels(
 def compiles() -> int:
     """How many graphs this process has compiled so far: it no longer rises once a run has met all there is."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def held_uncompiled(module: nn.Module) -> bool:
-    """Whether a placement made outside `kernels` stands, which will call blocks as they were then: evict it before."""
-    return any(
-        "forward" in vars(block) and not hasattr(vars(block)["forward"], _MARK)
-        for _, blocks in block_lists(module)
-        for block in blocks
-    )
 
 
 # Compiling
@@ -136,8 +127,6 @@ _uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
 def _compiled(modules: list[nn.Module], backend: Backend, dynamic: bool | None) -> Iterator[None]:
     said: set[str] = set()
     blocks = list(dict.fromkeys(block for module in modules for _, blocks in block_lists(module) for block in blocks))
-    if any(map(held_uncompiled, modules)):
-        log.warning("Ballast: blocks that are on the device already run uncompiled until they are loaded anew")
     classes = [type(block) for block in blocks]
     try:
         for block, cls in zip(blocks, classes, strict=True):

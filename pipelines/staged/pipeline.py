@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_run
 from ..planning.sampling_forecasts import Sampling
-from ..sampling.kernels import AUTO, check_attention, held_uncompiled, kernels
+from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from .family import Modules, OnStep
 from .prompts import Negative, Prompt
@@ -70,7 +71,7 @@ class StagedPipeline(TextStage, VaeStages):
         the scale of classifier-free guidance (`true_cfg_scale` where the pipeline has one, else `guidance_scale`).
         `seed` gives the noise that the stock pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise`
         gives it outright, in the layout of the pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise
-        or cpu.
+        (streamed in the least VRAM) or cpu.
 
         `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
@@ -93,10 +94,8 @@ class StagedPipeline(TextStage, VaeStages):
                 latents = self._denoise(cond, given, on_step, device, modules)
             return to_host(latents.float())
 
-        for unit in self.denoisers if compile else ():
-            if unit.placement is not None and held_uncompiled(unit.module):
-                self.manager.evict(unit)
-
+        for unit in self.denoisers:
+            unit.calls = replace(unit.calls, blocks=compile)
         stage = self._sampling(arguments, reports=on_step is not None, noise=noise)
         key = stage.key(cond)
         forecast = functools.partial(stage.forecast, cond, key)

@@ -142,7 +142,7 @@ class StageRunner(ModelFamily):
         planned: StagePlan | None = None,
         keep: bool = False,
     ) -> Result:
-        """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then leafwise."""
+        """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then in the least."""
         strategy = host_flags().strategy(strategy, units[0].role if units else "other")
         if strategy == "auto" and forecast is None:
             strategy = self._unforecast(units)
@@ -177,14 +177,14 @@ class StageRunner(ModelFamily):
         if self.vram_bytes is None or self.manager.accelerator.is_cpu:
             return "auto"
         room, sizes = self.vram_bytes // 2, [sizes_of(unit) for unit in units]
-        if all(each.total_bytes <= room for each in sizes):
+        if all(each.resident_bytes <= room for each in sizes):
             return "auto"
         return "streamed" if all(each.least_streamed_bytes <= room for each in sizes) else "leafwise"
 
     def _out_of_memory(self, stage: str, units: list[ManagedModel], error: BaseException) -> DoesNotFitError:
         working = max((self.manager.work.working_bytes(unit) for unit in units), default=0)
         return DoesNotFitError(
-            f"{stage} ran out of memory on {self.manager.device} even leafwise: its activations take "
+            f"{stage} ran out of memory on {self.manager.device} even with no weights staying: its activations take "
             f"{format_bytes(working)} beside its weights, of a budget of {format_bytes(self.manager.budget_bytes)}. "
             f"Choose a smaller size or fewer frames, or raise the vram budget. ({error})"
         )

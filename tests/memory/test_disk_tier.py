@@ -19,7 +19,7 @@ from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
 from ballast.memory.streaming import queues, ring, stager
 from ballast.memory.streaming.placement import Resident
-from ballast.memory.streaming.stream import RING_SLOTS, Streamed
+from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units import hostbuffer, reader
 from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import Stored, stored_tensors
@@ -27,7 +27,7 @@ from ballast.pipelines.files.components import read_components, read_model_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from streamed_models import SIM, WIDTH, Block, Blocks, budget, nbytes, noise, output, run
+from streamed_models import SIM, WIDTH, Block, Blocks, budget, nbytes, noise, output, put, run
 from streamed_models import model as model_and_arguments
 from torch import nn
 
@@ -49,7 +49,7 @@ def varied(widths: list[int]) -> Blocks:
         block.up = nn.Linear(WIDTH, width, bias=bool(i % 2), dtype=(torch.float32, torch.bfloat16)[i % 2])
         block.down = nn.Linear(width, WIDTH, bias=False)
         block.register_buffer("table", torch.arange(5.0) + i)
-    module.extra = nn.Linear(300, 170)
+    module.extra = nn.Parameter(torch.randn(300, 170))
     return module.requires_grad_(False)
 
 
@@ -77,9 +77,7 @@ def truth(module: nn.Module) -> torch.Tensor:
 
 
 def placed(module: nn.Module, source: Source | None, share: float) -> Streamed:
-    placement = Streamed(module, torch.device(SIM), budget(module, share), source)
-    placement.place()
-    return placement
+    return put(module, budget(module, share), source=source)
 
 
 def settle(placement: Streamed) -> None:
@@ -100,7 +98,7 @@ def assert_gone(module: nn.Module, sim: ModuleType) -> None:
     assert sim.stats().allocated_bytes == 0
     assert sim.stats().hazards == 0
     assert all(parameter.is_meta for parameter in module.parameters())
-    assert all("forward" not in vars(block) for block in module.blocks)
+    assert all("forward" not in vars(part) for part in module.modules())
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.7, 1])
@@ -119,7 +117,7 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     assert sim.stats().allocated_bytes == placement.resident_bytes <= budget(module, share)
     windows = set(hostbuffer._pages) - before
     assert len(windows) == stager.WINDOWS
-    assert placement.host_bytes == stager.WINDOWS * max(block.packed_bytes for block in placement._blocks)
+    assert placement.host_bytes == stager.WINDOWS * max(piece.packed_bytes for piece in placement._pieces)
     for _ in range(3):
         check(module, expected)
     settle(placement)
@@ -259,11 +257,10 @@ def test_reader_is_ahead_of_the_ring(sim: ModuleType, tmp_path: Path) -> None:
         run(module, noise())
         settle(placement)
         assert placement._supply._stager is not None
-        ahead = [w.fill.block for w in placement._supply._stager._windows if w.fill]
-        inside = [slot.block for slot in placement._ring]
-        assert {block.module for block in (*inside, *ahead) if block} == set(
-            list(module.blocks)[: RING_SLOTS + stager.WINDOWS]
-        )
+        ahead = {w.fill.piece for w in placement._supply._stager._windows if w.fill}
+        assert placement._ring is not None
+        inside = {place.piece for place in placement._ring.places if place.holds}
+        assert inside | ahead == set(placement._pieces[: len(inside) + stager.WINDOWS])
     placement.remove()
 
 
@@ -576,18 +573,18 @@ def test_what_could_not_be_pinned_comes_through_windows(
     expected = truth(module)
     held = pins(monkeypatch, room)
     placement = placed(module, None, 0)
-    through = [block for block in placement._blocks if block.parts]
+    through = [piece for piece in placement._pieces if piece.parts]
     if room == 20:
         assert placement._supply._stager is None, "all blocks are pinned"
         assert not through
     elif room < stager.WINDOWS:
         assert placement._supply._stager is None, "without pinned windows nothing is gained"
         assert not through
-        assert sum(block.pinned for block in placement._blocks) == room
+        assert sum(piece.pinned for piece in placement._pieces) == room
     else:
         assert placement._supply._stager is not None
         assert all(window.memory.data_ptr() in held for window in placement._supply._stager._windows)
-        assert len(through) == 8 - (room - stager.WINDOWS)
+        assert len(through) == 16 - (room - stager.WINDOWS)
         assert not any(block.pinned for block in through)
     for _ in range(3):
         check(module, expected)
@@ -634,3 +631,30 @@ def test_pipeline_whose_transformer_exceeds_the_ram_budget_runs_from_disk(
     windows = 0 if plan.placement == "resident" else plan.ram_bytes  # which go when all has been read
     assert {held for held, _ in seen} == {windows}, "the windows, nothing else"
     torch.testing.assert_close(scant.sample(cond, **size, strategy="leafwise"), expected, atol=0, rtol=0)
+
+
+def test_refused_ram_means_disk(
+    tiny_folders: Callable[[str], Path], sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives no more pages while the transformer is read: it runs from its files, and nothing is left."""
+    size = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
+    cond = pipe.encode("a red boat")
+    expected = pipe.sample(cond, **size)
+    assert pipe.denoisers[0].drop()
+    allocate, made = hostbuffer.allocate, [0]
+
+    def refused(nbytes: int) -> torch.Tensor:
+        made[0] += 1
+        if made[0] > 5:
+            raise MemoryError("the system gives no more RAM")
+        return allocate(nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ballast.memory.units.loading.allocate", refused)
+        latents = pipe.sample(cond, **size)
+        (unit,) = pipe.denoisers
+        assert unit.tier == "disk"
+    assert made[0] == 6
+    torch.testing.assert_close(latents, expected, atol=0, rtol=0)
+    assert torch.equal(pipe.sample(cond, **size), expected)

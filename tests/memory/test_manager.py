@@ -32,6 +32,11 @@ def tokens(device: str = "sim") -> torch.Tensor:
     return torch.arange(8, device=device)[None]
 
 
+def on_device(unit: ManagedModel) -> int:
+    """The bytes of a resident unit, whose table of tokens stays in RAM."""
+    return sizes_of(unit).resident_bytes
+
+
 def unit(name: str, width: int = 64, role: Role = "text_encoder", disk: bool = True) -> ManagedModel:
     """A unit around a CLIP encoder; with `disk` it can be read again."""
     if not disk:
@@ -71,7 +76,7 @@ def test_lease_brings_the_unit_and_release_copies_nothing_back(mgr: MemoryManage
         expected = module(tokens()).last_hidden_state.cpu()
     sim.reset_stats()
     freed = mgr.free()
-    assert freed == a.size_bytes
+    assert freed == on_device(a)
     assert sim.stats().d2h_bytes == 0
     assert sim.stats().allocated_bytes == 0
     assert a.tier == "host"
@@ -84,7 +89,7 @@ def test_tiers_are_disk_host_device_and_back(mgr: MemoryManager) -> None:
     mgr.adopt(a)
     assert a.tier == "disk"
     with mgr.use(a):
-        assert (a.tier, a.resident_bytes, a.host_bytes) == ("device", a.size_bytes, a.size_bytes)
+        assert (a.tier, a.resident_bytes, a.host_bytes) == ("device", on_device(a), a.size_bytes)
     mgr.free()
     assert (a.tier, a.resident_bytes, a.host_bytes) == ("host", 0, a.size_bytes)
     assert a.drop() == a.size_bytes
@@ -98,7 +103,7 @@ def test_tied_weights_count_and_move_once(mgr: MemoryManager, sim: ModuleType) -
     t5 = T5EncoderModel(T5Config(vocab_size=500, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)).eval()
     a = ManagedModel.from_module("t5", "text_encoder", t5)
     with mgr.use(a) as module:
-        assert sim.stats().allocated_bytes == a.size_bytes
+        assert sim.stats().allocated_bytes == on_device(a)
         assert module(tokens()).last_hidden_state.isfinite().all()
 
 
@@ -121,19 +126,19 @@ def test_two_encoders_in_turn_twice_peak_at_the_larger(mgr: MemoryManager, sim: 
     assert sim.stats().allocated_bytes == 0
 
 
-def test_cap_below_the_unit_and_above_its_largest_leaf_runs_leafwise(mgr: MemoryManager, sim: ModuleType) -> None:
+def test_cap_below_the_unit_and_above_its_least_streams_it(mgr: MemoryManager, sim: ModuleType) -> None:
     a = unit("a", 128)
     with mgr.use(a) as module:
         expected = module(tokens()).last_hidden_state.cpu()
     mgr.free()
-    sim.enable(total=sizes_of(a).leaf_bytes + mgr.work.working_bytes(a) + 20_000)
-    assert a.size_bytes > sim.stats().total_bytes
+    sim.enable(total=sizes_of(a).least_streamed_bytes + mgr.work.working_bytes(a) + 20_000)
+    assert on_device(a) > sim.stats().total_bytes
     with mgr.use(a) as module:
-        assert a.placement is not None and a.placement.name == "leafwise"
+        assert a.placement is not None and a.placement.name == "streamed"
         torch.testing.assert_close(module(tokens()).last_hidden_state.cpu(), expected, atol=0, rtol=0)
     mgr.free()
     assert sim.stats().allocated_bytes == 0
-    assert sim.stats().d2h_bytes == expected.nbytes
+    assert sim.stats().d2h_bytes == expected.nbytes + tokens().nbytes, "no weights, but the ids to look up"
 
 
 def test_unit_that_fits_nowhere_says_what_it_wants(mgr: MemoryManager) -> None:
@@ -141,7 +146,7 @@ def test_unit_that_fits_nowhere_says_what_it_wants(mgr: MemoryManager) -> None:
     with mgr.use(held):
         pass
     mgr.pin(held)
-    mgr.limit(vram=sizes_of(a).leaf_bytes)
+    mgr.limit(vram=sizes_of(a).least_streamed_bytes)
     with pytest.raises(DoesNotFitError) as caught, mgr.use(a):
         pass
     message = str(caught.value)
@@ -173,7 +178,7 @@ def test_leased_units_are_never_evicted(mgr: MemoryManager) -> None:
     with mgr.use(a):
         mgr.free()
         assert a.tier == "device"
-        mgr.limit(vram=a.size_bytes + sizes_of(b).leaf_bytes + 200_000)
+        mgr.limit(vram=on_device(a) + sizes_of(b).least_streamed_bytes + 200_000)
         with mgr.use(b):
             assert a.tier == "device"
 
@@ -183,9 +188,9 @@ def test_free_by_role_and_bytes(mgr: MemoryManager) -> None:
     for each in units:
         with mgr.use(each):
             pass
-    assert mgr.free(["vae"]) == units[2].size_bytes
+    assert mgr.free(["vae"]) == on_device(units[2])
     assert [u.tier for u in units] == ["device", "device", "host"]
-    assert mgr.free(bytes=1) == units[0].size_bytes
+    assert mgr.free(bytes=1) == on_device(units[0])
     assert [u.tier for u in units] == ["host", "device", "host"]
     with pytest.raises(ValueError, match="unknown roles"):
         mgr.free(["encoder"])  # type: ignore[list-item]
@@ -193,22 +198,24 @@ def test_free_by_role_and_bytes(mgr: MemoryManager) -> None:
 
 def test_budget_evicts_least_recently_used(mgr: MemoryManager) -> None:
     a, b, c = unit("a"), unit("b"), unit("c")
-    mgr.limit(vram=2 * a.size_bytes + a.size_bytes // 2)
+    mgr.limit(vram=5 * on_device(a) // 2)
     for each in (a, b, a, c):
         with mgr.use(each):
             pass
-    assert [u.tier for u in (a, b, c)] == ["device", "host", "device"]
+    assert [u.resident_bytes == on_device(u) for u in (a, b, c)] == [True, False, True]
+    assert b.resident_bytes <= on_device(b) // 2
 
 
 def test_budget_evicts_by_next_use_when_the_graph_is_known(mgr: MemoryManager) -> None:
     a, b, c = unit("a"), unit("b"), unit("c")
-    mgr.limit(vram=2 * a.size_bytes + a.size_bytes // 2)
+    mgr.limit(vram=5 * on_device(a) // 2)
     mgr.schedule([a, b, c, b, a])
     before = mgr.device_bytes_in
     for each in (a, b, c, b, a):
         with mgr.use(each):
             pass
-    assert mgr.device_bytes_in - before == 4 * a.size_bytes  # least recently used would have loaded five
+    # Least recently used would have loaded two more, or what of them must leave; of these one comes back in part.
+    assert 3 * on_device(a) < mgr.device_bytes_in - before < 4 * on_device(a)
 
 
 @settings(max_examples=25, deadline=None)
@@ -220,7 +227,7 @@ def test_freed_bytes_are_what_the_device_lost(order: list[str], percent: int) ->
     mgr = manager("sim")
     mgr.schedule(None)
     units = {name: unit(name, 32) for name in "abc"}
-    mgr.limit(vram=units["a"].size_bytes * percent // 100)
+    mgr.limit(vram=on_device(units["a"]) * percent // 100)
     for name in order:
         with mgr.use(units[name]):
             assert simulated.stats().allocated_bytes == sum(u.resident_bytes for u in units.values())
@@ -368,10 +375,10 @@ def test_report_names_units_tiers_and_budget(mgr: MemoryManager) -> None:
             "device",
             "resident",
             True,
-            a.size_bytes,
+            on_device(a),
         )
         assert report.budget_bytes == 2**30
-        assert report.resident_bytes == a.size_bytes
+        assert report.resident_bytes == on_device(a)
         assert "1.00 GB" in str(report)
         assert "leased" in str(report)
 
@@ -472,7 +479,7 @@ def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkey
     with mgr.use(a):
         assert a.placement is not None
         assert a.placement.name == "resident"
-    assert asked[0] == a.size_bytes
+    assert asked[0] == on_device(a)
 
 
 def test_timeline_is_drawn_whatever_ran(mgr: MemoryManager) -> None:

@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def rooms(pipe: StagedPipeline, **size: Any) -> dict[str, int]:
     """The least VRAM of each placement, as it is planned, and something between."""
     plan = pipe.plan(**size, cond=pipe.encode("a red circle"), vram=1).sampling
-    least = {"leafwise": 2**60, "streamed": 2**60, "resident": 2**60}
+    least = {"streamed": 2**60, "resident": 2**60}
     for candidate in (plan, *plan.rejected):
         least[candidate.placement] = min(least[candidate.placement], candidate.peak_vram_bytes)
     return least | {"some": (2 * least["streamed"] + least["resident"]) // 3, "most": least["resident"] - 1}
@@ -135,16 +135,15 @@ def test_changed_vram_budget_changes_the_placement_and_reads_nothing(
 ) -> None:
     pipe, reads = None, []
     for named, placement in [
-        ("all", "resident"), ("leafwise", "leafwise"), ("resident", "resident"), ("streamed", "streamed"),
+        ("all", "resident"), ("streamed", "streamed"), ("resident", "resident"), ("streamed", "streamed"),
         ("resident", "resident"), ("most", "streamed"), ("streamed", "streamed"), ("some", "streamed"),
-        ("leafwise", "leafwise"), ("all", "resident"), ("some", "streamed"),
+        ("streamed", "streamed"), ("all", "resident"), ("some", "streamed"),
     ]:  # fmt: skip
         if drop_first:
             del pipe
         pipe = ballast.open_pipeline(models["shapes"], device="sim", vram=room.get(named), keep=True)
         run = Run(pipe)
-        kept = None if placement == "leafwise" else placement
-        assert (placed(pipe), run.placement) == (kept, placement)
+        assert placed(pipe) == run.placement == placement
         assert run.peak <= room.get(named, sim.stats().total_bytes)
         assert torch.equal(run.latents, expected["shapes"])
         reads.append(run.read)
@@ -378,7 +377,7 @@ def test_ram_of_the_process_is_level_over_fifty_changes(
     room = rooms(ballast.open_pipeline(folder, device="sim"), **size)
     process, seen = psutil.Process(), []
     for change in range(50):
-        vram = room.get(("all", "leafwise", "streamed", "some", "most", "resident", "some")[change * 4 % 7])
+        vram = room.get(("all", "streamed", "streamed", "some", "most", "resident", "some")[change * 4 % 7])
         pipe = ballast.open_pipeline(folder, device="sim", vram=vram, keep=bool(change % 3))
         pipe.sample(encoded(pipe), **size)
         check_books(sim)
@@ -414,7 +413,7 @@ class Changes(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(["shapes", "other"]),
-        vram=st.sampled_from(["all", "leafwise", "streamed", "some", "most", "resident"]),
+        vram=st.sampled_from(["all", "streamed", "some", "most", "resident"]),
         ram=st.sampled_from([None, 1_700_000, 2_500_001, 4_500_000, 7_000_000]),
         keep=st.booleans(),
     )
@@ -446,7 +445,7 @@ class Changes(RuleBasedStateMachine):
             assert self.sim.stats().allocated_bytes == 0
 
     @precondition(lambda self: self.pipes)
-    @rule(data=st.data(), vram=st.sampled_from(["all", "leafwise", "some", "resident"]), keep=st.booleans())
+    @rule(data=st.data(), vram=st.sampled_from(["all", "streamed", "some", "resident"]), keep=st.booleans())
     def change(self, data: st.DataObject, vram: str, keep: bool) -> None:
         at = data.draw(st.integers(0, len(self.pipes) - 1))
         self.pipes[at] = self.pipes[at].within(vram=self.room.get(vram), keep=keep)

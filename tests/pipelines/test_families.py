@@ -14,8 +14,8 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
+from ballast.memory.planning.fit import sizes_of
 from ballast.memory.streaming.strays import clear_strays
-from ballast.memory.streaming.stream import Streamed
 from torch.utils._pytree import tree_map_only
 
 REQUIRED = [
@@ -43,6 +43,7 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
         if transfer.direction == "d2h":
             copied_back.append(transfer.nbytes)
             held = [t for u in units if u.placement for t in (*u.module.parameters(), *u.module.buffers())]
+            held = [t for t in held if t.is_floating_point()]  # ids of positions look up rows in RAM
             if transfer.storage_ptr in {t.untyped_storage().data_ptr() for t in held if t.device.type == "sim"}:
                 weights_copied_back.append(transfer.tensor_shape)
 
@@ -66,7 +67,7 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
     torch.testing.assert_close(picture, expected_picture, atol=1e-5, rtol=0)
     assert copied_back, "the conditioning and the latents are copied back"
     assert not weights_copied_back
-    largest = max(unit.size_bytes + manager("sim").work.working_bytes(unit) for unit in units)
+    largest = max(sizes_of(unit).resident_bytes + manager("sim").work.working_bytes(unit) for unit in units)
     assert max(peaks) >= largest * 0.98
     for event in manager("sim").timeline.events:
         assert len(event.residents) <= 1, f"{event.residents} at once"
@@ -162,27 +163,26 @@ def _stock_peaks(name: str, folder: Path, sim: ModuleType) -> list[int]:
 @pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
 @pytest.mark.parametrize("name", REQUIRED)
 def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Folders, sim: ModuleType) -> None:
+    """A layer that holds over half of the weights leaves nothing to gain by streaming."""
     expected, _ = tiny.stock(tiny_folders(name))
     _, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
     latents = sample(encode(), strategy=strategy)
     torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
-    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == [strategy]
+    placement = "resident" if name == "zimage" else "streamed"
+    assert [unit.placement for unit in manager("sim").timeline.stages[-1].units.values()] == [placement]
 
 
 @pytest.mark.parametrize("name", ["lumina2", "hidream", "wan", "cogvideox"])
 def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """With room for more than the ring and less than the whole: some blocks stay, from the first step on."""
+    """With room for more than the ring and less than the whole: some pieces stay, from the first step on."""
     expected, _ = tiny.stock(tiny_folders(name))
     pipe, encode, sample, _ = tiny.stages(name, tiny_folders(name), "sim")
     cond = encode()
     (dit,) = pipe.denoisers
-    least = Streamed.least_bytes(dit.module)
-    if least >= dit.size_bytes:
-        pytest.skip("too few blocks to stream")
     sample(cond)
-    forecast = pipe.manager.work.of(dit).forecast
-    assert forecast is not None
+    forecast, least = pipe.manager.work.of(dit).forecast, sizes_of(dit).least_streamed_bytes
+    assert forecast is not None and least < dit.size_bytes
     pipe.vram_bytes = (least + dit.size_bytes) // 2 + forecast.peak_bytes
     for _ in range(2):
         latents = sample(cond)

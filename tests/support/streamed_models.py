@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from ballast.memory.planning.solver import Loads
+from ballast.memory.streaming.placement import Placement
 from ballast.memory.streaming.stream import Streamed
+from ballast.memory.units.pieces import CallOrder
+from ballast.memory.units.weights import Stored
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
@@ -60,6 +64,26 @@ def budget(module: nn.Module, share: float) -> int:
     """The least that can be, and a share of the rest."""
     least = Streamed.least_bytes(module)
     return least + int(share * (nbytes(module) - least))
+
+
+def put(
+    module: nn.Module,
+    weights_bytes: int = 0,
+    loads: Loads | None = None,
+    source: Mapping[str, Stored] | None = None,
+    calls: CallOrder | None = None,
+) -> Streamed:
+    """The module streamed, with `rest` after each call."""
+    placement = Streamed(module, torch.device(SIM), weights_bytes, source, calls, loads)
+    placement.place()
+    rests(placement)
+    return placement
+
+
+def rests(placement: Placement) -> None:
+    """Do after each call what the manager does, until the module is taken away."""
+    hook = placement.module.register_forward_hook(lambda *_: placement.rest(), always_call=True)
+    placement._undo.append(hook.remove)
 
 
 def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

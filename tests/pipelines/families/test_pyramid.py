@@ -72,8 +72,7 @@ def test_videos_are_the_references(
     assert relative(from_vae(latents, kind), golden["latents"]) <= 1e-4
     assert sim.stats().allocated_bytes == 0
     record = manager("sim").timeline.stages[-1]
-    # The tiny one of Stable Diffusion 3's kind has too few blocks to stream.
-    sits = "resident" if (kind, strategy) == ("mmdit", "streamed") else strategy
+    sits = "resident" if strategy == "resident" else "streamed"
     assert [unit.placement for unit in record.units.values()] == [sits]
     assert record.planned.peak_vram_bytes >= record.peak_bytes
     if mode == "generate" and strategy == "resident":

@@ -12,7 +12,7 @@ import places
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.streaming.placement import Leafwise, Resident
+from ballast.memory.streaming.placement import Resident
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.structure import block_lists
 from ballast.memory.units.weights import stored_tensors
@@ -23,6 +23,7 @@ from ballast.pipelines.files.checkpoint import Checkpoint
 from ballast.pipelines.sampling.kernels import kernels
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
+from streamed_models import rests
 from torch import nn
 from torch.nn import functional as F
 
@@ -212,21 +213,24 @@ def on_device(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @kinds
 def test_every_placement_gives_the_same(kind: Kind, sim: ModuleType) -> None:
-    """Blocks that stream come once a call for all samples, nothing else is copied, and nothing is left."""
+    """Pieces that stream come once a call for all samples, nothing else is copied, and nothing is left."""
     torch.manual_seed(0)
     module: Any = TRANSFORMERS[kind].make(**config(kind) | {"num_layers": 5}).requires_grad_(False)
     golden = load_file(DATA / f"{kind}.forward.safetensors")
     blocks = ["transformer_blocks", "single_transformer_blocks"]
     assert [path for path, _ in block_lists(module)] == (blocks if kind == "flux" else blocks[:1])
-    least, whole = Streamed.least_bytes(module), sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    structure = copy.deepcopy(module)
+    forecast, _ = dry_run({kind: structure}, lambda to: call(structure, {n: t.to(to) for n, t in golden.items()}))
+    calls = forecast.units[kind].call_order
+    least, whole = Streamed.least_bytes(module, calls), sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     device = torch.device(SIM)
     found = []
     for placement in (
         Resident(module, device),
-        *(Streamed(module, device, least + int(share * (whole - least))) for share in (0, 0.3)),
-        Leafwise(module, device),
+        *(Streamed(module, device, least + int(share * (whole - least)), calls=calls) for share in (0, 0.3)),
     ):
         placement.place()
+        rests(placement)
         given = on_device(golden)
         call(module, given)
         read: list[int] = []

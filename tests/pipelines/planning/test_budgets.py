@@ -238,6 +238,20 @@ def test_tables_of_a_kept_transformer_count(
     manager("sim").free()
 
 
+def test_tables_that_leave_with_their_transformer_count_again(
+    tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """Kept whole, it must stream in a smaller budget: its tables come anew, beside what the loop holds meanwhile."""
+    opened = Opened("qwenimage", tiny_folders, tmp_path)
+    cond = opened.encoding(4)()
+    least, most = span(opened, partial(opened.sample, cond))
+    opened.pipe.keep = True
+    for share in (0.2, 0.25, 0.3):
+        keeps(opened, "sample", partial(opened.sample, cond), most, sim)
+        keeps(opened, "sample", partial(opened.sample, cond), int(least + share * (most - least)), sim)
+    manager("sim").free()
+
+
 class Budgets(RuleBasedStateMachine):
     """One open pipeline whose budget, prompts, strategy and memory of earlier runs change between runs."""
 

@@ -80,7 +80,7 @@ def test_one_budget_is_the_whole_plan(
     sizes = ("--width", WIDTH, "--height", HEIGHT, "--steps", 4, "--guidance", 4)
     assert plan(tiny_folders("sd3"), *sizes, "--vram", "64MB", "--out", out) == 0
     said = capsys.readouterr()
-    for word in ("encode", "sample", "decode", "transformer", "resident", "64.0 MB", "All ", "assumed", "leafwise"):
+    for word in ("encode", "sample", "decode", "transformer", "resident", "64.0 MB", "All ", "assumed", "streamed"):
         assert word in said.out
     assert "on cpu" not in said.out, "the budget is that of a card which is not here"
     assert said.err == ""

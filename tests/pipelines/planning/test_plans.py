@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 Folders = Callable[[str], Path]
 SCALES = ((1, 1), (2, 1), (1, 2))  # of a family's own width and height
 STEPS = 2
+WHOLE = ("zimage", "hunyuan_video15")  # tiny, a layer of theirs holds over half of the weights
 
 
 @functools.cache
@@ -61,12 +62,11 @@ def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sampling_alone")
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """3 shapes, 4 budgets and the leafwise one: never below, at most 5 % above; within the budget; bitwise the same.
+    """3 shapes, 5 budgets: never below, at most 5 % above; within the budget; bitwise the same.
 
-    HiDream's plan is an upper bound over its routing. Leafwise, the tiny model's wide experts show in the peak.
+    HiDream's plan is an upper bound over its routing. Streamed, the tiny model's wide experts show in the peak.
     """
-    leafwise = 1.07 if name == "hidream" else 1.05
-    check_peaks(name, tiny_folders(name), tiny_folders(name), leafwise)
+    check_peaks(name, tiny_folders(name), tiny_folders(name), 1.07 if name == "hidream" else 1.05)
 
 
 @pytest.mark.usefixtures("sampling_alone")
@@ -74,7 +74,7 @@ def test_hidreams_upper_bound_is_attained(tiny_folders: Folders, tmp_path: Path,
     check_peaks("hidream", crowded(tiny_folders("hidream"), tmp_path / "hidream"), tiny_folders("hidream"), 1.05)
 
 
-def check_peaks(name: str, folder: Path, encoded_with: Path, leafwise: float) -> None:
+def check_peaks(name: str, folder: Path, encoded_with: Path, streamed: float) -> None:
     family = tiny.FAMILIES[name]
     pipe = ballast.open_pipeline(folder, device="sim")
     cond = conditioning(name, encoded_with)
@@ -87,12 +87,13 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, leafwise: float) ->
             for strategy in ("resident", "streamed", "leafwise")
         }
         most, least = peaks["resident"], peaks["streamed"]
-        budgets = [most, (2 * most + least) // 3, (most + 2 * least) // 3, least, peaks["leafwise"]]
+        assert peaks["leafwise"] == least and (least == most) == (name in WHOLE)
+        budgets = [most, (2 * most + least) // 3, (most + 2 * least) // 3, (most + 9 * least) // 10, least]
         expected = None
         seen = []
         for budget in budgets:
             predicted = plan(vram=budget).stages[0]
-            above = leafwise if predicted.main.placement == "leafwise" else 1.05
+            above = streamed if predicted.main.placement == "streamed" else 1.05
             pipe.vram_bytes = budget
             latents = pipe.sample(cond, **run, on_step=lambda step, steps, latents: None)
             record = manager("sim").timeline.stages[-1]
@@ -107,7 +108,7 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, leafwise: float) ->
                 on_cpu = pipe.sample(cond, **run, strategy="cpu")
                 torch.testing.assert_close(on_cpu, latents, atol=0, rtol=0)
         assert seen[0] == "resident"
-        assert seen[-1] == "leafwise" or len(set(budgets)) < 5
+        assert name in WHOLE or set(seen[1:]) == {"streamed"}
 
 
 FULL_RUNS: dict[str, dict[str, Any]] = {
@@ -126,11 +127,11 @@ begun = time.perf_counter()
 plans = [pipe.plan(steps=28, vram=vram, **eval(sys.argv[2])) for vram in ("8GB", "12GB", "24GB")]
 print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 for plan in plans:
-    print(plan.placement, plan.peak_vram_bytes, plan.fits, len(plan.resident_blocks), plan.step_seconds)
+    print(plan.placement, plan.peak_vram_bytes, plan.fits, plan.sampling.stay_bytes, plan.step_seconds)
 """
 
 
-@pytest.mark.parametrize("name", full_size.FULL_SIZE if os.environ.get("BALLAST_SOAK") else ["hidream", "flux"])
+@pytest.mark.parametrize("name", full_size.FULL_SIZE if os.environ.get("BALLAST_SOAK") else ["hidream"])
 def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path: Path) -> None:
     """Three budgets at once, in a process of its own, with less than 2 GB of RAM."""
     folder = full_size.build(name, tmp_path / name)
@@ -147,7 +148,7 @@ def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path
         assert placement in ("streamed", "resident") and fits == "True", line
         assert int(peak) <= budget * 2**30
         peaks.append((int(kept), -float(step)))
-    assert peaks == sorted(peaks), "more room, more blocks, no slower"
+    assert peaks == sorted(peaks), "more room, more of the weights stay, no slower"
 
 
 @pytest.mark.parametrize("name", full_size.BARE)

@@ -14,16 +14,17 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.streaming.placement import Leafwise
 from ballast.memory.streaming.stream import Streamed
+from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.structure import block_lists
 from ballast.pipelines.generic import GenericPipeline
-from ballast.pipelines.sampling.kernels import check_attention, compiles, held_uncompiled, kernels
+from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch
-from streamed_models import WIDTH, Blocks, budget, run
+from streamed_models import WIDTH, Blocks, nbytes, rests, run
 from streamed_models import model as shared_model
 from torch import nn
 
+BLOCKS = CallOrder(blocks=True)  # as `compile` wants it
 CPU = torch.device("cpu")
 Registry = attention_dispatch._AttentionBackendRegistry
 
@@ -76,8 +77,13 @@ def rows(count: int = 4, width: int = WIDTH) -> torch.Tensor:
         return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
 
-def placed(placement: Any) -> Any:
+def placed(module: nn.Module, device: torch.device, share: float = 0.0) -> Streamed:
+    """Streamed in whole blocks, with so much more than the least."""
+    least = Streamed.least_bytes(module, BLOCKS)
+    weights_bytes = least + int(share * (nbytes(module) - least))
+    placement = Streamed(module, device, weights_bytes, calls=BLOCKS)
     placement.place()
+    rests(placement)
     return placement
 
 
@@ -90,14 +96,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("name", ["flux", "lumina2", "sd3", "wan"])
 def test_streamed_blocks_compile_once(name: str) -> None:
-    """Whichever slots the blocks pass through, and however many stay: the same results from the same few graphs."""
+    """Wherever in the ring the blocks come, and however many stay: the same results from the same few graphs."""
     module, arguments = model(name)
     expected, before = output(module, arguments), state(module)
     compiler, classes, started = Counting(), {type(block) for block in members(module)}, compiles()
     graphs, streamed = [], []
     for share in (0, 0.3, 0.7, 1):
         with kernels([module], compile=True, backend=compiler):
-            placement = placed(Streamed(module, CPU, budget(module, share)))
+            placement = placed(module, CPU, share)
             for _ in range(3):
                 torch.testing.assert_close(output(module, arguments), expected, atol=1e-5, rtol=0)
                 graphs.append(compiler.graphs)
@@ -160,7 +166,7 @@ def test_inductor_compiles_streamed_blocks_or_says_why_not(caplog: pytest.LogCap
     module, x = Blocks(5), rows()
     expected, started = run(module, x), compiles()
     with kernels([module], compile=True):
-        placement = placed(Streamed(module, CPU))
+        placement = placed(module, CPU)
         for _ in range(3):
             torch.testing.assert_close(run(module, x), expected, atol=1e-5, rtol=0)
         placement.remove()
@@ -170,10 +176,11 @@ def test_inductor_compiles_streamed_blocks_or_says_why_not(caplog: pytest.LogCap
 def test_nothing_compiled_keeps_weights() -> None:
     module, arguments = model("wan")
     with kernels([module], compile=True, backend=Counting()):
-        placement = placed(Streamed(module, CPU))
+        placement = placed(module, CPU)
         output(module, arguments)
-        views = [view for slot in placement._ring for _, views in slot._views.values() for *_, view in views]
-        kept = [weakref.ref(tensor) for tensor in (*views, *(slot.memory for slot in placement._ring))]
+        assert placement._ring is not None
+        views = [view for place in placement._ring.places for *_, view in place._views or ()]
+        kept = [weakref.ref(tensor) for tensor in (*views, *(place.memory for place in placement._ring.places))]
         placement.remove()
     kept += [weakref.ref(block) for block in members(module)]
     del views, placement, module
@@ -236,21 +243,6 @@ def test_what_a_model_raises_itself_is_raised(caplog: pytest.LogCaptureFixture) 
     assert state(module) == before
 
 
-def test_leaf_by_leaf_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Until it is placed otherwise, as the ladder may do within one run."""
-    module, arguments = model("wan")
-    expected, compiler = output(module, arguments), Counting()
-    with kernels([module], compile=True, backend=compiler):
-        placement = placed(Leafwise(module, CPU))
-        for _ in range(2):
-            assert torch.equal(output(module, arguments), expected)
-        assert [compiler.graphs, len(lines(caplog))] == [0, 1]
-        placement.remove()
-        output(module, arguments)
-    assert compiler.graphs == 1
-    assert "one by one" in lines(caplog)[0]
-
-
 def test_a_device_unknown_to_torch_compile_runs_as_it_is(
     sim: ModuleType, tiny_folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,7 +250,7 @@ def test_a_device_unknown_to_torch_compile_runs_as_it_is(
     expected, compiler = output(module, arguments), Counting()
     moved = {key: value.to("sim") if torch.is_tensor(value) else value for key, value in arguments.items()}
     with kernels([module], compile=True, backend=compiler):
-        placement = placed(Streamed(module, torch.device("sim:0")))
+        placement = placed(module, torch.device("sim:0"))
         for _ in range(2):
             torch.testing.assert_close(output(module, moved).cpu(), expected, atol=1e-5, rtol=0)
         placement.remove()
@@ -284,13 +276,12 @@ def test_a_placement_may_outlive_it_and_be_used_again() -> None:
     module, compiler, x = Blocks(4), Counting(), rows()
     expected, before = run(module, x), state(module)
     with kernels([module], compile=True, backend=compiler):
-        placement = placed(Streamed(module, CPU))
+        placement = placed(module, CPU)
         assert torch.equal(run(module, x), expected)
     assert compiler.graphs == 1
     torch._dynamo.reset()
     assert torch.equal(run(module, x), expected)
     assert compiler.graphs == 1, "compiled though nobody asked"
-    assert not held_uncompiled(module)
     with kernels([module], compile=True, backend=compiler):
         assert torch.equal(run(module, x), expected)
     assert compiler.graphs == 2
@@ -298,17 +289,25 @@ def test_a_placement_may_outlive_it_and_be_used_again() -> None:
     assert state(module) == before
 
 
-def test_a_placement_made_outside_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    module, compiler, x = Blocks(4), Counting(), rows()
-    expected, before = run(module, x), state(module)
-    assert not held_uncompiled(module)
-    placement = placed(Streamed(module, CPU))
-    assert held_uncompiled(module)
-    with kernels([module], compile=True, backend=compiler):
-        assert torch.equal(run(module, x), expected)
-    assert [compiler.graphs, len(lines(caplog))] == [0, 1]
-    placement.remove()
-    assert state(module) == before
+def test_a_kept_transformer_is_divided_anew_for_compiled_blocks(
+    sim: ModuleType, tiny_folders: Callable[[str], Path]
+) -> None:
+    """Its gates lie around the blocks then, which call what was compiled; else around what is inside them."""
+    family = tiny.FAMILIES["wan"]
+    pipe = ballast.open_pipeline(tiny_folders("wan"), device="sim", keep=True)
+    cond = pipe.encode("a red boat", "blurry, grey", **family.encode_kwargs)
+    size = {"width": family.size[0], "height": family.size[1], "frames": family.frames, **family.call_kwargs}
+    made, gates = [], []
+    for compile in (False, True, True, False):
+        made.append(pipe.sample(cond, **size, steps=2, strategy="streamed", compile=compile))
+        placement = pipe.denoisers[0].placement
+        assert placement is not None
+        paths = {owner.path for piece in placement._pieces for owner in piece.owners}
+        gates.append(len([path for path in paths if path.startswith("blocks.")]))
+    count = len(pipe.denoisers[0].module.blocks)
+    assert gates[1] == gates[2] == count < gates[0] == gates[3]
+    assert all(torch.equal(latents, made[0]) for latents in made)
+    pipe.manager.free()
 
 
 # Attention
