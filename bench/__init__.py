@@ -22,7 +22,16 @@ def main(argv: Sequence[str]) -> int:
     shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
     _add_out(shared)
 
-    stream = commands.add_parser("stream", parents=[shared], help="the streaming engine against the bound")
+    stream = commands.add_parser(
+        "stream",
+        parents=[shared],
+        help="the streaming engine against the bound",
+        description="First, without a card, the steps of transformers of the published sizes, as the solver predicts "
+        "them: stream.json. Then a model's steps as measured on the device.",
+    )
+    stream.add_argument(
+        "--models", help="names of published models, separated by commas, such as FLUX.1-dev; none for no such"
+    )
     stream.set_defaults(run=_stream)
 
     peers = commands.add_parser(
@@ -76,9 +85,12 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _stream(arguments: argparse.Namespace) -> int:
-    from .stream import run
+    from . import published, stream
 
-    return run(arguments.device, arguments.size, arguments.out)
+    names = published.MODELS if arguments.models is None else arguments.models.split(",")
+    if arguments.models != "none":
+        published.run(arguments.out, list(names))
+    return stream.run(arguments.device, arguments.size, arguments.out)
 
 
 def _plans(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from ..memory.charts.axes import GROUND, INK, LARGE, MUTED, PAPER, add_legend, n
 from .report import words
 
 _OURS, _OTHER, _BOUND, _BAD = "#ea580c", "#60a5fa", "#1e40af", "#dc2626"
+_SERIES = ("#ea580c", "#2563eb", "#1e40af", "#16a34a", "#7c3aed", "#dc2626", "#6b7280")  # of models
 _WIDTH, _LINE, _TOP = 1080, 26, 105  # pixels: of the picture, of a row of it, and above the rows
 _SIDE, _BARS, _END = 24, 190, 570  # where its margin ends, and where bars begin and end
 _MOST = 126  # characters of an error that have room
@@ -25,8 +26,8 @@ _MOST = 126  # characters of an error that have room
 def stream(found: Mapping[str, Any]) -> Image.Image:
     """Seconds of a steady step as bars over the resident share, one panel for each regime, and the bound as lines."""
     rows, figure = found["rows"], new_figure(_WIDTH, 430)
-    overhead = ", ".join(f"{value} us on {name}" for name, value in found["overhead_us_per_block"].items())
-    _head(figure, "Streaming: a steady step against the bound", f"{_setting(found)} Python per block: {overhead}")
+    overhead = ", ".join(f"{value} us on {name}" for name, value in found["overhead_us_per_piece"].items())
+    _head(figure, "Streaming: a steady step against the bound", f"{_setting(found)} Python per piece: {overhead}")
     # A share that is not above the one before begins another regime.
     ends = [at for at in range(1, len(rows)) if rows[at]["share"] <= rows[at - 1]["share"]] + [len(rows)]
     width = (_WIDTH - _SIDE) / len(ends)
@@ -49,7 +50,35 @@ def stream(found: Mapping[str, Any]) -> Image.Image:
     keys: list[Artist] = [Patch(color=_OURS, label="seconds of a step (above: over the bound)")]
     keys += [Line2D([], [], color=_BOUND, linewidth=2, label="bound: max(computing, streamed bytes / bandwidth)")]
     add_legend(figure, keys, _SIDE, 32)
-    write(figure, _WIDTH - _SIDE, 405, "below: share of weights resident, peak VRAM", MUTED, at="right")
+    write(figure, _WIDTH - _SIDE, 405, "below: share of weights that there is room for, peak VRAM", MUTED, at="right")
+    return to_image(figure)
+
+
+def published(found: Mapping[str, Any]) -> Image.Image:
+    """Predicted steps over their bounds: a panel for each ratio of computing to copying, a line for each model."""
+    rows, figure = found["rows"], new_figure(_WIDTH, 400)
+    rate = found["bus_bytes_per_second"] / 1e9
+    note = f"As the solver predicts it, for {rate:.0f} GB/s to the card; all weights are in RAM."
+    _head(figure, "Streaming of published models: a step over its bound", note)
+    ratios = sorted({row["compute_over_transfer"] for row in rows})
+    colours = dict(zip([model["model"] for model in found["models"]], _SERIES, strict=False))
+    ceiling = max(1.3, *(row["over_bound"] for row in rows)) + 0.02
+    width = (_WIDTH - _SIDE) / len(ratios)
+    for number, ratio in enumerate(ratios):
+        left = _SIDE + number * width
+        write(figure, left, 92, f"computing / copying {ratio:g}", size=LARGE)
+        axes = new_axes(figure, left, 112, left + width - _SIDE, 310, GROUND)
+        axes.set(xlim=(0, 1), ylim=(0.9, ceiling), yticks=[])
+        for level in (1.0, 1.1, 1.2):
+            axes.axhline(level, color=_BOUND if level == 1 else MUTED, linewidth=1.5 if level == 1 else 0.4)
+            write(axes, 0.99, level + 0.012, f"{level:g}", MUTED, at="right")
+        for model, colour in colours.items():
+            own = [row for row in rows if (row["model"], row["compute_over_transfer"]) == (model, ratio)]
+            axes.plot([row["residency"] for row in own], [row["over_bound"] for row in own], color=colour)
+        axes.set_xticks([0.25, 0.5, 0.75], ["25%", "50%", "75%"], color=INK)
+    add_legend(figure, [Line2D([], [], color=colour, label=model) for model, colour in colours.items()], _SIDE, 52)
+    below = "below: share of the weights that there is room for beside the ring"
+    write(figure, _WIDTH - _SIDE, 385, below, MUTED, at="right")
     return to_image(figure)
 
 

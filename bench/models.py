@@ -72,23 +72,31 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
     Its parameters are made once, in their final dtype. Buffers and tables are those of the class.
     """
+    size, module = SIZES[name], empty(name)
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.empty(_POOL, dtype=torch.float32).normal_(generator=generator).to(size.dtype)
+    for path, owner in module.named_modules():
+        for key, unset in list(owner._parameters.items()):
+            if unset is not None:
+                is_norm = unset.ndim == 1 and key == "weight"
+                scale = math.prod(unset.shape[1:]) ** -0.5 if unset.ndim > 1 else 0.02
+                weight = _drawn(unset.shape, pool, scale, generator)
+                owner._parameters[key] = nn.Parameter(weight.add_(1) if is_norm else weight, requires_grad=False)
+        assert not any(tensor.is_meta for tensor in owner._buffers.values() if tensor is not None), path
+    return module
+
+
+def empty(name: str) -> nn.Module:
+    """The model in eval mode, with parameters on `meta` in their final dtype."""
     import diffusers
     from accelerate import init_empty_weights
 
     size = SIZES[name]
     with init_empty_weights(include_buffers=False):
         module = getattr(diffusers, size.class_name)(**size.config)
-    generator = torch.Generator().manual_seed(seed)
-    pool = torch.empty(_POOL, dtype=torch.float32).normal_(generator=generator).to(size.dtype)
-    for path, owner in module.named_modules():
-        for key, empty in list(owner._parameters.items()):
-            if empty is not None:
-                is_norm = empty.ndim == 1 and key == "weight"
-                scale = math.prod(empty.shape[1:]) ** -0.5 if empty.ndim > 1 else 0.02
-                weight = _drawn(empty.shape, pool, scale, generator)
-                owner._parameters[key] = nn.Parameter(weight.add_(1) if is_norm else weight, requires_grad=False)
-        assert not any(tensor.is_meta for tensor in owner._buffers.values() if tensor is not None), path
-    return module.eval()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(size.dtype)
+    return module.eval().requires_grad_(False)
 
 
 def _drawn(shape: torch.Size, pool: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:

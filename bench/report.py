@@ -38,7 +38,12 @@ def say(text: str) -> None:
 def write(bench: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
     """Write both files, named after what was measured. Returns a line that names them."""
     device = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    stem = out / f"{bench}-{device}-{found['size']}"
+    return write_as(f"{bench}-{device}-{found['size']}", found, picture, out)
+
+
+def write_as(name: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
+    """Write both files under a name. Returns a line that names them."""
+    stem = out / name
     out.mkdir(parents=True, exist_ok=True)
     # Not `with_suffix`, which would cut a name at its last dot.
     json_path, png_path = Path(f"{stem}.json"), Path(f"{stem}.png")

@@ -13,24 +13,25 @@ import torch
 from torch import nn
 
 from ..memory.streaming.placement import Resident
-from ..memory.streaming.stream import Streamed
 from ..memory.units.structure import block_lists
-from .stream import budget
+from .stream import Regime, budget, sizes_of, streamed
 
 
 @dataclass
 class Job:
-    """What a rival is given. `share` is how much of the blocks' weights shall be resident, 0 to 1."""
+    """What a rival is given. `share` is how much of the weights there shall be room for, 0 to 1."""
 
     module: nn.Module
     device: torch.device
     share: float
     work_bytes: int  # that a resident step takes beside the weights
+    size: str  # of the models that are measured
+    regime: Regime
 
     @property
     def budget_bytes(self) -> int:
         """What Ballast would get for the weights."""
-        return budget(self.module, self.share)
+        return budget(sizes_of(self.module), self.share)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """All blocks with their names, in the order of the module."""
@@ -63,7 +64,8 @@ def _resident(job: Job) -> Any:
 
 
 def _ballast(job: Job) -> Any:
-    Streamed(job.module, job.device, job.budget_bytes).place()
+    placement, _ = streamed(job.module, job.size, job.regime, job.device, job.share)
+    placement.place()
     return job.module
 
 
@@ -183,11 +185,11 @@ def _block_streamer(job: Job) -> Any:
     from streamer import StreamedModel
 
     name, blocks = job.largest()
-    streamed = StreamedModel(blocks, device=job.device, prefetch_ahead=1, dtype=next(blocks.parameters()).dtype)
+    wrapped = StreamedModel(blocks, device=job.device, prefetch_ahead=1, dtype=next(blocks.parameters()).dtype)
     # It runs a whole list, each block on the first result of the one before: to the model it is a list of one block.
     owner, _, key = name.rpartition(".")
-    setattr(job.module.get_submodule(owner), key, nn.ModuleList([_PositionalCall(streamed)]))
-    job.move_all_but([streamed])
+    setattr(job.module.get_submodule(owner), key, nn.ModuleList([_PositionalCall(wrapped)]))
+    job.move_all_but([wrapped])
     return job.module
 
 

@@ -1,8 +1,12 @@
-"""`ballast bench stream`: the engine's steps against T_bound = max(computing, streamed bytes / bandwidth)."""
+"""`ballast bench stream`, the part on a device: steps against T_bound = max(computing, streamed bytes / bandwidth).
+
+As in a run, a dry run tells what is called when and what it computes, and what stays is chosen by that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -11,16 +15,25 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..memory import simulated
+from ..memory.planning.dry_run import dry_run
+from ..memory.planning.forecast import UnitForecast
+from ..memory.planning.planner import PieceSize, UnitSizes
+from ..memory.planning.solver import arrange
+from ..memory.rates import Rates
 from ..memory.streaming.placement import Resident
 from ..memory.streaming.stream import Streamed
 from ..memory.units import hostbuffer
+from ..memory.units.pieces import CallOrder, divide, nbytes_of
+from ..memory.units.structure import slots
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
+from .published import RING_PIECES
 
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks' weights that is resident
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the weights that there is room for beside the ring
 _STEPS = 5
 
 
@@ -36,6 +49,7 @@ class Row:
     streamed_bytes: int
     first_step: float
     step: float
+    predicted: float  # by the solver
     bound: float
     over_bound: float
     peak_bytes: int
@@ -50,7 +64,7 @@ def run(device: str, size: str, out: Path) -> int:
     overhead = {on.type: round(python_overhead(on) * 1e6, 1) for on in devices}
     module = models.build(size)
     found = environment(meter, size)
-    found |= {"weight_bytes": models.weight_bytes(module), "overhead_us_per_block": overhead, "rows": []}
+    found |= {"weight_bytes": models.weight_bytes(module), "overhead_us_per_piece": overhead, "rows": []}
     with torch.inference_mode():
         for regime in regimes(meter, module, size):
             for share in SHARES:
@@ -59,10 +73,11 @@ def run(device: str, size: str, out: Path) -> int:
                 found["pinned_bytes"] = hostbuffer._pinned_bytes
                 wrote = report.write("stream", found, charts.stream(found), out)
     headings = {"ratio": "C/T", "share": "r", "tokens": "tokens", "first_step": "first", "step": "step"}
-    headings |= {"bound": "bound", "over_bound": "T/bound", "peak_bytes": "peak", "copied_bytes": "copied"}
-    headings |= {"engine_allocations": "allocs"}
+    headings |= {"predicted": "predicted", "bound": "bound", "over_bound": "T/bound", "peak_bytes": "peak"}
+    headings |= {"copied_bytes": "copied", "engine_allocations": "allocs"}
     report.say(report.table(headings, found["rows"]))
-    report.say(f"\nPython per block: {', '.join(f'{value} us on {kind}' for kind, value in overhead.items())}\n{wrote}")
+    python = ", ".join(f"{value} us on {kind}" for kind, value in overhead.items())
+    report.say(f"\nPython per piece: {python}\n{wrote}")
     return 0
 
 
@@ -81,7 +96,7 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
 
     The module must be on the CPU, and fit on the device as a whole.
     """
-    streamable = Streamed(module, torch.device("cpu")).streamed_bytes
+    streamable = sum(piece.packed_bytes for piece in sizes_of(module).pieces)
     bandwidth = meter.bandwidth()
     resident = Resident(module, meter.device)
     resident.place()
@@ -103,20 +118,56 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
         meter.accelerator.empty_cache()
 
 
-def budget(module: nn.Module, share: float) -> int:
-    """Bytes for the weights on the device with such a share of the blocks resident: beside them the ring and the rest.
+def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
+    """The weights of a module on the CPU, as the solver looks at them."""
+    divided = divide(module, list(slots(module)), calls or CallOrder())
+    pieces = tuple(
+        PieceSize(piece.packed_bytes, piece.held_bytes, tuple(owner.path for owner in piece.owners))
+        for piece in divided.pieces
+        if piece.called
+    )
+    return UnitSizes(models.weight_bytes(module), nbytes_of(divided.rest), pieces)
+
+
+@functools.lru_cache(maxsize=4)
+def forecast(size: str, tokens: int) -> UnitForecast:
+    """What one call computes, and the order of the calls inside, by a dry run."""
+    module, step = models.empty(size), models.inputs(size, tokens, torch.device("cpu"))
+
+    def call(device: torch.device) -> None:
+        module(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), step))
+
+    return dry_run({size: module}, call)[0].units[size]
+
+
+def budget(sizes: UnitSizes, share: float) -> int:
+    """Bytes for the weights on the device with room for such a share of them, a ring, and what has to be there."""
+    room = math.ceil(share * sum(piece.held_bytes for piece in sizes.pieces))
+    ring = RING_PIECES * max(piece.packed_bytes for piece in sizes.pieces)
+    return min(sizes.total_bytes, sizes.fixed_bytes + ring + room)
+
+
+def streamed(
+    module: nn.Module, size: str, regime: Regime, device: torch.device, share: float
+) -> tuple[Streamed, float]:
+    """The placement that a run would choose with room for a share of the weights, and its seconds as the solver says.
 
     The module must be on the CPU.
     """
-    room = share * Streamed(module, torch.device("cpu")).streamed_bytes
-    return min(models.weight_bytes(module), Streamed.least_bytes(module) + math.ceil(room))
+    work = forecast(size, regime.tokens)
+    sizes = sizes_of(module, work.call_order)
+    rate = regime.bandwidth
+    loads = sizes.loads(work, Rates(rate, rate, rate, work.operations / regime.compute))
+    room = budget(sizes, share)
+    placement = Streamed(module, device, room, calls=work.call_order, loads=loads)
+    return placement, arrange(loads, room - sizes.fixed_bytes).step_seconds
 
 
 def _measure(meter: Meter, module: nn.Module, size: str, regime: Regime, share: float) -> Row:
     if meter.is_sim:
         set_sim_bandwidth(regime.bandwidth)
     step = models.inputs(size, regime.tokens, meter.device)
-    placement = Streamed(module, meter.device, budget(module, share))
+    placement, predicted = streamed(module, size, regime, meter.device, share)
     streamed_bytes = placement.streamed_bytes
     placement.place()
     try:
@@ -135,28 +186,28 @@ def _measure(meter: Meter, module: nn.Module, size: str, regime: Regime, share: 
         placement.remove()
         meter.accelerator.empty_cache()
     bound = max(regime.compute, streamed_bytes / regime.bandwidth)
-    whole = Streamed(module, torch.device("cpu")).streamed_bytes / regime.bandwidth
+    whole = sum(piece.packed_bytes for piece in sizes_of(module).pieces) / regime.bandwidth
     return Row(
         regime.compute / whole, share, regime.tokens, regime.bandwidth, regime.compute, streamed_bytes, first, seconds,
-        bound, seconds / bound, peak_bytes, copied_bytes, allocations,
+        predicted, bound, seconds / bound, peak_bytes, copied_bytes, allocations,
     )  # fmt: skip
 
 
 class _Many(nn.Module):
-    """Blocks so small that a call of one is all Python."""
+    """Pieces so small that a call of one is all Python."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(count)).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count)).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
-def python_overhead(device: torch.device, count: int = 200, calls: int = 30) -> float:
-    """Seconds of real time that the engine adds to each block's call: streamed against resident, medians."""
+def python_overhead(device: torch.device, count: int = 32, calls: int = 200) -> float:
+    """Seconds of real time that the engine adds to each piece's call: streamed against resident, medians."""
     module, backend = _Many(count), Meter(device).accelerator
     x = torch.ones(1, 8).to(device)
     medians = []

@@ -64,7 +64,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     step = models.inputs(size, regime.tokens, meter.device)
 
     start = time.perf_counter()
-    ready = rival.prepare(Job(module, meter.device, request["share"], request["work_bytes"]))
+    ready = rival.prepare(Job(module, meter.device, request["share"], request["work_bytes"], size, regime))
     meter.accelerator.synchronize()
     found["prepare"] = time.perf_counter() - start
     (found["first_step"],) = meter.steps(lambda: ready(**step), 1)

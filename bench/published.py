@@ -1,0 +1,175 @@
+"""`ballast bench stream`, the part without a card: transformers of the published sizes against the bound, on paper.
+
+Dry runs of the pipelines, opened from configs alone, tell what each piece weighs and computes; the solver, which runs
+go by too, tells how long a step takes. No device, no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..memory.planning.solver import Loads, PieceLoad, arrange
+from ..memory.rates import ASSUMED
+from . import charts, report
+
+BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
+RESIDENCIES = tuple(tenths / 10 for tenths in range(11))  # shares of the weights that there is room for beside the ring
+RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all pieces
+RING_PIECES = 4  # of the largest: the room for the ring
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder that tests/support/full_size.py makes, how it is opened, and the run that is looked at."""
+
+    folder: str
+    run: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_PICTURE = {"width": 1024, "height": 1024}
+MODELS = {
+    "FLUX.1-dev": Model("flux", _PICTURE | {"guidance": 1.0}),
+    "HiDream-I1 Dev": Model("hidream", _PICTURE, {"variant": "dev"}),
+    "HiDream-I1 Full": Model("hidream", _PICTURE, {"variant": "full"}),
+    "NewBie-image-Exp0.1": Model("newbie", _PICTURE),
+    "Qwen-Image": Model("qwenimage", {"width": 1328, "height": 1328, "guidance": 4.0}),
+    "Wan 2.2 14B": Model("wan", {"width": 832, "height": 480, "frames": 81, "guidance": 5.0}),  # one of its two
+    "Pyramid-Flow miniFlux": Model("pyramid", {"width": 640, "height": 384, "frames": 121}),
+}
+
+# The folders hold configs and headers, and no weights.
+_CHILD = """
+import json, pathlib, sys
+sys.path.insert(0, "tests")
+import conftest, full_size
+import torch, ballast
+from ballast.memory.planning.fit import sizes_of
+from ballast.memory.rates import ASSUMED
+from ballast.pipelines.planning.forecasts import quietly
+from ballast.pipelines.planning.plans import TYPICAL_PROMPT
+torch.set_num_threads(2)
+request, scratch = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
+name, run = request["folder"], {"frames": None, "guidance": None, **request["run"]}
+make = {"newbie": full_size.build_newbie, "pyramid": full_size.build_pyramid}.get(name)
+folder = make(scratch / name) if make else full_size.build(name, scratch / name)
+pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=scratch / "cache", **request["options"])
+sampling = pipe._sampling(pipe._checked(None, steps=pipe.default_steps, strategy="auto", options={}, **run))
+with quietly():
+    _, cond = pipe._encoding(TYPICAL_PROMPT, pipe._negative(TYPICAL_PROMPT, None), {}).dry_run()
+    forecast, _ = sampling.dry_run(cond)
+unit = pipe.denoisers[0]
+unit.learn(forecast.units[unit.name].call_order)
+loads = sizes_of(unit).loads(forecast.units[unit.name], ASSUMED)
+pieces = [[piece.packed_bytes, piece.held_bytes, piece.seconds] for piece in loads.pieces]
+print(json.dumps([pieces, loads.before_seconds]))
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A steady step of a model with room for a share of its weights. Seconds are those of one call of the transformer.
+
+    `ram_share` is how much of the weights lies in RAM, and does not come from disk.
+    """
+
+    model: str
+    residency: float
+    compute_over_transfer: float
+    ram_share: float
+    step_seconds: float
+    bound_seconds: float
+    over_bound: float
+
+
+def run(
+    out: Path,
+    names: Sequence[str] = tuple(MODELS),
+    residencies: Sequence[float] = RESIDENCIES,
+    ratios: Sequence[float] = RATIOS,
+) -> int:
+    """Write stream.json and stream.png anew after each model, print the worst of each. Returns 0.
+
+    Raises ValueError for a model that is not known, and RuntimeError for one that cannot be opened.
+    """
+    if unknown := set(names) - set(MODELS):
+        raise ValueError(f"--models has {', '.join(sorted(unknown))}. Known are {', '.join(MODELS)}.")
+    found: dict[str, Any] = {"bus_bytes_per_second": BUS_BYTES_PER_SECOND, "ring_pieces": RING_PIECES, "models": []}
+    found["rows"] = []
+    for name in names:
+        loads = find_loads(MODELS[name])
+        found["models"].append(facts(name, loads))
+        rows = [asdict(row) for row in solve(name, loads, residencies, ratios)]
+        found["rows"] += rows
+        worst = {f"{ratio:g}": max(_over(rows, ratio)) for ratio in ratios}
+        report.say(f"{name}: T/bound at most {', '.join(f'{over:.2f} at C/T {at}' for at, over in worst.items())}")
+        wrote = report.write_as("stream", found, charts.published(found), out)
+    report.say(f"\n{report.table({key: key for key in Row.__dataclass_fields__}, found['rows'])}\n\n{wrote}")
+    return 0
+
+
+def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
+    return [row["over_bound"] for row in rows if row["compute_over_transfer"] == ratio]
+
+
+def find_loads(model: Model) -> Loads:
+    """The pieces of a model's transformer and what they compute, by a dry run in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-c", _CHILD, json.dumps(asdict(model)), scratch]
+        environment = {**os.environ, "XDG_CACHE_HOME": scratch}
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"{model.folder} cannot be opened in its published size: {last}")
+    pieces, before = json.loads(done.stdout.splitlines()[-1])
+    return Loads(tuple(PieceLoad(*piece) for piece in pieces), BUS_BYTES_PER_SECOND, before)
+
+
+def facts(name: str, loads: Loads) -> dict[str, Any]:
+    """What a model is made of, and how much it computes on the assumed card for each second of copying."""
+    packed = [piece.packed_bytes for piece in loads.pieces]
+    ratio = _compute(loads) * loads.bytes_per_second / sum(packed)
+    return {
+        "model": name,
+        "pieces": len(packed),
+        "weight_bytes": sum(piece.held_bytes for piece in loads.pieces),
+        "largest_bytes": max(packed),
+        "compute_over_transfer": ratio,
+    }
+
+
+def solve(
+    name: str, loads: Loads, residencies: Sequence[float] = RESIDENCIES, ratios: Sequence[float] = RATIOS
+) -> Iterator[Row]:
+    """The rows of a model: what its pieces compute is scaled to each ratio, as a whole.
+
+    The bound is max(computing, the weights that there is no room for / the rate). A ring that takes less than its room
+    leaves some of that to weights, so a step may lie a little below.
+    """
+    pieces, rate = loads.pieces, loads.bytes_per_second
+    weight_bytes = sum(piece.held_bytes for piece in pieces)
+    ring_bytes = RING_PIECES * max(piece.packed_bytes for piece in pieces)
+    copying = sum(piece.packed_bytes for piece in pieces) / rate
+    for ratio in ratios:
+        times = ratio * copying / _compute(loads)
+        scaled = tuple(PieceLoad(p.packed_bytes, p.held_bytes, p.seconds * times) for p in pieces)
+        load = Loads(scaled, rate, loads.before_seconds * times)
+        for residency in residencies:
+            step = arrange(load, math.ceil(residency * weight_bytes) + ring_bytes).step_seconds
+            bound = max(ratio * copying, (1 - residency) * weight_bytes / rate)
+            yield Row(name, residency, ratio, 1.0, step, bound, step / bound)
+
+
+def _compute(loads: Loads) -> float:
+    """Seconds that one call computes."""
+    return loads.before_seconds + sum(piece.seconds for piece in loads.pieces)
