@@ -97,8 +97,8 @@ class EmbeddingCache:
         except OSError as error:
             log.warning("Ballast: the embedding cache cannot be read: %s", error)
             return None
-        except RuntimeError:  # what safetensors says of a file that another process has removed meanwhile
-            if path.exists():
+        except RuntimeError as error:  # what safetensors says of a file that another process has removed meanwhile
+            if path.exists() and "No such file" not in str(error):  # another may have written it again by now
                 raise
             return None
         except (SafetensorError, ValueError) as error:
