@@ -63,6 +63,7 @@ class Residents:
             if other in instead_of:
                 self.evict(other)
         if unit.placement is None:
+            self.work.placed(unit, self.budget.stage_bytes)
             self._place(unit, strategy)
         else:
             if alone and refit:

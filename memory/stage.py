@@ -164,7 +164,7 @@ class _Calls:
                 f"smaller size or fewer frames, or raise the vram budget. ({error})"
             ) from None
         log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
-        manager.work.retry(unit, lower, manager.budget.stage_bytes)
+        manager.work.retry(unit, lower)
         self.placement = None
         gc.collect()
         manager.make_room()

@@ -19,7 +19,7 @@ class Work:
 
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
-    When they were last tried in another way the stage held `live_bytes`, which may be more than before its first call.
+    When it was last placed the stage held `live_bytes`, which may be more than before its first call.
     """
 
     kind: Hashable = None
@@ -52,9 +52,13 @@ class WorkBook:
         """Note what a unit is going to do."""
         self._now[unit] = work
 
-    def retry(self, unit: ManagedModel, attempt: Attempt, live_bytes: int) -> None:
-        """Try the calls of a unit in another way from now on, when the stage holds so many bytes beside weights."""
-        self._now[unit] = replace(self.of(unit), attempt=attempt, live_bytes=live_bytes)
+    def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
+        """Try the calls of a unit in another way from now on."""
+        self._now[unit] = replace(self.of(unit), attempt=attempt)
+
+    def placed(self, unit: ManagedModel, live_bytes: int) -> None:
+        """Note that a unit is placed while its stage holds so many bytes beside weights."""
+        self._now[unit] = replace(self.of(unit), live_bytes=live_bytes)
 
     def working_bytes(self, unit: ManagedModel) -> int:
         """Working memory that a unit's present work takes beside its weights; 0 if it is not known."""
