@@ -31,9 +31,6 @@ class _Block(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class _Model(nn.Module):
     def __init__(self, width: int) -> None:

@@ -23,7 +23,6 @@ log = logging.getLogger("ballast")
 
 AUTO = "auto"  # the attention that the model has
 _VARIANTS = 64  # of one function: blocks of a class differ in sizes and parts, and beyond this torch stops compiling
-_MARK = "_takes_kernels"
 _CHOICE = "_attention_backend"  # of a processor that asks diffusers
 
 Backend = str | Callable[..., Any]
@@ -168,7 +167,6 @@ def _choosing(cls: type[nn.Module]) -> type[nn.Module]:
         use = _uses.get(block)
         return cls.forward(block, *args, **kwargs) if use is None else use.run(block, args, kwargs)
 
-    setattr(forward, _MARK, True)  # and on what wraps it
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), namespace)
 
