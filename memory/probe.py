@@ -38,7 +38,8 @@ def rates(device: torch.device) -> Rates:
     if device.type == simulated.DEVICE_TYPE:
         card = simulated_card.card
         h2d = card._rates["h2d"]
-        return Rates(h2d, h2d, ASSUMED.disk_bytes_per_second, card.flops or math.inf, "simulated")
+        disk = card.disk or ASSUMED.disk_bytes_per_second
+        return Rates(h2d, h2d, disk, card.flops or math.inf, "simulated")
     if device.type not in ("cuda", "xpu"):
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
     key = f"{platform.node()}, {Accelerator(device).name}"

@@ -87,24 +87,27 @@ def enable(
     d2h_gbps: float = 25.0,
     tflops: float | None = None,
     reserved: int | str = 0,
+    disk_gbps: float | None = None,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
     `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other
     programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
     operations per second for matrix products, convolutions and attention, None for a device that computes in
-    no time. Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see
+    no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time.
+    Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see
     `supported`), and ValueError for a size or a rate that makes no sense.
     """
     global _enabled
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
-    for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops)):
+    for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops), ("disk_gbps", disk_gbps)):
         if rate is not None and not rate > 0:
             raise ValueError(f"{name} must be above 0, not {rate}")
     if reason := supported():
         raise RuntimeError(reason)
     flops = None if tflops is None else tflops * 1e12
-    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops)
+    disk = None if disk_gbps is None else disk_gbps * 1e9
+    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk)
     _enabled = True
 
 
@@ -227,6 +230,7 @@ def _backend() -> types.ModuleType:
         "default_stream": lambda device=None: clock.default_stream,
         "stream": _stream,
         "set_stream": clock.set_stream,
+        "read_from_disk": clock.read_from_disk,
     }
     vars(module).update(functions)
     return module

@@ -94,12 +94,14 @@ class Card:
         self.timed = False
         self._allocated = self._peak = self._interval_peak = 0
         self.host = self.latest = 0.0
-        self._engines = {"h2d": 0.0, "d2h": 0.0}
+        self._engines = {"h2d": 0.0, "d2h": 0.0, "disk": 0.0}
         self.configure(total_bytes, 0, 25e9, 25e9, None)
 
-    def configure(self, total: int | None, reserved: int, h2d: float, d2h: float, flops: float | None) -> None:
+    def configure(
+        self, total: int | None, reserved: int, h2d: float, d2h: float, flops: float | None, disk: float | None = None
+    ) -> None:
         """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew."""
-        self.total_bytes, self.reserved_bytes, self.flops = total, reserved, flops
+        self.total_bytes, self.reserved_bytes, self.flops, self.disk = total, reserved, flops, disk
         self._rates = {"h2d": h2d, "d2h": d2h}
         self.timed = self.timed or flops is not None
         self.reset()
@@ -211,6 +213,16 @@ class Card:
             event = Transfer(direction, nbytes, tuple(tensor.shape), tensor.dtype, pointer)
             for watcher in tuple(self.watchers):
                 watcher(event)
+
+    def read(self, nbytes: int, after: float) -> float | None:
+        """Count a read of so many bytes from the disk, begun at a moment at the earliest. Returns when it ends."""
+        if self.disk is None:
+            return None
+        with self.lock:
+            start = max(self.host, after, self._engines["disk"])
+            self._engines["disk"] = end = start + nbytes / self.disk
+            self.latest = max(self.latest, end)
+        return end
 
     def compute(self, operations: int, reads: list[Span], writes: list[Span], stream: Any) -> None:
         """Put a kernel of so many operations on a stream."""

@@ -109,6 +109,19 @@ def set_stream(stream: Stream | None) -> None:
     _local.stream = stream or default_stream
 
 
+def read_from_disk(nbytes: int, after: Event | None = None) -> Event | None:
+    """The event that a file's bytes have come to RAM, one read after the other, begun when `after` has happened.
+
+    None where the disk takes no time.
+    """
+    ends = state.card.read(nbytes, (after and after.time) or 0.0)
+    if ends is None:
+        return None
+    event = Event()
+    event.time = ends
+    return event
+
+
 def _attention(args: tuple, out: Any) -> int:
     query, key, value = args[:3]
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
