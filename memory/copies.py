@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from .books import Books
 from .budget import Budget, spare_ram_bytes
-from .planning.eviction import Use, choose_evictions
+from .planning.eviction import Use, choose_shrinks
 from .reports.timeline import Timeline
 from .units.unit import ManagedModel
 from .vocabulary import Role
@@ -68,5 +68,5 @@ class HostCopies:
 
     def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
         cached = {unit for unit in droppable if unit.is_cached}
-        for unit in choose_evictions(droppable, capacity_bytes, wanted, self._coming(), cached):
-            self._timeline.record("drop", unit, unit.drop())
+        for unit, nbytes in choose_shrinks(droppable, capacity_bytes, wanted, self._coming(), cached).items():
+            self._timeline.record("drop", unit, unit.drop(nbytes))

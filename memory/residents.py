@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Literal
 
 from .accelerator import Accelerator
@@ -20,7 +21,7 @@ from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_shrinks
-from .planning.fit import fitting_placements, sizes_of, why_no_ram, why_nothing_fits
+from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import meant_by, window_bytes
 from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
@@ -50,6 +51,8 @@ class Residents:
         self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
         self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()  # with so much held
+        # The RAM that there was for units that have pieces there.
+        self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         # The working memory that a placement was made for.
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
 
@@ -162,20 +165,28 @@ class Residents:
         """
         if unit.size_bytes > self.copies.left_for(unit):
             return False
-        missing = self.copies.fixed_bytes() + unit.size_bytes - self.budget.ram_bytes
-        in_place = [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]
+        coming = unit.size_bytes - unit.host_bytes
         best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
-        if missing > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
+        if self._ram_missing(coming) > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
             return False
-        for other in in_place:
+        self._take_ram(unit, coming)
+        return True
+
+    def _ram_missing(self, coming_bytes: int) -> int:
+        """What is missing of RAM for so many bytes more, when all copies that may be dropped now have been."""
+        return self.copies.fixed_bytes() + coming_bytes - self.budget.ram_bytes
+
+    def _take_ram(self, unit: ManagedModel, coming_bytes: int) -> None:
+        """Let others give up what a unit takes more in RAM, those on the device last."""
+        missing = self._ram_missing(coming_bytes)
+        for other in [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]:
             if missing > 0:
                 missing -= other.host_bytes
                 self.evict(other)
-        self.copies.keep_budget(unit, unit.size_bytes)
-        return True
+        self.copies.keep_budget(unit, coming_bytes)
 
     def _lies_wrong(self, unit: ManagedModel) -> bool:
-        """Whether a unit that is in place runs from disk and could be in RAM, or the other way round, or cannot run on.
+        """Whether a unit that is in place has less in RAM than there could be, or more, or cannot run on.
 
         Where no RAM budget was stated, what is in RAM already stays there.
         """
@@ -183,8 +194,10 @@ class Residents:
             return False
         if not unit.in_ram and unit.is_stale():
             return True
-        fits = unit.size_bytes <= self.copies.left_for(unit)
-        return self.budget.ram_limit is not None and not fits if unit.in_ram else fits
+        fits, stated = unit.size_bytes <= self.copies.left_for(unit), self.budget.ram_limit is not None
+        if unit.in_ram:
+            return stated and not fits
+        return fits or (stated and self._held_in.get(unit, 0) != self._ram_for(unit)[0])
 
     # How a unit comes
 
@@ -208,7 +221,7 @@ class Residents:
             try:
                 self._load(unit, kind)
                 self._make_room(unit, kind)
-                loads = self.work.demand(unit).loads if kind == "streamed" else None
+                loads = self._demand(unit).loads if kind == "streamed" else None
                 placement = make_placement(unit, kind, self.device, self._weights(unit, kind), loads)
                 placement.place()
             except Exception as error:
@@ -232,18 +245,41 @@ class Residents:
         if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self.copies.left_for(unit)):
             self.copies.keep_budget(unit)
             return
-        if unit.in_ram:
-            self.timeline.record("drop", unit, unit.drop())
         if not self._make_ram(unit, kind):
             if kind != "cpu" and unit.source() is not None:
-                self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
+                self._hold(unit, kind)
                 return
+            if dropped := unit.drop():
+                self.timeline.record("drop", unit, dropped)
             if limit is not None:
                 raise DoesNotFitError(why_no_ram(unit, kind, self.copies.left_for(unit), limit))
             self.copies.keep_budget(unit, unit.size_bytes)
-        self.timeline.record("read", unit, unit.size_bytes)
+        self._read(unit, unit.load, unit.size_bytes, kind)
+
+    def _hold(self, unit: ManagedModel, kind: str) -> None:
+        """Let RAM hold what it can of a unit, and what it is best to."""
+        room, spare = self._ram_for(unit)
+        self._held_in[unit] = room
+        pieces, wanted = ram_pieces(self._demand(unit, short=True), kind, self._weights(unit, kind), spare)
+        if dropped := unit.keep(pieces):
+            self.timeline.record("drop", unit, dropped)
+        self._take_ram(unit, max(0, wanted - unit.host_bytes))
+        if pieces - unit.held:
+            self._read(unit, lambda look: unit.hold(pieces, look), wanted, kind)
+
+    def _ram_for(self, unit: ManagedModel) -> tuple[int, int]:
+        """RAM for the pieces of a unit that cannot have all, and as much as there is without taking it from others.
+
+        An encoder, which is read once wherever to, takes none from others.
+        """
+        spare = self.budget.ram_bytes - sum(u.host_bytes for u in self.everyone() if u is not unit and not u.is_cached)
+        return (spare if unit.role == "text_encoder" else self.copies.left_for(unit)), spare
+
+    def _read(self, unit: ManagedModel, read: Callable[[Callable[[int], None]], int], wanted: int, kind: str) -> None:
+        """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""
+        self.timeline.record("read", unit, wanted)
         try:
-            read = unit.load(self._looking(unit))
+            came = read(self._looking(unit))
         except Exception as error:
             if not is_out_of_ram(error) or kind == "cpu" or unit.source() is None:
                 raise
@@ -251,9 +287,9 @@ class Residents:
             log.warning("Ballast: %s runs from disk: %s", unit.name, str(error))
             self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
             return
-        self.disk_bytes_read += read
-        if read:
-            self.timeline.record("load", unit, read)
+        self.disk_bytes_read += came
+        if came:
+            self.timeline.record("load", unit, came)
 
     def _looking(self, unit: ManagedModel) -> Callable[[int], None]:
         """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
@@ -280,6 +316,12 @@ class Residents:
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         return self.work.demand(unit).weights_to_hold(kind, self._room_bytes(unit))
+
+    def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
+        """What a unit wants, with the RAM that there was for it where that does not hold all, or is `short` now."""
+        demand = self.work.demand(unit)
+        ram_bytes = None if unit.in_ram and not short else self._held_in.get(unit)
+        return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
@@ -310,7 +352,7 @@ class Residents:
                 # Else pieces settle in the gaps that the last call left, and the next one finds none.
                 self.accelerator.empty_cache()
             if weights_bytes < unit.resident_bytes or grow:
-                unit.placement.refit(weights_bytes, self.work.demand(unit).loads)
+                unit.placement.refit(weights_bytes, self._demand(unit).loads)
 
     def _complete(self, unit: ManagedModel) -> None:
         """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
@@ -332,8 +374,7 @@ class Residents:
         """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
         came = unit.placement.take_bytes_in() if unit.placement else 0
         self.device_bytes_in += came
-        if not unit.in_ram:
-            self.disk_bytes_read += came
+        self.disk_bytes_read += unit.placement.take_bytes_read() if unit.placement else 0
         return self.timeline.record(kind, unit, came).peak_bytes
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:

@@ -83,7 +83,7 @@ class WorkBook:
         return Demand(
             unit.name,
             sizes,
-            sizes.loads(work.forecast, work.rates, from_disk=not unit.in_ram),
+            sizes.loads(work.forecast, work.rates),
             self.working_bytes(unit),
             work.attempt.share,
             work.forecast is not None,

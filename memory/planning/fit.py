@@ -11,8 +11,8 @@ from ..sizes import format_bytes
 from ..units.pieces import CallOrder, divide, nbytes_of
 from ..units.structure import slots
 from ..units.unit import ManagedModel
-from .planner import PieceSize, UnitSizes, least_weights
-from .solver import Loads
+from .planner import PieceSize, UnitSizes, least_weights, window_bytes
+from .solver import Arrangement, Loads, arrange
 
 log = logging.getLogger("ballast")
 
@@ -54,6 +54,19 @@ class Demand:
             return least
         most = max(least, min(self.sizes.resident_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
+
+
+def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) -> tuple[frozenset[int], int]:
+    """Which pieces RAM is to hold of a unit that it cannot hold all of, and what they take there, windows included.
+
+    For a call in a placement with `weights_bytes` on the device, in the RAM that its loads tell. What stays on the
+    device is held as far as there are `spare_bytes`, for which nothing has to go.
+    """
+    sizes, found = demand.sizes, Arrangement(0, (), 0, 0, 0.0)
+    if kind == "streamed":
+        found = arrange(demand.loads, weights_bytes - sizes.fixed_bytes)
+    pieces = sizes.ram_pieces(found, min(demand.loads.ram_bytes or 0, spare_bytes))
+    return pieces, window_bytes(sizes, kind) + sizes.ram_bytes(pieces)
 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:

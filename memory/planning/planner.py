@@ -6,7 +6,7 @@ least max(compute, streamed bytes / bandwidth).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..rates import Rates
@@ -16,6 +16,7 @@ from ..vocabulary import PlacementName
 from .forecast import UnitForecast
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
+from .tiers import held_in_ram
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,26 @@ class UnitSizes:
         """The least on the device that the unit can be streamed in."""
         return self.fixed_bytes + least_bytes([PieceLoad(p.packed_bytes, p.held_bytes) for p in self.pieces])
 
-    def loads(self, work: UnitForecast | None, rates: Rates, from_disk: bool = False) -> Loads:
-        """The pieces with the seconds that they compute in one call, as far as that is known, and their rate."""
-        rate = min(rates.pinned_bytes_per_second, rates.disk_bytes_per_second) if from_disk else 0.0
-        rate = rate or rates.pinned_bytes_per_second
+    def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
+        """The pieces with the seconds that they compute in one call, as far as that is known, and their rates."""
+        rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
         if work is None or not work.modules:
             even = Loads.even(self.pieces)
             seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
-            return Loads(seconds, rate)
+            return Loads(seconds, rate, disk_bytes_per_second=from_disk)
         before, operations = _by_piece(self.pieces, work)
         call_rate = max(1, work.calls) * rates.operations_per_second
         pieces = zip(self.pieces, operations, strict=True)
         loads = tuple(PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate) for p, done in pieces)
-        return Loads(loads, rate, before / call_rate)
+        return Loads(loads, rate, before / call_rate, from_disk)
+
+    def ram_pieces(self, found: Arrangement, ram_bytes: int) -> frozenset[int]:
+        """Which pieces an arrangement is to have in RAM, where that has `ram_bytes` and does not hold all."""
+        return held_in_ram([piece.packed_bytes for piece in self.pieces], found.copied, found.from_disk, ram_bytes)
+
+    def ram_bytes(self, pieces: Iterable[int]) -> int:
+        """What these of the pieces take in RAM."""
+        return sum(self.pieces[i].packed_bytes for i in pieces)
 
 
 def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[float, list[float]]:
@@ -88,7 +96,8 @@ class Candidate:
     Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device. `peak_vram_bytes` is the most
     there, weights and work together; `ram_bytes` what the weights hold in RAM.
     The first step brings the weights, the others do not; no step can be faster than `bound_seconds`, and its copies
-    alone take `transfer_seconds`. `why_not` is empty for the one that was chosen.
+    alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the weights that a call copies
+    `read_bytes` are read for it, in `read_seconds` of each step. `why_not` is empty for the one that was chosen.
     """
 
     placement: PlacementName
@@ -105,15 +114,18 @@ class Candidate:
     ring_bytes: int = 0
     stay_bytes: int = 0
     whole_bytes: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
     why_not: str = ""
 
     @property
     def label(self) -> str:
-        """The placement, and how much of the weights stays."""
+        """The placement, how much of the weights stays, and how much comes from disk."""
         if self.placement != "streamed":
             return self.placement
-        where = " from disk" if self.from_disk else ""
-        return f"streamed{where}, {self.stay_bytes / max(1, self.whole_bytes):.0%} of the weights stay"
+        stays, read = (min(1, part / max(1, self.whole_bytes)) for part in (self.stay_bytes, self.read_bytes))
+        where = f", {read:.0%} come from disk" if self.read_bytes else ""
+        return f"streamed, {stays:.0%} of the weights stay{where}"
 
 
 @dataclass(frozen=True)
@@ -166,30 +178,31 @@ def make_plan(
     strategy: str = "auto",
     by_user: bool = True,
     idle_bytes: int = 0,
-    in_ram: bool = False,
+    in_ram_bytes: int = 0,
     from_disk: bool = False,
 ) -> Plan:
     """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
-    than the whole, where that is asked for, is resident. `in_ram` says that the weights need not be read first,
-    `from_disk` that they can be streamed from there. When nothing fits, the plan is the one that wants least, with
+    than the whole, where that is asked for, is resident. Of the weights `in_ram_bytes` need not be read first;
+    `from_disk` says that they can be streamed from there. When nothing fits, the plan is the one that wants least, with
     `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
-    loads = sizes.loads(work, rates, streams_from_disk)
+    loads = replace(sizes.loads(work, rates), ram_bytes=ram_bytes if streams_from_disk else None)
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
             found = arrange(loads, room - sizes.fixed_bytes)
             if placement == "resident":
-                found = replace(
-                    found, ring_bytes=0, streamed=(), device_bytes=least - sizes.fixed_bytes, copied_bytes=0
-                )
+                found = Arrangement(0, (), least - sizes.fixed_bytes, 0, 0.0)
+            candidate = _candidate(placement, sizes, work, rates, found, steps, idle_bytes, in_ram_bytes)
             made.append(
-                _candidate(placement, sizes, work, rates, loads, found, steps, idle_bytes, in_ram, streams_from_disk)
+                _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
+                if streams_from_disk
+                else candidate
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
     allowed = [c for c in made if c.placement in bound_to]
@@ -227,36 +240,53 @@ def _candidate(
     sizes: UnitSizes,
     work: UnitForecast,
     rates: Rates,
-    loads: Loads,
     found: Arrangement,
     steps: int,
     idle_bytes: int,
-    in_ram: bool,
-    from_disk: bool,
+    in_ram_bytes: int,
 ) -> Candidate:
     calls_per_step = work.calls / steps
     whole = sizes.fixed_bytes + sum(piece.held_bytes for piece in sizes.pieces)
     stay_bytes = whole - sum(sizes.pieces[i].held_bytes for i in found.streamed)
     weights_bytes = sizes.fixed_bytes + found.device_bytes
     compute = work.operations / max(1, work.calls) / rates.operations_per_second
-    copied = found.copied_bytes / loads.bytes_per_second
+    to_device = rates.pinned_bytes_per_second
+    copied = found.copied_bytes / to_device
+    read = max(0, sizes.total_bytes - in_ram_bytes) / rates.disk_bytes_per_second
     seconds = found.step_seconds if found.streamed else compute
-    read = 0.0 if in_ram or from_disk else sizes.total_bytes / rates.disk_bytes_per_second
     return Candidate(
         placement=placement,
         weights_bytes=weights_bytes,
         peak_vram_bytes=max(idle_bytes, work.peak_bytes + weights_bytes),
-        ram_bytes=window_bytes(sizes, placement) if from_disk else sizes.total_bytes,
+        ram_bytes=sizes.total_bytes,
         streamed=found.streamed,
         pieces=len(sizes.pieces),
         step_seconds=seconds * calls_per_step,
-        first_step_seconds=read + weights_bytes / loads.bytes_per_second + seconds * calls_per_step,
+        first_step_seconds=read + weights_bytes / to_device + seconds * calls_per_step,
         bound_seconds=max(compute, copied) * calls_per_step,
         transfer_seconds=copied * calls_per_step,
-        from_disk=from_disk,
         ring_bytes=found.ring_bytes,
         stay_bytes=stay_bytes,
         whole_bytes=whole,
+    )
+
+
+def _short_of_ram(
+    candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Arrangement, ram_bytes: int, calls_per_step: float
+) -> Candidate:
+    """The same where RAM does not hold all."""
+    held = sizes.ram_bytes(sizes.ram_pieces(found, ram_bytes))
+    read = found.read_bytes / rates.disk_bytes_per_second * calls_per_step
+    return replace(
+        candidate,
+        from_disk=True,
+        ram_bytes=window_bytes(sizes, candidate.placement) + held,
+        # What is read for a step is not read before it too.
+        first_step_seconds=max(candidate.step_seconds, candidate.first_step_seconds - read),
+        bound_seconds=max(candidate.bound_seconds, read),
+        transfer_seconds=max(candidate.transfer_seconds, read),
+        read_bytes=found.read_bytes,
+        read_seconds=read,
     )
 
 
@@ -288,7 +318,9 @@ def _reason(
         ram = format_bytes(ram_bytes)
         if asked:
             return f"{how}, does not fit {ram} of RAM: from disk it wants {format_bytes(chosen.ram_bytes)}."
-        return f"Nothing fits {ram} of RAM: {chosen.placement} from disk wants {format_bytes(chosen.ram_bytes)}."
+        return (
+            f"Nothing fits {ram} of RAM: {chosen.placement} from disk wants {format_bytes(chosen.ram_bytes, up=True)}."
+        )
     if not fits and asked:
         return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.peak_vram_bytes, up=True)}."
     if not fits:
@@ -306,8 +338,11 @@ def _reason(
             f"{why}: {format_bytes(stay)} stay, {format_bytes(passing)} pass through a ring of "
             f"{format_bytes(chosen.ring_bytes)}, and {cost}"
         )
-    if chosen.from_disk:
-        once = sizes.total_bytes / rates.disk_bytes_per_second
-        cost = f"{chosen.transfer_seconds:.1f} s of each step" if chosen.streamed else f"{once:.0f} s, once"
-        reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so they are read from disk, {cost}"
+    if chosen.read_bytes:
+        reason += (
+            f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so {format_bytes(chosen.read_bytes)} are read "
+            f"from disk in each step, {chosen.read_seconds:.1f} s"
+        )
+    elif chosen.from_disk:
+        reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, which holds {format_bytes(chosen.ram_bytes)}"
     return reason + "."

@@ -2,12 +2,13 @@
 
 Pure functions. Pieces take the next bytes in the order of their calls, and begin anew at byte 0 where the end is too
 near, and with each step. A copy waits for the copy before it and for the last use of the bytes that it overwrites, a
-piece for its copy and for the piece before it.
+piece for its copy and for the piece before it. What comes from disk is read, one piece after the other, into a few
+windows first, each of which is free again when the copy out of it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 WINDOWS = 3  # that what is not in pinned RAM is read through: one is read, one waits, one is copied
 
@@ -39,21 +40,34 @@ def overwritten(sizes: Sequence[int], at: Sequence[int]) -> list[int]:
 
 
 def step_seconds(
-    compute: Sequence[float], transfer: Sequence[float], streamed: Sequence[int], ago: Sequence[int], before: float
+    compute: Sequence[float],
+    transfer: Sequence[float],
+    streamed: Sequence[int],
+    ago: Sequence[int],
+    before: float,
+    read: Mapping[int, float] | None = None,
 ) -> float:
     """Seconds of a steady step: each piece computes, those at the indices `streamed` are copied.
 
-    `ago` is what `overwritten` gives for those, `before` the compute ahead of the first piece.
+    `ago` is what `overwritten` gives for those, `before` the compute ahead of the first piece, `read` the seconds that
+    pieces which come from disk are read for.
     """
-    copied = done = last = 0.0
+    read = read or {}
+    copied = done = last = fetched = 0.0
     turn = {piece: k for k, piece in enumerate(streamed)}
     used = [0.0] * len(streamed)
+    windows = [0.0] * WINDOWS  # the ends of the last copies out of them
     for _ in range(_STEPS_TO_STEADY):
         last, done = done, done + before
         for i, seconds in enumerate(compute):
             k = turn.get(i)
             if k is not None and ago[k]:
-                copied = max(copied, used[k - ago[k]]) + transfer[i]
+                if i in read:
+                    fetched = max(fetched, windows[0]) + read[i]
+                    copied = max(copied, used[k - ago[k]], fetched) + transfer[i]
+                    windows = [*windows[1:], copied]
+                else:
+                    copied = max(copied, used[k - ago[k]]) + transfer[i]
                 done = max(done, copied)
                 used[k] = done + seconds
             done += seconds

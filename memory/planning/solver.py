@@ -1,7 +1,8 @@
-"""Which pieces of a module stay on the device, which stream, and through how large a ring.
+"""Which pieces of a module stay on the device, which stream from RAM and which from disk, and through how large a ring.
 
-A pure function of what pieces weigh and compute, of the room and of the rate. It looks at arrangements that do not
-depend on the room, and takes the fastest that fits: so it is never over, and more room is never slower.
+A pure function of what pieces weigh and compute, of the room on the device and in RAM, and of the rates. It looks at
+arrangements that do not depend on the room, and takes the fastest that fits: so it is never over, and more room is
+never slower.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .ring import offsets, overwritten, step_seconds
+from .tiers import disk_choices, spread, windows_bytes
 
 RINGS = (2, 3, 4, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
 _LEVELS = 256  # of how much stays
@@ -41,11 +43,23 @@ class HasSizes(Protocol):
 
 @dataclass(frozen=True)
 class Loads:
-    """The pieces of a call in their order, the rate at which they come, and the computing ahead of the first."""
+    """The pieces of a call in their order, the rate at which they come, and the computing ahead of the first.
+
+    What is not in RAM is read at a rate of its own. Those are the pieces `on_disk` or, with `ram_bytes`, whichever are
+    best, where RAM holds no more than that of pieces that stream, windows included.
+    """
 
     pieces: tuple[PieceLoad, ...]
     bytes_per_second: float = 1.0
     before_seconds: float = 0.0
+    disk_bytes_per_second: float = math.inf
+    on_disk: frozenset[int] = frozenset()
+    ram_bytes: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the flat buffers."""
+        return tuple(piece.packed_bytes for piece in self.pieces)
 
     @classmethod
     def even(cls, pieces: Iterable[HasSizes]) -> Loads:
@@ -57,7 +71,8 @@ class Loads:
 class Arrangement:
     """Pieces at the indices `streamed` pass through a ring; the others stay. `step_seconds` are those of one call.
 
-    `device_bytes` is what they take on the device in all, `copied_bytes` what each call copies.
+    `device_bytes` is what they take on the device in all. Each call copies those that are `copied`, of `copied_bytes`
+    in all, and reads those `from_disk`, of `read_bytes`, first.
     """
 
     ring_bytes: int
@@ -65,6 +80,9 @@ class Arrangement:
     device_bytes: int
     copied_bytes: int
     step_seconds: float
+    copied: tuple[int, ...] = ()
+    from_disk: tuple[int, ...] = ()
+    read_bytes: int = 0
 
 
 def least_bytes(pieces: Sequence[PieceLoad]) -> int:
@@ -80,10 +98,10 @@ def least_ring_bytes(pieces: Sequence[PieceLoad]) -> int:
 @functools.lru_cache(maxsize=256)
 def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arrangement:
     """The fastest arrangement of pieces that takes at most `room_bytes` on the device; of equally fast ones that which
-    copies least.
+    reads least, then that which copies least.
 
-    Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that. With
-    `ring_bytes` there is a ring already, which stays if it can.
+    Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that, and less
+    RAM than the windows as these. With `ring_bytes` there is a ring already, which stays if it can.
     """
     pieces, rate = loads.pieces, loads.bytes_per_second
     compute = loads.before_seconds + sum(piece.seconds for piece in pieces)
@@ -92,25 +110,33 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
     room = max(room_bytes, least_bytes(pieces))
     if whole <= room:
         return resident
+    ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
     best: Arrangement | None = None
     for ring in _rings(pieces, room, ring_bytes):
-        for choice in _choices(pieces, rate):
+        for choice in _choices(pieces, rate, loads.on_disk if loads.ram_bytes is None else frozenset()):
             if ring + choice.held_bytes > room:
                 continue
             # Up to a ring of them may lie there for good; the choices that follow stream more.
-            if best and max(compute, (choice.streamed_bytes - ring) / rate) > best.step_seconds:
+            copied_bytes = choice.streamed_bytes - ring
+            least = max(compute, copied_bytes / rate, (copied_bytes - ram) / loads.disk_bytes_per_second)
+            if best and least > best.step_seconds:
                 break
-            made = _arranged(loads, choice, ring)
-            if best is None or _rank(made) < _rank(best):
-                best = made
-            if best.step_seconds <= compute * (1 + _ROUNDING) and best.copied_bytes <= choice.streamed_bytes - ring:
+            for made in _arranged(loads, choice, ring):
+                if best is None or _rank(made) < _rank(best):
+                    best = made
+            assert best is not None
+            if (
+                best.step_seconds <= compute * (1 + _ROUNDING)
+                and not best.read_bytes
+                and best.copied_bytes <= copied_bytes
+            ):
                 break
     assert best is not None  # all may stream through the least ring
     return best
 
 
-def _rank(made: Arrangement) -> tuple[float, int, int]:
-    return made.step_seconds, made.copied_bytes, made.device_bytes
+def _rank(made: Arrangement) -> tuple[float, int, int, int]:
+    return made.step_seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
 def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> list[int]:
@@ -128,9 +154,12 @@ class _Choice:
 
 
 @functools.lru_cache(maxsize=64)
-def _choices(pieces: tuple[PieceLoad, ...], bytes_per_second: float) -> tuple[_Choice, ...]:
+def _choices(pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int]) -> tuple[_Choice, ...]:
     """Sets of pieces to stream, those with fewer bytes first; they do not depend on the room."""
-    found = set(_subsets(len(pieces)) if len(pieces) <= _FEW else _spreads(pieces, bytes_per_second))
+    if len(pieces) <= _FEW:
+        found = set(_subsets(len(pieces)))
+    else:
+        found = {*_spreads(pieces, bytes_per_second), *_with_disk_last(pieces, bytes_per_second, on_disk)}
     made = [
         _Choice(
             streamed,
@@ -163,6 +192,20 @@ def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Iterator[t
         yield tuple(chosen)
 
 
+def _with_disk_last(
+    pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]
+) -> Iterator[tuple[int, ...]]:
+    """Of what is in RAM ever more, while all else stays; then of the rest too."""
+    if not on_disk:
+        return
+    in_ram = [replace(piece, packed_bytes=0) if i in on_disk else piece for i, piece in enumerate(pieces)]
+    yield from _spreads(in_ram, bytes_per_second)
+    streamed = [i for i in range(len(pieces)) if i not in on_disk]
+    for i in spread(sorted(on_disk), [piece.seconds for piece in pieces]):
+        streamed.append(i)
+        yield tuple(sorted(streamed))
+
+
 def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:
     """How many times its computing each piece is to stream, of its copy at most, for ever more seconds in all."""
     ratios = sorted((t / c, t, c) for t, c in zip(transfer, compute, strict=True))
@@ -174,15 +217,25 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
         yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
 
 
-def _arranged(loads: Loads, choice: _Choice, ring: int) -> Arrangement:
-    pieces, before = loads.pieces, loads.before_seconds
-    sizes = [pieces[i].packed_bytes for i in choice.streamed]
+def _arranged(loads: Loads, choice: _Choice, ring: int) -> Iterator[Arrangement]:
+    """A choice with each set of pieces that may come from disk."""
+    pieces, before, sizes = loads.pieces, loads.before_seconds, loads.sizes
     compute = [piece.seconds for piece in pieces]
-    device_bytes = choice.held_bytes + ring
-    transfer = [piece.packed_bytes / loads.bytes_per_second for piece in pieces]
-    ago = overwritten(sizes, offsets(sizes, ring))
-    seconds = step_seconds(compute, transfer, choice.streamed, ago, before)
-    if unit := _ROUNDING * (before + sum(compute)):
-        seconds = max(before + sum(compute), math.ceil(seconds / unit - 1e-6) * unit)
-    copied = sum(size for size, copies_ago in zip(sizes, ago, strict=True) if copies_ago)
-    return Arrangement(ring, choice.streamed, device_bytes, copied, seconds)
+    transfer = [size / loads.bytes_per_second for size in sizes]
+    passing = [sizes[i] for i in choice.streamed]
+    ago = overwritten(passing, offsets(passing, ring))
+    copied = {i: sizes[i] for i, copies_ago in zip(choice.streamed, ago, strict=True) if copies_ago}
+    if loads.ram_bytes is None:
+        reads = [tuple(i for i in copied if i in loads.on_disk)]
+    else:
+        times = [max(done, transfer[i] * (i in copied)) for i, done in enumerate(compute)]
+        reads = list(disk_choices(copied, times, max(0, loads.ram_bytes - windows_bytes(sizes))))
+    for from_disk in reads:
+        read = {i: sizes[i] / loads.disk_bytes_per_second for i in from_disk}
+        seconds = step_seconds(compute, transfer, choice.streamed, ago, before, read)
+        if unit := _ROUNDING * (before + sum(compute)):
+            seconds = max(before + sum(compute), math.ceil(seconds / unit - 1e-6) * unit)
+        device_bytes, read_bytes = choice.held_bytes + ring, sum(sizes[i] for i in from_disk)
+        yield Arrangement(
+            ring, choice.streamed, device_bytes, sum(copied.values()), seconds, tuple(copied), from_disk, read_bytes
+        )

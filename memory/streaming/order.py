@@ -11,14 +11,14 @@ T = TypeVar("T")
 class Order(Generic[T]):
     """Which piece is called after which. At first the one that stands next, and after the last one the first.
 
-    `wanted` tells which pieces one is asked for; `forget` must be called when its answers have changed.
+    Each of `kinds` tells which pieces one is asked for; `forget` must be called when their answers have changed.
     """
 
-    def __init__(self, pieces: Sequence[T], wanted: Callable[[T], bool]) -> None:
-        self._wanted = wanted
+    def __init__(self, pieces: Sequence[T], *kinds: Callable[[T], bool]) -> None:
+        self._kinds = kinds
         self._after = {piece: pieces[(i + 1) % len(pieces)] for i, piece in enumerate(pieces)}
         self._last: T | None = None
-        self._answers: dict[T, list[T]] = {}
+        self._answers: dict[tuple[T, int], list[T]] = {}
 
     def called(self, piece: T) -> None:
         """Note that a piece is called now."""
@@ -35,16 +35,16 @@ class Order(Generic[T]):
         """Note that other pieces are wanted, or more of them."""
         self._answers.clear()
 
-    def after(self, piece: T, count: int) -> list[T]:
-        """The next pieces that are wanted, up to so many, once around at most."""
-        if piece not in self._answers:
+    def after(self, piece: T, count: int, kind: int = 0) -> list[T]:
+        """The next pieces of a kind, up to so many, once around at most."""
+        if (piece, kind) not in self._answers:
             found: list[T] = []
             following = piece
             for _ in self._after:
                 following = self._after[following]
-                if self._wanted(following) and following not in found:
+                if self._kinds[kind](following) and following not in found:
                     found.append(following)
                     if len(found) == count:
                         break
-            self._answers[piece] = found
-        return self._answers[piece]
+            self._answers[piece, kind] = found
+        return self._answers[piece, kind]

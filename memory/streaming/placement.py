@@ -38,13 +38,14 @@ def outside_inference() -> Iterator[None]:
 class Placement:
     """Base of all placements: remembers the host tensors, so that taking away is putting them back.
 
-    With `source`, which tells where the weights lie in files, by name, a module on `meta` runs straight from the disk
-    and RAM holds no more than `host_bytes`; ValueError if it does not name them all. `calls` says which modules are
-    called in which order.
+    With `source`, which tells where the weights lie in files, by name, what is on `meta` of the module comes straight
+    from the disk, and beside the rest RAM holds no more than `host_bytes`; ValueError if it does not name all. `calls`
+    says which modules are called in which order.
     """
 
     name: ClassVar[PlacementName]
     on_device: ClassVar[bool] = True
+    _streams: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Placement:
         self.device = device
         self.host_slots: list[Slot] = list(slots(module))
         self.resident_bytes = 0
-        self._bytes_in = 0
+        self._bytes_in = self._bytes_read = 0
         self._last_resort: weakref.finalize | None = None
         self.calls = calls or CallOrder()
         divided = divide(module, self.host_slots, self.calls)
@@ -70,8 +71,9 @@ class Placement:
             raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
         largest = max((slot.tensor.nbytes for slot in self.host_slots), default=0)
         self._queues = Queues(device)
-        self._found = found
-        self._supply = Supply(self._pieces, self._queues, found, largest)
+        here = {id(slot.tensor) for slot in self.host_slots if not slot.tensor.is_meta}
+        self._found = {key: at for key, at in found.items() if key not in here}
+        self._supply = Supply(self._pieces if self._streams else [], self._queues, self._found, largest)
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -113,6 +115,11 @@ class Placement:
         taken, self._bytes_in = self._bytes_in, 0
         return taken
 
+    def take_bytes_read(self) -> int:
+        """Those of them that were not in RAM."""
+        taken, self._bytes_read = self._bytes_read, 0
+        return taken
+
     def goes_with(self, unit: object) -> None:
         """Let the module be taken away at once when the unit that it is of is deleted."""
         self._last_resort = weakref.finalize(unit, self.remove)
@@ -146,6 +153,7 @@ class Placement:
         def fetch(ids: torch.Tensor) -> torch.Tensor:
             rows = rows_of(weight, self._found.get(id(weight)), ids.cpu()).to(self.device)
             self._bytes_in += rows.nbytes
+            self._bytes_read += rows.nbytes * weight.is_meta
             return rows
 
         with LookUp(weight, fetch):
@@ -155,6 +163,7 @@ class Placement:
         """Bring weights to the device: from RAM, or from the disk through the windows, which must be open."""
         copies = self._supply.bring([slot.tensor for slot in moving], self.device)
         came = sum(tensor.nbytes for tensor in copies.values())
+        self._bytes_read += came
         for slot in moving:
             if id(slot.tensor) not in copies:
                 copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)

@@ -59,6 +59,14 @@ class Queues:
             target.copy_(source, non_blocking=True)
         done.record(self.copying)
 
+    def read(self, nbytes: int, after: Any) -> Any:
+        """The event that so many bytes have come from a simulated disk, begun when `after` has happened.
+
+        None on a real device, whose files are read when they have been.
+        """
+        simulated = getattr(self.backend, "read_from_disk", None)
+        return simulated(nbytes, after) if simulated and self.copying and nbytes else None
+
     def mark_copy(self, event: Any) -> None:
         """Let the event happen when the copies queued so far are done."""
         if event:

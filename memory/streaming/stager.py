@@ -27,20 +27,23 @@ from ..units.weights import Stored
 from .queues import Queues
 from .ring import Piece, Place
 
+_TAKEN_AWAY = "the model was taken off the device while it ran."
+
 Part = Extent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
 
 
 @dataclass(eq=False)
 class _Fill:
-    """What a window holds, or will when its parts are read."""
+    """What a window holds, or will when its parts are read. One without a window is of a piece in pinned RAM."""
 
     piece: Piece | None
-    window: _Window
+    window: _Window | None
     after: _Fill | None  # what was still being read into the window when this came
     left: int = 0
     place: Place | None = None  # where it is to go
     taken: bool = False  # by `bring`
     error: BaseException | None = None
+    read: Any = None  # event of a simulated device: the parts have come from its disk
 
 
 @dataclass(eq=False)
@@ -62,8 +65,8 @@ class _Chunk:
 class Stager:
     """Windows of `nbytes` each, and the threads that fill them. `close` must follow.
 
-    One thread computes and calls this; the copies to places are queued by whichever thread comes last, the copies of
-    `bring` by its caller.
+    One thread computes and calls this; the copies to places are queued in the order in which they were asked for, by
+    whichever thread comes last, the copies of `bring` by its caller.
     """
 
     def __init__(self, queues: Queues, nbytes: int) -> None:
@@ -73,6 +76,7 @@ class Stager:
         self._changed = threading.Condition()
         self._closed = False
         self._coming: list[Piece] = []
+        self._due: deque[Place] = deque()  # whose copies wait for what is read, and for each other
         self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order in which it is given
 
     @property
@@ -89,25 +93,34 @@ class Stager:
         return False
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece has been read, or there is a window for it."""
+        """Whether a piece is in RAM or has been read, or there is a window for it."""
         with self._changed:
-            return self._fill_of(piece) is not None or bool(self._idle())
+            return not piece.parts or self._fill_of(piece) is not None or bool(self._idle())
 
     def load(self, place: Place) -> None:
         """Let a piece come to its place: now if it has been read, else as soon as it is."""
         piece = place.piece
         with self._changed:
             self.forget(place)
-            self._coming = [other for other in self._coming if other is not piece]
-            fill = self._fill_of(piece) or self._begin(piece, piece.parts or (), self._idle() or self._taken_back())
+            if piece.parts:
+                self._coming = [other for other in self._coming if other is not piece]
+                fill = self._fill_of(piece) or self._begin(piece, piece.parts, self._idle() or self._taken_back())
+            else:
+                fill = _Fill(piece, None, None)
             fill.place, place.pending = place, fill
-            self._send(fill)
+            if self._queues.copying:
+                self._due.append(place)
+                self._send_due()
+            elif not fill.left:
+                self._send(fill)
 
     def forget(self, place: Place) -> None:
         """Let nothing come to a place any more that has not been sent yet."""
         with self._changed:
             if place.pending:
                 place.pending.place = place.pending = None
+                self._due = deque(other for other in self._due if other is not place)
+                self._send_due()
 
     def ahead(self, pieces: Sequence[Piece]) -> None:
         """Read so many of the pieces, in order, as there are windows for, now and when more become free."""
@@ -121,12 +134,18 @@ class Stager:
             fill = place.pending
             if fill is None:
                 return
-            self._wait_for(fill)
+            if self._queues.copying:
+                self._changed.wait_for(lambda: self._closed or fill.error or not fill.place)
+            else:
+                self._changed.wait_for(lambda: self._closed or not fill.left)
+            if self._closed:
+                raise RuntimeError(_TAKEN_AWAY)
             if fill.error:
                 self.forget(place)
                 place.holds = False
                 raise fill.error
-            self._send(fill)
+            if not self._queues.copying:
+                self._send(fill)
 
     def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
         """Read weights to contiguous tensors on the device; their copies are queued where the caller computes."""
@@ -165,6 +184,7 @@ class Stager:
                 self.forget(window.fill.place)
             window.fill = None  # each knows the other, and would wait for the collector
         self._windows.clear()
+        self._due.clear()
 
     # Windows; all under the lock
 
@@ -192,6 +212,8 @@ class Stager:
         if window.fill:
             window.fill.error = window.fill.error or CancelledError()  # nobody waits for it
         fill = window.fill = _Fill(piece, window, window.fill)
+        nbytes = sum(part.stored_bytes for part in parts if isinstance(part, Extent))
+        fill.read = self._queues.read(nbytes, window.copied)
         work = list(_work(parts, window.memory))
         fill.left = len(work)
         for each in work:
@@ -205,18 +227,31 @@ class Stager:
                     return
                 self._begin(piece, piece.parts or (), free)
 
+    def _send_due(self) -> None:
+        """Queue the copies of what is there, up to the first that is not."""
+        while self._due and not (fill := self._due[0].pending).left:
+            self._due.popleft()
+            if not fill.error:  # or whoever waits for it is told
+                self._send(fill)
+
     def _send(self, fill: _Fill) -> None:
-        """Queue the copy to the place that a fill is for, if both are there."""
+        """Queue the copy to the place that a fill is for."""
         place, piece, window = fill.place, fill.piece, fill.window
-        if place and piece and not (fill.left or fill.error):
-            place.receive(window.memory[: piece.packed_bytes], self._queues)
+        assert place and piece
+        source = window.memory if window else piece.host
+        assert source is not None
+        if fill.read:
+            place.after = [*place.after, fill.read]
+        place.receive(source[: piece.packed_bytes], self._queues)
+        fill.place = place.pending = None
+        if window:
             self._queues.mark_copy(window.copied)
-            window.fill = fill.place = place.pending = None
+            window.fill = None
 
     def _wait_for(self, fill: _Fill) -> None:
         self._changed.wait_for(lambda: self._closed or not fill.left)
         if self._closed:
-            raise RuntimeError("the model was taken off the device while it ran.")
+            raise RuntimeError(_TAKEN_AWAY)
 
     def _deliver(self, fill: _Fill, chunk: _Chunk) -> None:
         with self._changed:
@@ -225,6 +260,8 @@ class Stager:
                 self._wait_for(fill)
                 if fill.error:
                     raise fill.error
+                assert fill.window
+                self._queues.wait(fill.read)
                 try:
                     for target, at in chunk.targets:
                         target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
@@ -258,7 +295,7 @@ class Stager:
             if fill.after:
                 with self._changed:  # its work began before this, or this would not have begun
                     self._changed.wait_for(lambda: self._closed or not (fill.after and fill.after.left))
-            if fill.window.copied:
+            if fill.window and fill.window.copied and not fill.read:  # a simulated disk has waited itself
                 fill.window.copied.synchronize()
             if not (self._closed or fill.error):
                 work()
@@ -274,7 +311,7 @@ class Stager:
     def _finish(self, fill: _Fill) -> None:
         try:
             if self._queues.copying and not self._closed:
-                self._send(fill)  # where there are no streams, the thread that computes does
+                self._send_due()  # where there are no streams, the thread that computes sends
                 self._read_ahead()
         except BaseException as error:
             fill.error = error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from .order import Order
 from .placement import Placement, outside_inference
 from .ring import Piece, Place, Ring
 
+_THROUGH = 1  # of the kinds of pieces: those that come through windows
+
 
 class Streamed(Placement):
     """Some pieces resident, the rest through a ring; everything outside the pieces is resident, tables excepted.
@@ -43,6 +46,7 @@ class Streamed(Placement):
     """
 
     name = "streamed"
+    _streams = True
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Streamed(Placement):
         self._ring: Ring | None = None
         self._current: Piece | None = None  # the one that runs
         self._called = [piece for piece in self._pieces if piece.called]
-        self._loads = loads or Loads.even(self._called)
+        self._loads = self._located(loads or Loads.even(self._called))
         self._fixed_bytes = nbytes_of(self._rest)
         least = self._least_bytes()
         if 0 < weights_bytes < least:
@@ -69,7 +73,11 @@ class Streamed(Placement):
         self._budget_bytes = max(weights_bytes, least)
         self._arrangement = self._choose(self._budget_bytes)
         self._placed = self._unsettled = False
-        self._order = Order(self._pieces, lambda piece: piece.called and piece.place is not None)
+        self._order = Order(
+            self._pieces,
+            lambda piece: piece.called and piece.place is not None,
+            lambda piece: piece.called and piece.place is not None and bool(piece.parts),
+        )
 
     @staticmethod
     def least_bytes(module: nn.Module, calls: CallOrder | None = None) -> int:
@@ -84,8 +92,8 @@ class Streamed(Placement):
     def refit(self, weights_bytes: int, loads: Loads) -> None:
         """Sit as one that is placed anew does, within so many bytes and for calls that compute this."""
         with self._lock, outside_inference():
-            self._loads, self._budget_bytes = loads, max(weights_bytes, self._least_bytes())
-            found = arrange(loads, self._budget_bytes - self._fixed_bytes)
+            self._loads, self._budget_bytes = self._located(loads), max(weights_bytes, self._least_bytes())
+            found = self._choose(self._budget_bytes, keep_ring=False)
             if found != self._arrangement:
                 self._arrangement = found
                 self._settle()
@@ -197,7 +205,7 @@ class Streamed(Placement):
         """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""
         if self._ring is None:
             return
-        upcoming = self._order.after(piece, self._ahead)
+        upcoming = self._order.after(piece, self._ring.most_at_a_time)
         kept: list[Place | None] = [self._current.place if self._current else None]
         for following in upcoming:
             place = following.place
@@ -208,13 +216,7 @@ class Streamed(Placement):
                 self._load(place)
             kept.append(place)
         if self._supply.reach:
-            self._supply.ahead(upcoming)
-
-    @property
-    def _ahead(self) -> int:
-        """How many pieces may be on their way."""
-        assert self._ring is not None
-        return self._ring.most_at_a_time + self._supply.reach
+            self._supply.ahead(self._order.after(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH))
 
     def _load(self, place: Place) -> None:
         assert self._ring is not None
@@ -223,13 +225,23 @@ class Streamed(Placement):
         self._supply.load(place)
         place.holds = True  # not before, in case it is interrupted
         self._bytes_in += place.piece.packed_bytes
+        if self._supply.is_on_disk(place.piece):
+            self._bytes_read += place.piece.packed_bytes
 
     # What streams and what stays
 
-    def _choose(self, budget_bytes: int) -> Arrangement:
+    def _located(self, loads: Loads) -> Loads:
+        """The loads, with which pieces are not in RAM."""
+        on_disk = frozenset(i for i, piece in enumerate(self._called) if self._supply.is_on_disk(piece))
+        return replace(loads, on_disk=on_disk)
+
+    def _choose(self, budget_bytes: int, keep_ring: bool = True) -> Arrangement:
         """How the pieces must lie to keep a budget; a ring that is there stays, if it can."""
-        there = self._ring.nbytes if self._ring else None
-        return arrange(self._loads, budget_bytes - self._fixed_bytes, there)
+        room, there = budget_bytes - self._fixed_bytes, self._ring.nbytes if self._ring and keep_ring else None
+        found = arrange(self._loads, room, there)
+        if self._loads.on_disk & set(found.copied) <= set(found.from_disk):
+            return found
+        return arrange(replace(self._loads, ram_bytes=None), room, there)  # RAM holds others than would be best
 
     def _least_bytes(self) -> int:
         return self._fixed_bytes + least_bytes(self._loads.pieces)

@@ -20,7 +20,8 @@ class Supply:
     """Brings pieces to the ring, and other weights to the device. `close` must follow.
 
     `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM.
-    Windows are as large as the largest piece or, where there are none, as the largest tensor of `tensor_bytes`.
+    Windows are as large as the largest of the pieces that stream or, where none do, as the largest tensor of
+    `tensor_bytes`.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Supply:
         self._window_bytes = max((piece.packed_bytes for piece in pieces), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
         self._stager: Stager | None = None
-        self.reach = 0  # how many pieces beyond those in the ring can be on their way
+        self.reach = 0  # how many pieces that come through windows can be on their way beyond those in the ring
 
     @property
     def host_bytes(self) -> int:
@@ -68,22 +69,25 @@ class Supply:
             raise
         return fresh
 
+    def is_on_disk(self, piece: Piece) -> bool:
+        """Whether a piece's weights are not in RAM."""
+        return bool(self._on_disk) and any(id(slot.tensor) in self._on_disk for slot in piece.slots)
+
     def prepare(self, pieces: list[Piece]) -> None:
         """Make pieces ready to be streamed: in pinned memory where they may be, or through the windows."""
-        if not self._on_disk:
-            for piece in pieces:
-                piece.pack(self._queues.device)
-            if not (self._queues.copying and hostbuffer.wants_pinned(self._queues.device)):
-                return
-            if all(piece.pinned for piece in pieces) or not (self._stager or self._make_windows()):
-                return
-            pieces = [piece for piece in self._pieces if piece.host is not None and not piece.pinned]
-        for piece in pieces:
+        in_ram = [piece for piece in pieces if not self.is_on_disk(piece)]
+        through = [piece for piece in pieces if piece not in in_ram]
+        for piece in in_ram:
+            piece.pack(self._queues.device)
+        wants_pinned = self._queues.copying and hostbuffer.wants_pinned(self._queues.device)
+        if wants_pinned and not all(p.pinned for p in in_ram) and (self._stager or self._make_windows()):
+            through += [piece for piece in self._pieces if piece.host is not None and not piece.pinned]
+        for piece in through:
             piece.parts = piece.parts or parts_of(piece, self._on_disk)
 
     def load(self, place: Place) -> None:
-        """Let a piece come to its place. `wait` must be asked before the place's `copied` event."""
-        if self._stager and place.piece.parts:
+        """Let a piece come to its place, behind those before it. `wait` must be asked before its `copied` event."""
+        if self._stager:
             self._stager.load(place)
             return
         assert place.piece.host is not None
@@ -104,9 +108,9 @@ class Supply:
             self._stager.wait(place)
 
     def ahead(self, upcoming: Sequence[Piece]) -> None:
-        """Read on: the pieces that come next, in order, of which those in the ring are there already."""
+        """Read on: the pieces that come next through windows, of which those in the ring are there already."""
         if self._stager:
-            self._stager.ahead([p for p in upcoming if p.parts and not (p.place and p.place.holds)])
+            self._stager.ahead([p for p in upcoming if not (p.place and p.place.holds)][: self.reach])
 
     def _new_stager(self) -> Stager:
         return Stager(self._queues, self._window_bytes)

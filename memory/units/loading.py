@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,22 +37,36 @@ Look = Callable[[int], None]  # called now and then with the bytes read so far; 
 
 
 def load_stored(
-    module: nn.Module, stored: Mapping[str, Stored], look: Look = lambda read: None, calls: CallOrder | None = None
+    module: nn.Module,
+    stored: Mapping[str, Stored],
+    look: Look = lambda read: None,
+    calls: CallOrder | None = None,
+    pieces: Collection[int] | None = None,
 ) -> bool:
-    """Read the weights of a module on `meta` into flat buffers, as `hostbuffer.pack` would lay them out.
+    """Read what is on `meta` of a module into flat buffers, as `hostbuffer.pack` would lay them out.
 
-    False, and nothing is done, if they are not all found. If reading fails the module stays as it was.
+    All of it, or that of the `pieces` that `divide` makes. False, and nothing is done, if it is not all found. If
+    reading fails the module stays as it was.
     """
     found = find_stored(module, stored)
     if found is None:
         return False
     places = list(slots(module))
     divided = divide(module, places, calls or CallOrder())
-    others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
     new: dict[int, torch.Tensor] = {}
     jobs = []
-    tables = (unique(table.slots) for table in divided.tables)
-    for tensors in (*(piece.tensors() for piece in divided.pieces), *tables, others):
+    if pieces is None:
+        others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
+        parts = [
+            *(piece.tensors() for piece in divided.pieces),
+            *(unique(each.slots) for each in divided.tables),
+            others,
+        ]
+    else:
+        parts = [divided.pieces[i].tensors() for i in pieces]
+    for tensors in parts:
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
         offsets, total = layout(tensors)
         buffer = allocate(max(1, total))
         for tensor, offset in zip(tensors, offsets, strict=True):

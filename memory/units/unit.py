@@ -1,7 +1,7 @@
 """ManagedModel: one module whose weights move between the tiers disk, host and device.
 
-The module object itself never goes away: on the disk tier its parameters are on `meta`, on the host tier they are the
-CPU tensors that stay the truth, on the device tier they are (wholly or in part) copies of those.
+The module object itself never goes away: on the disk tier its parameters are on `meta`, on the host tier they are (all
+or those of some pieces) the CPU tensors that stay the truth, on the device tier they are (wholly or in part) copies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol
 
@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .loading import Interruptible, find_stored, load_stored
-from .pieces import CallOrder
+from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
 from .weights import Stored, is_unchanged
 
@@ -47,6 +47,7 @@ class Placed(Protocol):
     def rest(self, failed: bool = False) -> None: ...
     def settle(self) -> None: ...
     def take_bytes_in(self) -> int: ...
+    def take_bytes_read(self) -> int: ...
     def remove(self) -> None: ...
 
 
@@ -88,6 +89,8 @@ class ManagedModel:
         self._stored = stored
         self._module: nn.Module | None = None
         self._on_host = False
+        self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
+        self._held_calls = CallOrder()  # by which it was divided into these
         self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
 
     @classmethod
@@ -144,7 +147,7 @@ class ManagedModel:
         """Where the weights are now."""
         if self.placement is not None and self.placement.on_device:
             return "device"
-        return "host" if self._on_host else "disk"
+        return "host" if self._on_host or self._held else "disk"
 
     @property
     def size_bytes(self) -> int:
@@ -161,12 +164,18 @@ class ManagedModel:
     @property
     def host_bytes(self) -> int:
         """RAM taken by weights now."""
-        return (self.size_bytes if self._on_host else 0) + (self.placement.host_bytes if self.placement else 0)
+        weights = self.size_bytes if self._on_host else sum(self._held.values())
+        return weights + (self.placement.host_bytes if self.placement else 0)
 
     @property
     def in_ram(self) -> bool:
         """Whether RAM holds all the weights."""
         return self._on_host
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Which of its pieces RAM holds, where it does not hold all the weights."""
+        return frozenset(self._held)
 
     @property
     def is_cached(self) -> bool:
@@ -186,6 +195,7 @@ class ManagedModel:
         """
         if self._on_host or self._read is None:
             return 0
+        here = sum(self._held.values())
         try:
             if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
                 with building, torch.inference_mode(), Interruptible(look):
@@ -193,8 +203,43 @@ class ManagedModel:
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
             raise
-        self._on_host, self._size_bytes = True, None
-        return self.size_bytes
+        self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
+        self._held.clear()
+        return max(0, self.size_bytes - here)
+
+    def hold(self, pieces: Collection[int], look: Callable[[int], None] = lambda read: None) -> int:
+        """Bring just these of its pieces to RAM, as `divide` numbers them, beside those that are there; as `load` does.
+
+        For a unit that has a `source`, and is not in RAM as a whole.
+        """
+        if self._held and self._held_calls != self.calls:
+            self.drop()
+        missing = sorted(set(pieces) - set(self._held))
+        if self._on_host or not missing or self._stored is None:
+            return 0
+        try:
+            load_stored(self.module, self._stored(), look, self.calls, missing)
+        except BaseException as error:
+            release_frames(error)
+            raise
+        divided = self._pieces()
+        read = {i: divided[i].packed_bytes for i in missing}
+        self._held, self._held_calls = self._held | read, self.calls
+        return sum(read.values())
+
+    def keep(self, pieces: Collection[int]) -> int:
+        """Give up what is in RAM of it but these of its pieces. Returns the bytes freed."""
+        if not (self._on_host or self._held) or self._held_calls != self.calls or self.source() is None:
+            return self.drop()
+        self._refuse_if_placed()
+        before, divided = self.host_bytes, self._pieces()
+        kept = {i: divided[i].packed_bytes for i in pieces if self._on_host or i in self._held}
+        self._leave([slot for i in kept for slot in divided[i].slots])
+        self._held, self._held_calls, self._on_host = kept, self.calls, False
+        return before - self.host_bytes
+
+    def _pieces(self) -> list[PieceWeights]:
+        return divide(self.module, list(slots(self.module)), self.calls).pieces
 
     def source(self) -> Mapping[str, Stored] | None:
         """Where the weights lie in files, for `Streamed` to run from there without a `load`.
@@ -209,20 +254,48 @@ class ManagedModel:
         places = self._stored().values() if self._stored else ()
         return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in places})
 
-    def drop(self) -> int:
-        """Give the host copy up; it is read again when next needed. Returns the bytes freed."""
-        if not self._on_host or self._read is None:
+    def drop(self, nbytes: int | None = None) -> int:
+        """Give the host copy up, or whole pieces of it until so many bytes are free; they are read again when needed.
+
+        Returns the bytes freed.
+        """
+        if not (self._on_host or self._held) or self._read is None:
             return 0
+        self._refuse_if_placed()
+        freed = self.host_bytes
+        if nbytes is not None and nbytes < freed and self.source() is not None:
+            return self._drop_some(nbytes)
+        self._leave([])
+        self._on_host, self._size_bytes = False, None
+        self._held.clear()
+        return freed
+
+    def _drop_some(self, nbytes: int) -> int:
+        """Of a unit that is whole first what is in no piece, then the last pieces."""
+        if self._held_calls != self.calls:
+            return self.drop()
+        divided, left = self._pieces(), self.host_bytes - nbytes
+        kept: list[int] = []
+        for i in sorted(range(len(divided)) if self._on_host else self._held):
+            if (left := left - divided[i].packed_bytes) < 0:
+                break
+            kept.append(i)
+        return self.keep(kept)
+
+    def _refuse_if_placed(self) -> None:
         if self.placement is not None:
             raise RuntimeError(f"{self.name} is in use and cannot be dropped to disk.")
-        freed = self.size_bytes
+
+    def _leave(self, staying: list[Slot]) -> None:
+        """Put all weights on `meta` but those in the `staying` places."""
+        stay = {id(slot.tensor) for slot in staying}
         left: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for slot in slots(self.module):
+            if id(slot.tensor) in stay:
+                continue
             if id(slot.tensor) not in left:
                 left[id(slot.tensor)] = _without_weights(slot.tensor)
             slot.holder[slot.key] = left[id(slot.tensor)]
-        self._on_host, self._size_bytes = False, None
-        return freed
 
     def _host_slots(self) -> Iterator[Slot]:
         return iter(self.placement.host_slots) if self.placement else slots(self.module)

@@ -98,7 +98,7 @@ def plan_stage(
             strategy=strategy,
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
-            in_ram=named[unit].tier != "disk",
+            in_ram_bytes=named[unit].host_bytes,
             from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
         )
         for unit, work in forecast.units.items()

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import ballast
 import pytest
 import torch
-from ballast.memory import ManagedModel, manager
+from ballast.memory import ManagedModel
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
 from ballast.memory.streaming import queues, ring, stager
@@ -122,12 +121,14 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
         check(module, expected)
     settle(placement)
     sim.reset_stats()
-    placement.take_bytes_in()
+    placement.take_bytes_in(), placement.take_bytes_read()
+    ring_bytes = placement._arrangement.ring_bytes  # by which it may be more or less ahead of the step
     for step in range(3):
         check(module, expected)
         settle(placement)
-        assert sim.stats().h2d_bytes == (step + 1) * (placement.streamed_bytes + NOISE)
-    assert placement.take_bytes_in() == 3 * placement.streamed_bytes
+        asked = (step + 1) * (placement.streamed_bytes + NOISE)
+        assert abs(sim.stats().h2d_bytes - asked) <= ring_bytes
+    assert placement.take_bytes_in() == placement.take_bytes_read() == sim.stats().h2d_bytes - 3 * NOISE
     assert all(slot.tensor.is_meta for slot in placement.host_slots if isinstance(slot.tensor, nn.Parameter))
     assert set(hostbuffer._pages) - before == windows
     placement.remove()
@@ -596,65 +597,3 @@ def test_what_could_not_be_pinned_comes_through_windows(
     placement.remove()
     assert sim.stats().allocated_bytes == 0
     assert sim.stats().hazards == 0
-
-
-# Through the manager
-
-
-@pytest.mark.parametrize("strategy", ["auto", "streamed", "resident"])
-def test_pipeline_whose_transformer_exceeds_the_ram_budget_runs_from_disk(
-    strategy: str, tiny_folders: Callable[[str], Path], sim: ModuleType
-) -> None:
-    folder = tiny_folders("flux")
-    size = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
-    pipe = ballast.open_pipeline(folder, device="sim")
-    cond = pipe.encode("a red boat")
-    expected = pipe.sample(cond, **size)
-    (dit,) = pipe.denoisers
-    vram = pipe.plan(**size, cond=cond, vram=1, strategy="streamed").sampling.peak_vram_bytes
-    scant = ballast.open_pipeline(
-        folder, device="sim", ram=dit.size_bytes - 1, vram=vram if strategy == "auto" else None
-    )
-    plan = scant.plan(**size, cond=cond, strategy=strategy).sampling
-    assert plan.from_disk and "from disk" in plan.reason
-    (poor,) = scant.denoisers
-    seen: list[tuple[int, int]] = []
-    mgr = manager("sim")
-    for _ in range(2):
-        read = mgr.disk_bytes_read
-        latents = scant.sample(cond, **size, strategy=strategy, on_step=lambda *_: seen.append((poor.host_bytes, 1)))
-        torch.testing.assert_close(latents, expected, atol=0, rtol=0)
-        assert mgr.disk_bytes_read > read
-        assert (poor.tier, poor.host_bytes, sim.stats().allocated_bytes) == ("disk", 0, 0)
-        record = mgr.timeline.stages[-1]
-        assert record.peak_bytes == plan.peak_vram_bytes
-    windows = 0 if plan.placement == "resident" else plan.ram_bytes  # which go when all has been read
-    assert {held for held, _ in seen} == {windows}, "the windows, nothing else"
-    torch.testing.assert_close(scant.sample(cond, **size, strategy="leafwise"), expected, atol=0, rtol=0)
-
-
-def test_refused_ram_means_disk(
-    tiny_folders: Callable[[str], Path], sim: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system gives no more pages while the transformer is read: it runs from its files, and nothing is left."""
-    size = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
-    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
-    cond = pipe.encode("a red boat")
-    expected = pipe.sample(cond, **size)
-    assert pipe.denoisers[0].drop()
-    allocate, made = hostbuffer.allocate, [0]
-
-    def refused(nbytes: int) -> torch.Tensor:
-        made[0] += 1
-        if made[0] > 5:
-            raise MemoryError("the system gives no more RAM")
-        return allocate(nbytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ballast.memory.units.loading.allocate", refused)
-        latents = pipe.sample(cond, **size)
-        (unit,) = pipe.denoisers
-        assert unit.tier == "disk"
-    assert made[0] == 6
-    torch.testing.assert_close(latents, expected, atol=0, rtol=0)
-    assert torch.equal(pipe.sample(cond, **size), expected)

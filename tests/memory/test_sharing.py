@@ -338,10 +338,17 @@ def test_cached_copies_go_before_others(models: dict[str, Path], sim: ModuleType
     Run(cached)
     del cached
     mgr = manager("sim")
-    mgr.limit(ram=mgr.report().host_bytes - 1)
+    held = mgr.report().host_bytes
+    for less in (1, held // 4):
+        mgr.limit(ram=held - less)
+        mgr._residents.copies.keep_budget()
+        assert mgr.report().host_bytes <= held - less
+        assert used.denoisers[0].in_ram and used.encoders[0].in_ram
+        assert any(unit.label == "other" for unit in mgr.report().units if unit.host_bytes), "no more than must"
+    mgr.limit(ram=used.denoisers[0].size_bytes + used.encoders[0].size_bytes)
     mgr._residents.copies.keep_budget()
-    assert used.denoisers[0].in_ram and used.encoders[0].in_ram
     assert [unit.label for unit in mgr.report().units if unit.host_bytes] == ["shapes"] * 2
+    check_books(sim)
     mgr.limit()
     del used
 

@@ -54,7 +54,7 @@ def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:
     assert loads.before_seconds == 0.5
     assert [piece.seconds for piece in loads.pieces] == [7.0, 24.0, 32.0]
     assert loads.bytes_per_second == 10.0
-    assert sizes.loads(work, Rates(10.0, 10.0, 5.0, 1.0), from_disk=True).bytes_per_second == 5.0
+    assert loads.disk_bytes_per_second == 5.0
     even = sizes.loads(None, Rates(10.0, 10.0, 5.0, 1.0))
     assert [piece.seconds for piece in even.pieces] == [1.0, 1.0, 2.0]
 
@@ -80,13 +80,29 @@ def test_reasons_and_what_was_rejected() -> None:
 
 
 def test_short_ram_means_disk_with_its_seconds() -> None:
-    plan = planned("8GB", ram="4GB", from_disk=True)
-    assert plan.from_disk and plan.label.startswith("streamed from disk, ")
-    assert plan.ram_bytes == 3 * PIECE
-    assert plan.step_seconds == pytest.approx(2 * (plan.whole_bytes - plan.stay_bytes) / 3e9, rel=0.02)
-    assert "so they are read from disk, " in plan.reason
-    assert planned("24GB", ram="4GB", from_disk=True).placement == "resident"
+    plan = planned("8GB", ram="2GB", from_disk=True)
+    assert plan.from_disk and plan.read_bytes
+    assert plan.label.endswith(f" of the weights stay, {plan.read_bytes / plan.whole_bytes:.0%} come from disk")
+    assert 1.9 * GB < plan.ram_bytes <= 2 * GB
+    passing = plan.whole_bytes - plan.stay_bytes - plan.ring_bytes
+    assert plan.read_bytes == pytest.approx(passing - (2 * GB - 3 * PIECE), abs=2 * plan.ring_bytes)
+    assert plan.step_seconds == pytest.approx(2 * plan.read_bytes / 3e9, rel=0.02)
+    assert f"{plan.read_bytes / GB:.2f} GB are read from disk in each step, {plan.read_seconds:.1f} s" in plan.reason
+    enough = planned("8GB", ram="4GB", from_disk=True)
+    assert enough.from_disk and not enough.read_bytes, "what stays on the device needs no copy in RAM"
+    assert enough.step_seconds == planned("8GB").step_seconds
+    resident = planned("24GB", ram="4GB", from_disk=True)
+    assert (resident.placement, resident.read_bytes) == ("resident", 0)
+    assert resident.reason.endswith("; 11.0 GB do not fit 4.00 GB of RAM, which holds 3.81 GB.")
     assert planned("8GB", ram="4GB").ram_bytes == 11 * GB, "what cannot run from disk is held all the same"
+    windows = planned("8GB", ram="0.1GB", from_disk=True)
+    assert not windows.fits and windows.reason == "Nothing fits 102 MB of RAM: streamed from disk wants 192 MB."
+
+
+def test_more_ram_is_never_slower() -> None:
+    seconds = [planned("6GB", ram=f"{ram / 2}GB", from_disk=True).step_seconds for ram in range(1, 26)]
+    assert all(more <= less for less, more in itertools.pairwise(seconds))
+    assert seconds[-1] < seconds[0] / 2
 
 
 def test_forecasts_survive_a_file_and_damaged_ones_are_errors() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
-from ballast.memory.planning.ring import offsets, overwritten, step_seconds
+from ballast.memory.planning.ring import WINDOWS, offsets, overwritten, step_seconds
 from ballast.memory.planning.solver import RINGS, Arrangement, Loads, PieceLoad, arrange, least_bytes, least_ring_bytes
+from ballast.memory.planning.tiers import disk_choices, held_in_ram, spread, windows_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,14 +32,21 @@ def replay(loads: Loads, found: Arrangement, steps: int = 6) -> float:
     at = dict(zip(found.streamed, offsets(sizes, found.ring_bytes), strict=True))
     used = [0.0] * found.ring_bytes
     owner = [-1] * found.ring_bytes
-    copied = done = last = 0.0
+    copied = done = last = fetched = 0.0
+    out_of: list[float] = []  # ends of the copies of what was read, in order
     for _ in range(steps):
         last, done = done, done + loads.before_seconds
         for i, piece in enumerate(loads.pieces):
             if i in at:
                 place = range(at[i], at[i] + piece.packed_bytes)
                 if any(owner[byte] != i for byte in place):
+                    if i in found.from_disk:
+                        window = out_of[-WINDOWS] if len(out_of) >= WINDOWS else 0.0
+                        fetched = max(fetched, window) + piece.packed_bytes / loads.disk_bytes_per_second
+                        copied = max(copied, fetched)
                     copied = max(copied, max(used[byte] for byte in place)) + piece.packed_bytes
+                    if i in found.from_disk:
+                        out_of.append(copied)
                 done = max(done, copied)
                 for byte in place:
                     owner[byte], used[byte] = i, done + piece.seconds
@@ -104,9 +113,13 @@ def test_more_room_is_never_slower(pieces: list[tuple[int, int, float]], shares:
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.floats(0, 3)), min_size=1, max_size=15),
     st.floats(0, 1),
+    st.floats(0, 1.2),
+    st.floats(0.05, 3),
 )
-def test_its_seconds_are_those_of_the_bytes_in_the_ring(pieces: list[tuple[int, int, float]], share: float) -> None:
-    loads = loads_of(pieces, 5.0)
+def test_its_seconds_are_those_of_the_bytes_in_the_ring(
+    pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float
+) -> None:
+    loads = in_ram(loads_of(pieces, 5.0), ram_share, disk)
     found = arrange(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
     if found.ring_bytes:
         assert replay(loads, found) * (1 - 1e-6) <= found.step_seconds <= 1.001001 * replay(loads, found) + 1e-6
@@ -130,6 +143,99 @@ def test_as_good_as_all_choices_of_up_to_eight(pieces: list[tuple[int, int, floa
             compute, transfer = [p.seconds for p in loads.pieces], [float(p.packed_bytes) for p in loads.pieces]
             best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
     assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+
+
+def in_ram(loads: Loads, share: float, disk: float) -> Loads:
+    """The same with RAM for a share of the pieces, and a disk so many times as fast as the copies."""
+    ram = windows_bytes(loads.sizes) + int(share * sum(loads.sizes))
+    return replace(loads, ram_bytes=ram, disk_bytes_per_second=disk)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PIECES, st.floats(0, 1.1), st.floats(-0.2, 1.1), st.floats(0.05, 3))
+def test_never_over_the_ram(pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float) -> None:
+    loads = in_ram(loads_of(pieces), ram_share, disk)
+    found = arrange(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
+    assert set(found.from_disk) <= set(found.copied) <= set(found.streamed)
+    assert found.read_bytes == sum(loads.sizes[i] for i in found.from_disk)
+    kept = [i for i in found.copied if i not in found.from_disk]
+    ram = max(loads.ram_bytes or 0, windows_bytes(loads.sizes))
+    assert windows_bytes(loads.sizes) + sum(loads.sizes[i] for i in kept) <= ram
+    held_pieces = held_in_ram(loads.sizes, found.copied, found.from_disk, ram)
+    assert set(kept) <= held_pieces and not held_pieces & set(found.from_disk)
+    assert windows_bytes(loads.sizes) + sum(loads.sizes[i] for i in held_pieces) <= ram
+    assert found.step_seconds >= 0.999999 * found.read_bytes / disk
+    # What is there by now is taken as it is.
+    placed = replace(loads, ram_bytes=None, on_disk=frozenset(range(len(pieces))) - held_pieces)
+    again = arrange(placed, found.device_bytes)
+    assert set(again.from_disk) == set(again.copied) & placed.on_disk
+    assert again.step_seconds <= found.step_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, st.lists(st.floats(0, 1.1), min_size=2, max_size=5), st.floats(0, 1), st.floats(0.05, 3))
+def test_more_ram_is_never_slower(
+    pieces: list[tuple[int, int, float]], shares: list[float], room_share: float, disk: float
+) -> None:
+    loads = loads_of(pieces)
+    whole = sum(piece.held_bytes for piece in loads.pieces)
+    for ram, room in ((True, False), (False, True)):
+        seconds = [
+            arrange(
+                in_ram(loads, share if ram else 0.4, disk), int((share if room else room_share) * whole)
+            ).step_seconds
+            for share in sorted(shares)
+        ]
+        assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3)), min_size=3, max_size=6),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0.1, 2),
+)
+def test_as_good_as_all_mixes_of_three_tiers(
+    pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float
+) -> None:
+    loads = in_ram(loads_of(pieces), ram_share, disk)
+    count, sizes = len(pieces), loads.sizes
+    room = max(int(share * sum(piece.held_bytes for piece in loads.pieces)), least_bytes(loads.pieces))
+    best = float("inf")
+    for tiers in itertools.product(("device", "ram", "disk"), repeat=count):
+        streamed = tuple(i for i in range(count) if tiers[i] != "device")
+        for times in (0, *RINGS):
+            ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
+            if held(loads, Arrangement(ring, streamed, 0, 0, 0.0)) + ring > room or (streamed and not ring):
+                continue
+            packed = [sizes[i] for i in streamed]
+            ago = overwritten(packed, offsets(packed, ring))
+            copied = [i for i, copies_ago in zip(streamed, ago, strict=True) if copies_ago]
+            if sum(sizes[i] for i in copied if tiers[i] == "ram") + windows_bytes(sizes) > (loads.ram_bytes or 0):
+                continue
+            read = {i: sizes[i] / disk for i in copied if tiers[i] == "disk"}
+            compute, transfer = [p.seconds for p in loads.pieces], [float(size) for size in sizes]
+            best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0, read))
+    assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+
+
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=60), st.data())
+def test_any_number_of_the_spread_lies_evenly(seconds: list[float], data: st.DataObject) -> None:
+    among = sorted(data.draw(st.sets(st.integers(0, len(seconds) - 1), min_size=1)))
+    assert sorted(spread(among, seconds)) == among
+    even = spread(list(range(64)), [1.0] * 64)
+    for count in (2, 4, 8, 16, 32):
+        gaps = [after - before for before, after in itertools.pairwise([*sorted(even[:count]), even[0] + 64])]
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_less_ram_reads_what_more_does_too() -> None:
+    copied = {i: 10 + i % 3 for i in range(40)}
+    seconds = [float(i % 5) for i in range(50)]
+    reads = [set(next(iter(disk_choices(copied, seconds, ram)))) for ram in range(0, 450, 7)]
+    assert all(more <= less for less, more in itertools.pairwise(reads))
+    assert reads[0] == set(copied) and not reads[-1]
 
 
 def test_of_equally_fast_arrangements_that_which_copies_least_is_taken() -> None:
