@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -55,30 +56,32 @@ def stream(found: Mapping[str, Any]) -> Image.Image:
 
 
 def published(found: Mapping[str, Any]) -> Image.Image:
-    """Predicted steps over their bounds: a panel for each ratio of computing to copying, a line for each model."""
-    rows, figure = found["rows"], new_figure(_WIDTH, 400)
-    rate = found["bus_bytes_per_second"] / 1e9
-    note = f"As the solver predicts it, for {rate:.0f} GB/s to the card; all weights are in RAM."
-    _head(figure, "Streaming of published models: a step over its bound", note)
+    """Predicted steps over their bounds: panels by computing to copying and by RAM, a line for each model."""
+    rows = found["rows"]
     ratios = sorted({row["compute_over_transfer"] for row in rows})
+    shares = sorted({row["ram_share"] for row in rows}, reverse=True)
+    figure = new_figure(_WIDTH, 150 + 190 * len(shares))
+    bus, disk = (found[name] / 1e9 for name in ("bus_bytes_per_second", "disk_bytes_per_second"))
+    note = f"As the solver predicts it, for {bus:.0f} GB/s to the card and {disk:.0f} GB/s from disk."
+    _head(figure, "Streaming of published models: a step over its bound", note)
     colours = dict(zip([model["model"] for model in found["models"]], _SERIES, strict=False))
     ceiling = max(1.3, *(row["over_bound"] for row in rows)) + 0.02
     width = (_WIDTH - _SIDE) / len(ratios)
-    for number, ratio in enumerate(ratios):
-        left = _SIDE + number * width
-        write(figure, left, 92, f"computing / copying {ratio:g}", size=LARGE)
-        axes = new_axes(figure, left, 112, left + width - _SIDE, 310, GROUND)
-        axes.set(xlim=(0, 1), ylim=(0.9, ceiling), yticks=[])
+    for (down, share), (number, ratio) in itertools.product(enumerate(shares), enumerate(ratios)):
+        left, top = _SIDE + number * width, 92 + 190 * down
+        write(figure, left, top, f"computing / copying {ratio:g}, RAM for {share:.0%}", size=LARGE)
+        axes = new_axes(figure, left, top + 20, left + width - _SIDE, top + 150, GROUND)
+        axes.set(xlim=(0, 1), ylim=(0.8, ceiling), yticks=[])
         for level in (1.0, 1.1, 1.2):
             axes.axhline(level, color=_BOUND if level == 1 else MUTED, linewidth=1.5 if level == 1 else 0.4)
             write(axes, 0.99, level + 0.012, f"{level:g}", MUTED, at="right")
         for model, colour in colours.items():
-            own = [row for row in rows if (row["model"], row["compute_over_transfer"]) == (model, ratio)]
+            own = [r for r in rows if (r["model"], r["compute_over_transfer"], r["ram_share"]) == (model, ratio, share)]
             axes.plot([row["residency"] for row in own], [row["over_bound"] for row in own], color=colour)
         axes.set_xticks([0.25, 0.5, 0.75], ["25%", "50%", "75%"], color=INK)
     add_legend(figure, [Line2D([], [], color=colour, label=model) for model, colour in colours.items()], _SIDE, 52)
     below = "below: share of the weights that there is room for beside the ring"
-    write(figure, _WIDTH - _SIDE, 385, below, MUTED, at="right")
+    write(figure, _WIDTH - _SIDE, 135 + 190 * len(shares), below, MUTED, at="right")
     return to_image(figure)
 
 

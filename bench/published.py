@@ -6,6 +6,7 @@ go by too, tells how long a step takes. No device, no weights.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,17 +14,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..memory.planning.solver import Loads, PieceLoad, arrange
+from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
 from . import charts, report
 
 BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
 RESIDENCIES = tuple(tenths / 10 for tenths in range(11))  # shares of the weights that there is room for beside the ring
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all pieces
+RAM_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the weights that RAM has room for beside the windows
 RING_PIECES = 4  # of the largest: the room for the ring
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,7 +83,7 @@ print(json.dumps([pieces, loads.before_seconds]))
 class Row:
     """A steady step of a model with room for a share of its weights. Seconds are those of one call of the transformer.
 
-    `ram_share` is how much of the weights lies in RAM, and does not come from disk.
+    `ram_share` is how much of the weights RAM has room for; what is neither there nor on the device comes from disk.
     """
 
     model: str
@@ -105,6 +108,7 @@ def run(
     if unknown := set(names) - set(MODELS):
         raise ValueError(f"--models has {', '.join(sorted(unknown))}. Known are {', '.join(MODELS)}.")
     found: dict[str, Any] = {"bus_bytes_per_second": BUS_BYTES_PER_SECOND, "ring_pieces": RING_PIECES, "models": []}
+    found["disk_bytes_per_second"] = ASSUMED.disk_bytes_per_second
     found["rows"] = []
     for name in names:
         loads = find_loads(MODELS[name])
@@ -149,25 +153,32 @@ def facts(name: str, loads: Loads) -> dict[str, Any]:
 
 
 def solve(
-    name: str, loads: Loads, residencies: Sequence[float] = RESIDENCIES, ratios: Sequence[float] = RATIOS
+    name: str,
+    loads: Loads,
+    residencies: Sequence[float] = RESIDENCIES,
+    ratios: Sequence[float] = RATIOS,
+    ram_shares: Sequence[float] = RAM_SHARES,
 ) -> Iterator[Row]:
     """The rows of a model: what its pieces compute is scaled to each ratio, as a whole.
 
-    The bound is max(computing, the weights that there is no room for / the rate). A ring that takes less than its room
-    leaves some of that to weights, so a step may lie a little below.
+    The bound is the largest of the computing, of the weights that the device has no room for / the rate of the bus,
+    and of those that RAM has no room for either / the rate of the disk. A ring that takes less than its room leaves
+    some of that to weights, so a step may lie a little below.
     """
-    pieces, rate = loads.pieces, loads.bytes_per_second
+    pieces, bus, disk = loads.pieces, loads.bytes_per_second, ASSUMED.disk_bytes_per_second
     weight_bytes = sum(piece.held_bytes for piece in pieces)
     ring_bytes = RING_PIECES * max(piece.packed_bytes for piece in pieces)
-    copying = sum(piece.packed_bytes for piece in pieces) / rate
-    for ratio in ratios:
+    copying = sum(piece.packed_bytes for piece in pieces) / bus
+    for ratio, ram_share in itertools.product(ratios, ram_shares):
         times = ratio * copying / _compute(loads)
-        scaled = tuple(PieceLoad(p.packed_bytes, p.held_bytes, p.seconds * times) for p in pieces)
-        load = Loads(scaled, rate, loads.before_seconds * times)
+        scaled = tuple(replace(piece, seconds=piece.seconds * times) for piece in pieces)
+        ram_bytes = windows_bytes(loads.sizes) + math.ceil(ram_share * weight_bytes) if ram_share < 1 else None
+        load = Loads(scaled, bus, loads.before_seconds * times, disk, ram_bytes=ram_bytes)
         for residency in residencies:
             step = arrange(load, math.ceil(residency * weight_bytes) + ring_bytes).step_seconds
-            bound = max(ratio * copying, (1 - residency) * weight_bytes / rate)
-            yield Row(name, residency, ratio, 1.0, step, bound, step / bound)
+            from_disk = max(0.0, 1 - residency - ram_share) * weight_bytes / disk
+            bound = max(ratio * copying, (1 - residency) * weight_bytes / bus, from_disk)
+            yield Row(name, residency, ratio, ram_share, step, bound, step / bound)
 
 
 def _compute(loads: Loads) -> float:
