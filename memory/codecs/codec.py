@@ -1,0 +1,138 @@
+"""What all codecs share: which bytes a weight is stored as, what decoding takes, and the one call that decodes.
+
+A codec is plain data about one weight, known from a file's header or when the weight is encoded: its stored bytes may
+then lie anywhere. It imports no other room, holds no tensor, and no tensor subclass is made or met.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar, TypeVar
+
+import torch
+
+# Decoded at once: what a chunk needs beside its result stays in the cache of most cards.
+CHUNK_WEIGHTS = 2**20
+
+C = TypeVar("C", bound="Codec")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the flat tensors that a weight is stored as: so many elements of a type."""
+
+    name: str
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """How one weight of a shape is stored, and the type that it is decoded to.
+
+    Decoding is work of the device alone for every codec here: all counts are known on the host before, nothing is
+    copied to the device for it, and the host never waits for a result.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: ClassVar[str]
+    chunk_bytes: ClassVar[int] = 0  # that decoding holds for each weight of a chunk, beside `parts` and `out`
+
+    @property
+    def count(self) -> int:
+        """Weights."""
+        return prod(self.shape)
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """What is stored, in the order in which `decode` takes it."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts: what lies in RAM and crosses the bus."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of the plain tensor."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that decoding holds on the device at once, beside the parts and the result."""
+        return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
+
+    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the weight into `out`, a contiguous tensor of `shape` (or as many elements) and `dtype`.
+
+        `parts` are flat and contiguous, on the device of `out`. Raises ValueError, before anything is written, if they
+        or `out` are not as this codec says.
+        """
+        given = [(part.dtype, part.numel()) for part in parts]
+        if given != [(part.dtype, part.count) for part in self.parts]:
+            raise ValueError(f"{self.name} of {self.shape} is stored as {_told(self.parts)}, not as {given}.")
+        if (out.dtype, out.numel()) != (self.dtype, self.count):
+            raise ValueError(
+                f"{self.name} of {self.shape} becomes {self.dtype}, not {out.dtype} of {tuple(out.shape)}."
+            )
+        if any(not tensor.is_contiguous() or tensor.device != out.device for tensor in (*parts, out)):
+            raise ValueError(f"{self.name} of {self.shape} needs contiguous parts and result, all on {out.device}.")
+        if self.count:
+            self._decode([part.view(-1) for part in parts], out.view(-1))
+
+    @abstractmethod
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """The same with flat tensors that were checked, and at least one weight."""
+
+    def fitted(self: C, shape: tuple[int, ...], dtype: torch.dtype) -> C:
+        """The same stored bytes as a parameter of a module takes them. ValueError if they are not that parameter's."""
+        with suppress(ValueError):
+            fitted = replace(self, shape=tuple(shape), dtype=dtype)
+            if fitted.parts == self.parts:
+                return fitted
+        raise ValueError(f"{self.name} of {self.shape} does not hold a weight of {tuple(shape)}.")
+
+
+def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """A matrix in parts of at most a chunk: some whole rows, or some of one row."""
+    high = max(1, CHUNK_WEIGHTS // columns)
+    wide = min(columns, CHUNK_WEIGHTS)
+    for row in range(0, rows, high):
+        for column in range(0, columns, wide):
+            yield slice(row, min(row + high, rows)), slice(column, min(column + wide, columns))
+
+
+def chunks(count: int, step: int = CHUNK_WEIGHTS) -> Iterator[slice]:
+    """So many elements, a step at a time."""
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+def pair_table(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Of two tables of 16 entries one of 256, so that one lookup decodes two weights: [256, 2] of their type.
+
+    At each byte it has the entry of the first at the byte's low half, and that of the second at its high half.
+    """
+    return torch.stack((first.expand(16, 16), second[:, None].expand(16, 16)), dim=-1).reshape(256, 2)
+
+
+def table_of(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A multiple of 8 int8 values as a tensor on a device, by fills: to copy a list there makes the host wait."""
+    eights = struct.unpack(f"<{len(values) // 8}q", struct.pack(f"<{len(values)}b", *values))
+    return torch.cat([torch.full((1,), eight, dtype=torch.int64, device=device) for eight in eights]).view(torch.int8)
+
+
+def _told(parts: Sequence[Part]) -> list[tuple[torch.dtype, int]]:
+    return [(part.dtype, part.count) for part in parts]

@@ -1,0 +1,32 @@
+"""Weights stored as they are: plain tensors of any type that torch knows, cast on the way where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .codec import Codec, Part
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """One plain tensor of type `stored`."""
+
+    stored: torch.dtype
+    name: ClassVar[str] = "raw"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tensor itself."""
+        return (Part("weight", self.stored, self.count),)
+
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(parts[0])
+
+
+def encode(weight: torch.Tensor) -> tuple[Raw, tuple[torch.Tensor, ...]]:
+    """A plain weight as what a codec would store of it: itself, flat."""
+    return Raw(tuple(weight.shape), weight.dtype, weight.dtype), (weight.detach().reshape(-1),)
