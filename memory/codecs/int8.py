@@ -1,0 +1,81 @@
+"""Weights of 8-bit integers: a scale for each row, or one for all.
+
+Made at load from plain weights, or found in files: `int8_tensorwise` of ComfyUI, whose scale may be of rows all the
+same. Its variant "convrot" (grouped Hadamard, as in QuaRot, arXiv 2404.00456) turns each group of columns by an
+orthogonal matrix before rounding, which spreads outliers over the group; here it is turned back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import scaled
+from .codec import CHUNK_WEIGHTS, chunks
+from .scaled import Scaled
+
+LARGEST = 127
+
+
+@dataclass(frozen=True)
+class Int8(Scaled):
+    """Integers times scales."""
+
+    name: ClassVar[str] = "int8"
+
+
+@dataclass(frozen=True)
+class RotatedInt8(Scaled):
+    """Integers times scales, turned by a regular Hadamard matrix in groups of `group` columns, a power of 4.
+
+    Turning the integers is exact in float32, and in TF32 as well: they and the matrix have few bits, and so have their
+    sums. Only the product with the scale is rounded, where Kitchen rounds before it turns.
+    """
+
+    group: int = 256
+    name: ClassVar[str] = "int8 convrot"
+    chunk_bytes: ClassVar[int] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_group(self.group) or not self.shape or self.shape[-1] % self.group or len(self.shape) != 2:
+            raise ValueError(f"{self.name} of {self.shape} cannot be turned in groups of {self.group} columns.")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """That of a chunk, and the matrix with what it is made of."""
+        return super().workspace_bytes + 12 * self.group**2 + 4 * self.scales
+
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        values, result = (tensor.view(self.rows, -1, self.group) for tensor in (parts[0], out))
+        matrix = _hadamard(self.group, out.device)
+        scales = (parts[1].to(torch.float32) / self.group**0.5).view(-1, 1, 1).expand(self.rows, 1, 1)
+        for rows in chunks(self.rows, max(1, CHUNK_WEIGHTS // self.shape[1])):
+            torch.mul(values[rows].to(torch.float32) @ matrix, scales[rows], out=result[rows])
+
+
+def is_group(size: int) -> bool:
+    """Whether there is a regular Hadamard matrix as Kitchen makes it: of 4, 16, 64, 256, 1024 or 4096."""
+    return size in (4, 16, 64, 256, 1024, 4096)
+
+
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """A regular, symmetric Hadamard matrix of ones and minus ones, float32: its square is `size` times the identity."""
+    four = 1 - 2 * torch.eye(4, device=device).flip(0)
+    matrix = four
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    return matrix
+
+
+def encode(weight: torch.Tensor) -> scaled.Encoded:
+    """A matrix on the CPU with a scale for each row, that of its largest value 127; raw where that is no gain."""
+    return scaled.encode(
+        weight,
+        LARGEST,
+        lambda shape, dtype, rows: Int8(shape, dtype, torch.int8, rows),
+        lambda values: values.round_().to(torch.int8),
+    )

@@ -1,0 +1,91 @@
+"""Weights of 8 bits times scales: what int8 and fp8 have in common. One scale for all, or one for each row.
+
+The product is taken in float32 and rounded once. Kitchen (PyPI comfy-kitchen) rounds the scale of fp8 to the type of
+the result first, which costs up to two units in the last place of bf16; in float32 both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import raw
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, tiles
+
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_SCALE = 1e-30  # of a row of zeros
+
+
+@dataclass(frozen=True)
+class Scaled(Codec):
+    """A matrix [rows, columns], all dimensions but the first taken together, with `scales` scales: 1, or `rows`."""
+
+    stored: torch.dtype
+    scales: int
+    scale_type: torch.dtype = torch.float32
+    chunk_bytes: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        if self.scales not in (1, self.rows):
+            raise ValueError(f"{self.name} of {self.shape} has {self.scales} scales, not 1 and not one for each row.")
+
+    @property
+    def rows(self) -> int:
+        """Rows, as scales count them."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The values, then their scales."""
+        return Part("weight", self.stored, self.count), Part("scale", self.scale_type, self.scales)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """That of a chunk, and the scales if they are widened."""
+        return super().workspace_bytes + (0 if self.scale_type == torch.float32 else 4 * self.scales)
+
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        rows = self.rows if self.scales > 1 else 1
+        values, result = parts[0].view(rows, -1), out.view(rows, -1)
+        scales = parts[1].to(torch.float32).view(-1, 1)
+        for tile in tiles(*values.shape):
+            tile_values = values[tile]
+            if tile_values.is_floating_point():  # torch promotes integers by itself, and fp8 never
+                tile_values = tile_values.to(torch.float32)
+            torch.mul(tile_values, scales[tile[0]], out=result[tile])
+
+
+Encoded = tuple[Codec, tuple[torch.Tensor, ...]]
+
+
+def encode(
+    weight: torch.Tensor,
+    largest: float,
+    codec: Callable[[tuple[int, ...], torch.dtype, int], Scaled],
+    quantize: Callable[[torch.Tensor], torch.Tensor],
+) -> Encoded:
+    """A floating weight on the CPU in rows, each divided by its own scale: that of its largest value is `largest`.
+
+    Raw, if it is not a matrix (or of more dimensions), would not shrink, or holds values that are not finite.
+    `quantize` takes a float32 tensor within -largest..largest, which it may change, to what is stored.
+    """
+    weight = weight.detach()
+    if not weight.is_floating_point() or weight.ndim < 2 or not weight.numel():
+        return raw.encode(weight)
+    matrix = weight.reshape(weight.shape[0], -1)
+    made = codec(tuple(weight.shape), weight.dtype, len(matrix))
+    if made.stored_bytes >= made.decoded_bytes:
+        return raw.encode(weight)
+    values = torch.empty(matrix.shape, dtype=made.stored)
+    scales = torch.empty(len(matrix))
+    for rows in chunks(len(matrix), max(1, CHUNK_WEIGHTS // matrix.shape[1])):
+        part = matrix[rows].to(torch.float32)
+        scale = part.abs().amax(dim=1, keepdim=True).div_(largest).clamp_(min=_LEAST_SCALE)
+        scales[rows] = scale.view(-1)
+        values[rows] = quantize(part / scale)
+    if not bool(scales.isfinite().all()):
+        return raw.encode(weight)
+    return made, (values.view(-1), scales)
