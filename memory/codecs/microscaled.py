@@ -1,0 +1,131 @@
+"""mxfp8 and nvfp4: small floats with a scale for each block of a row, as NVIDIA's Blackwell multiplies them.
+
+The formats are those of the OCP Microscaling specification and of NVFP4; files have them as Kitchen (PyPI
+comfy-kitchen) writes them: matrices padded to whole blocks of rows and columns, and the scales in the order of cuBLAS,
+128 rows by 4 columns after each other. Blocks are decoded in float32 and rounded once, where Kitchen rounds the
+scales of nvfp4 to the type of the result first.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 4  # of scales that lie together
+
+_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of e2m1, twice as large
+
+
+@dataclass(frozen=True)
+class _Microscaled(Codec):
+    """A matrix in blocks of `block` columns, padded to `padding` rows and columns."""
+
+    block: ClassVar[int]
+    padding: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 2 or not self.count:
+            raise ValueError(f"{self.name} of {self.shape} is no matrix.")
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Rows and columns as they are stored."""
+        rows, columns = (-(-size // self.padding) * self.padding for size in self.shape)
+        return rows, columns
+
+    @property
+    def scales(self) -> int:
+        """Scales as they are stored, in whole tiles."""
+        rows, columns = self.padded
+        return -(-rows // _TILE_ROWS) * _TILE_ROWS * -(-columns // (self.block * _TILE_COLUMNS)) * _TILE_COLUMNS
+
+    @property
+    def workspace_bytes(self) -> int:
+        """That of a chunk, which has at least 128 rows."""
+        return min(self.padded[0], self._rows_at_once) * self.padded[1] * self.chunk_bytes + 4096
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, CHUNK_WEIGHTS // self.padded[1] // _TILE_ROWS) * _TILE_ROWS
+
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        rows, _ = self.padded
+        values, result = parts[0].view(rows, -1), out.view(self.shape)
+        scales = parts[1].view(-(-rows // _TILE_ROWS), -1, 32, 4, _TILE_COLUMNS)
+        for some in chunks(self.shape[0], self._rows_at_once):
+            tiles = scales[some.start // _TILE_ROWS : -(-some.stop // _TILE_ROWS)]
+            result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
+
+    def _scaled(self, values: torch.Tensor, tiles: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Some rows in float32, and padded. The first is one of the first tile's."""
+        rows, columns = len(values), self.padded[1]
+        # Row 32 j + i of a tile lies at [i, j].
+        straight = tiles.permute(0, 3, 2, 1, 4).reshape(len(tiles) * _TILE_ROWS, -1)
+        chunk = self._widened(values).view(rows, -1, self.block)
+        chunk *= self._scale(straight[:rows, : columns // self.block], parts).unsqueeze(-1)
+        return chunk.view(rows, columns)
+
+    @abstractmethod
+    def _widened(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows of stored values in float32, before they are scaled."""
+
+    @abstractmethod
+    def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scales of blocks in float32."""
+
+
+@dataclass(frozen=True)
+class Mxfp8(_Microscaled):
+    """e4m3 in blocks of 32, whose scales are powers of two, stored as their exponents."""
+
+    name: ClassVar[str] = "mxfp8"
+    chunk_bytes: ClassVar[int] = 5
+    block: ClassVar[int] = 32
+    padding: ClassVar[int] = 32
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The padded values, then the scales."""
+        rows, columns = self.padded
+        return Part("weight", torch.float8_e4m3fn, rows * columns), Part("scale", torch.uint8, self.scales)
+
+    def _widened(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.float32)
+
+    def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (scales.to(torch.int32) << 23).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Nvfp4(_Microscaled):
+    """e2m1, two in a byte, the first in its high half, in blocks of 16 with scales of e4m3, and one scale for all."""
+
+    name: ClassVar[str] = "nvfp4"
+    chunk_bytes: ClassVar[int] = 7
+    block: ClassVar[int] = 16
+    padding: ClassVar[int] = 16
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The padded values, the scales of blocks, and the scale of all."""
+        rows, columns = self.padded
+        return (
+            Part("weight", torch.uint8, rows * columns // 2),
+            Part("block_scale", torch.float8_e4m3fn, self.scales),
+            Part("scale", torch.float32, 1),
+        )
+
+    def _widened(self, values: torch.Tensor) -> torch.Tensor:
+        halves = table_of(_HALVES, values.device)
+        pairs = pair_table(halves, halves).flip(1).view(torch.int16).view(-1)
+        found = pairs.index_select(0, values.view(-1).to(torch.int32))
+        return found.view(torch.int8).to(torch.float32)
+
+    def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return scales.to(torch.float32) * parts[2] * 0.5
