@@ -1,0 +1,198 @@
+"""The header of a GGUF file (the format of llama.cpp, versions 2 and 3): its facts, and where its tensors lie.
+
+Read by plain bounded reads. The package `gguf` maps the file and makes objects of every word of a tokenizer, and a
+damaged count keeps it busy for ever; here nothing is allocated, and nothing is looped over, for what a file merely
+claims to hold.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+from ..codecs.gguf import TYPES, BlockType
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_HEADER_BYTES = 64 * 2**20  # tokenizers of 262 144 words take a third of it
+_MAX_COUNT = 100_000  # of tensors, and of facts: models have thousands
+_MAX_NAME_BYTES, _MAX_TEXT_BYTES = 1024, 4096  # longer texts (templates) are passed over
+_MAX_DIMENSIONS, _MAX_SHORT_ARRAY, _MAX_DEPTH = 4, 8, 4
+_ALIGNMENT = "general.alignment"
+_SHAPES = "comfy.gguf.orig_shape."  # of tensors of more dimensions, as city96's converter notes them
+
+# Kinds of values by number: how struct reads them. 7 is bool, 8 text, 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+
+Fact = int | float | bool | str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor: its type, its shape as torch has it, and its bytes, from `offset` after the start of the file."""
+
+    kind: BlockType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return prod(self.shape) // self.kind.weights * self.kind.nbytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a header says: facts by key, without long texts and arrays, and the tensors by name."""
+
+    facts: dict[str, Fact]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """The header of a GGUF file, checked: every tensor is whole blocks, and lies within the file on bytes of its own.
+
+    Raises FileNotFoundError, or ValueError in one line if the file is damaged, cut short, or something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}. Put it back, or download it again.")
+    with path.open("rb", buffering=2**20) as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file itself. Download the file.")
+        if len(start) < 8 or not start.startswith(MAGIC):
+            raise ValueError(f"{path} is no GGUF file. Download it again.")
+        version = struct.unpack("<I", start[4:])[0]
+        if version not in _VERSIONS:
+            raise ValueError(f"{path} is GGUF of version {version}; Ballast reads 2 and 3. Get a newer file.")
+        size = path.stat().st_size
+        try:
+            return _Reader(file, size).header()
+        except (ValueError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} has a damaged header ({error}). Download it again.") from error
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size, self._at = file, size, 8
+
+    def header(self) -> GgufHeader:
+        tensor_count, fact_count = self._numbers("QQ")
+        if max(tensor_count, fact_count) > _MAX_COUNT:
+            raise ValueError(f"it claims {tensor_count} tensors and {fact_count} facts")
+        facts: dict[str, Fact] = {}
+        for _ in range(fact_count):
+            key = self._name()
+            value = self._value(self._number("I"))
+            if value is not None:
+                facts[key] = value
+        infos = [self._tensor_info() for _ in range(tensor_count)]
+        alignment = facts.get(_ALIGNMENT, 32)
+        if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+            raise ValueError(f"its alignment is {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, kind, shape, offset in infos:
+            if name in tensors:
+                raise ValueError(f"{name[:80]} stands twice")
+            if offset % alignment:
+                raise ValueError(f"{name[:80]} begins at byte {offset}, which is not aligned")
+            tensors[name] = GgufTensor(kind, _shape(name, shape, facts.get(_SHAPES + name)), begin + offset)
+        self._check_places(tensors)
+        return GgufHeader(facts, tensors)
+
+    def _check_places(self, tensors: dict[str, GgufTensor]) -> None:
+        end = self._at
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+            if tensor.offset < end:
+                raise ValueError(f"{name[:80]} lies on the bytes of another tensor")
+            end = tensor.offset + tensor.nbytes
+            if end > self._size:
+                raise ValueError(f"{name[:80]} ends at byte {end} of {self._size}")
+
+    def _tensor_info(self) -> tuple[str, BlockType, tuple[int, ...], int]:
+        name = self._name()
+        dimensions = self._number("I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"{name[:80]} has {dimensions} dimensions")
+        shape = self._numbers("Q" * dimensions)[::-1]  # the fastest is the first in the file
+        number, offset = self._numbers("IQ")
+        if number not in TYPES:
+            raise ValueError(f"{name[:80]} is of type {number}, which is not known")
+        kind = TYPES[number]
+        if prod(shape) >= 2**60 or offset >= 2**60:
+            raise ValueError(f"{name[:80]} is said to be {shape}")
+        if (shape[-1] if shape else 1) % kind.weights:
+            raise ValueError(f"{name[:80]} of {shape} is no whole blocks of {kind.name}, {kind.weights} weights each")
+        return name, kind, shape, offset
+
+    def _value(self, kind: int, depth: int = 0) -> Fact | None:
+        """A value; None for one that is passed over."""
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _TEXT:
+            return self._text()
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise ValueError(f"a fact is of kind {kind}")
+        of, count = self._numbers("IQ")
+        if of in _SCALARS and (count > _MAX_SHORT_ARRAY or of in (6, 7, 12)):
+            self._pass_over(count * struct.calcsize(_SCALARS[of]))
+            return None
+        if of in _SCALARS:
+            return self._numbers(_SCALARS[of] * count)
+        if count > _MAX_HEADER_BYTES:
+            raise ValueError(f"a fact has {count} values")
+        for _ in range(count):
+            self._value(of, depth + 1)
+        return None
+
+    def _name(self) -> str:
+        length = self._number("Q")
+        if length > _MAX_NAME_BYTES:
+            raise ValueError(f"a name has {length} bytes")
+        name = self._take(length).decode("utf-8")
+        if not name.isprintable():
+            raise ValueError("a name is no text")
+        return name
+
+    def _text(self) -> str | None:
+        length = self._number("Q")
+        if length > _MAX_TEXT_BYTES:
+            self._pass_over(length)
+            return None
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, kind: str) -> int:
+        return self._numbers(kind)[0]
+
+    def _numbers(self, kinds: str) -> tuple[int, ...]:
+        return struct.unpack("<" + kinds, self._take(struct.calcsize("<" + kinds)))
+
+    def _take(self, count: int) -> bytes:
+        self._account(count)
+        taken = self._file.read(count)
+        if len(taken) < count:
+            raise ValueError("it ends within the header")
+        return taken
+
+    def _pass_over(self, count: int) -> None:
+        self._account(count)
+        self._file.seek(count, 1)
+
+    def _account(self, count: int) -> None:
+        self._at += count
+        if self._at > min(self._size, _MAX_HEADER_BYTES):
+            raise ValueError(f"it claims {self._at} bytes of header in a file of {self._size}")
+
+
+def _shape(name: str, shape: tuple[int, ...], noted: Fact | None) -> tuple[int, ...]:
+    """The shape, or the one that the converter noted before it took dimensions together."""
+    if noted is None:
+        return shape
+    if not isinstance(noted, tuple) or min(noted, default=-1) < 0 or prod(noted) != prod(shape):
+        raise ValueError(f"{name[:80]} of {shape} is noted to have been {noted}")
+    return noted
