@@ -1,0 +1,58 @@
+"""What decoding costs, in closed form where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec
+from ballast.memory.codecs.cost import Cost, cost_of
+from ballast.memory.codecs.exact12 import Exact12
+from ballast.memory.codecs.fp8 import Fp8
+from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.codecs.int8 import Int8
+from ballast.memory.codecs.raw import Raw
+
+BF16, F32 = torch.bfloat16, torch.float32
+N = CHUNK_WEIGHTS
+
+
+def kernels(codec: Codec) -> int:
+    return sum(count for _, count in cost_of(codec).kernels)
+
+
+def test_a_copy_reads_what_is_stored_and_writes_what_it_becomes() -> None:
+    assert cost_of(Raw((10, 20), BF16, BF16)) == Cost(((800, 1),))
+    assert cost_of(Raw((10, 20), BF16, F32)) == Cost(((1200, 1),))
+
+
+def test_int8_is_one_kernel_a_chunk() -> None:
+    assert cost_of(Int8((4, N), BF16, torch.int8, 1)) == Cost((((1 + 2) * N + 4, 4),))
+
+
+def test_fp8_is_two_kernels_a_chunk() -> None:
+    assert cost_of(Fp8((4, N), BF16, torch.float8_e4m3fn, 1)) == Cost((((1 + 4) * N, 4), ((4 + 2) * N + 4, 4)))
+
+
+def test_exact12_is_five_kernels_a_chunk_whatever_lies_apart() -> None:
+    one, other, large = Exact12((2 * N,), BF16, 1), Exact12((2 * N,), BF16, 1001), Exact12((4 * N,), BF16, 1)
+    assert kernels(large) - kernels(one) == 5 * 2 and kernels(other) == kernels(one)
+    each = 4 + 8 + 8 + 2 + 2  # its place in 32 bits, written and read in 64, and its value twice
+    assert cost_of(other).traffic_bytes - cost_of(one).traffic_bytes == 1000 * each
+    assert cost_of(large).traffic_bytes == pytest.approx(19.5 * large.count, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.decode], ids=lambda kind: kind.name)
+def test_blocks_move_at_least_what_is_stored_and_what_it_becomes(kind) -> None:
+    codec = codec_of(kind, (N // 256, 256), BF16)
+    assert codec.stored_bytes + codec.decoded_bytes < cost_of(codec).traffic_bytes < 45 * codec.count
+    assert kernels(codec) < 60
+
+
+def test_seconds_are_those_of_memory_or_of_starting_kernels() -> None:
+    cost = Cost(((1000, 3), (10**9, 2)))
+    assert cost.traffic_bytes == 2 * 10**9 + 3000
+    assert cost.seconds(1e9, least_seconds=1e-5) == pytest.approx(2 + 3e-5)
+
+
+def test_nothing_costs_nothing() -> None:
+    assert cost_of(Raw((0, 5), BF16, BF16)) == Cost(())
