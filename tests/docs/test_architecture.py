@@ -30,6 +30,7 @@ PLANTS = [
     ("pipelines", "pipelines/encoding/listening.py", "from ..decoding import policy", LATE, "listening", "policy"),
     ("pipelines", "pipelines/planning/forecasts.py", "from ..staged import Prompt", TYPES, "forecasts", "staged"),
     ("memory", "memory/units/weights.py", "from ..streaming import ring", TYPES, "units.weights", "streaming.ring"),
+    ("memory", "memory/codecs/raw.py", "from ..units import weights", TYPES, "codecs.raw", "units.weights"),
     ("memory", "memory/planning/ladder.py", "from .. import stage", LATE, "planning.ladder", "memory.stage"),
     ("families", "pipelines/families/hidream/llama.py", "from ..newbie import sizes", LATE, "hidream.llama", "newbie"),
     ("weights", "memory/sizes.py", "import diffusers", TYPES, "memory.sizes", "diffusers"),
