@@ -13,6 +13,7 @@ import torch
 from ballast.memory.units.encoded import EncodedWeight, encoded_weights
 from ballast.memory.units.hostbuffer import allocate
 from ballast.memory.units.reader import piece_of, read
+from comfy_kitchen import tensor as kitchen
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from safetensors.torch import save_file
@@ -72,7 +73,6 @@ def test_gguf_is_read_and_decoded_as_the_package_does(tmp_path: Path, dtype: tor
 
 @pytest.mark.parametrize("by_metadata", [False, True])
 def test_what_kitchen_writes_is_read_and_decoded(tmp_path: Path, by_metadata: bool) -> None:
-    kitchen = pytest.importorskip("comfy_kitchen.tensor", reason="comfy-kitchen, the reference, is not installed")
     plain, tensors, expected, configs = weight(96, 512), {}, {}, {}
     for layer, layout, config, options in [
         ("fp8", kitchen.TensorCoreFP8Layout, {"format": "float8_e4m3fn"}, {}),
