@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import ceil, prod
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from . import raw
 from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table
+from .raw import Raw
 
 CODES = 15  # the 16th is of what lies apart
 _APART_BYTES = 6  # of a weight that lies apart: its place and its value
@@ -27,6 +29,7 @@ _ENCODED_AT_ONCE = 2**17  # stays in a core's cache, and is long enough for thre
 _SAMPLES, _SAMPLE = 256, 2**12  # runs of a large tensor in which its exponents are counted
 _APART = 2**15  # the bit in the encoder's table that says so
 _LARGEST = 2**31 - 1  # places are of 32 bits
+_PLANNED_APART = 0.002
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,17 @@ class Exact12(Codec):
 
 
 Encoded = tuple[Codec, tuple[torch.Tensor, ...]]
+
+
+def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
+    """About what `encode` makes of a trained weight, of which nothing is known yet: 12.1 bits, or raw.
+
+    Measured are 12.00 to 12.10 bits, with up to 2 weights of a thousand apart, in convolutions and transformers.
+    """
+    count = prod(shape)
+    codec = Exact12(shape, torch.bfloat16, ceil(_PLANNED_APART * count))
+    shrinks = dtype == torch.bfloat16 and codec.stored_bytes < codec.decoded_bytes
+    return codec if shrinks and count <= _LARGEST else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:

@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 
 from . import scaled
+from .codec import Codec
+from .raw import Raw
 from .scaled import Scaled
 
 LARGEST = 448  # of e4m3
@@ -24,11 +26,13 @@ class Fp8(Scaled):
     name: ClassVar[str] = "fp8"
 
 
+def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
+    """What `encode` makes of a weight whose values are finite: a scale for each row, or raw where that is no gain."""
+    gains = scaled.gains(shape, dtype)
+    return Fp8(shape, dtype, torch.float8_e4m3fn, shape[0]) if gains else Raw(shape, dtype, dtype)
+
+
 def encode(weight: torch.Tensor) -> scaled.Encoded:
-    """A matrix on the CPU in e4m3 with a scale for each row, that of its largest value 448; raw where it is no gain."""
-    return scaled.encode(
-        weight,
-        LARGEST,
-        lambda shape, dtype, rows: Fp8(shape, dtype, torch.float8_e4m3fn, rows),
-        lambda values: values.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn),
-    )
+    """A weight on the CPU in e4m3 with a scale for each row, by which its largest value is 448."""
+    made = planned(tuple(weight.shape), weight.dtype)
+    return scaled.encode(weight, made, LARGEST, lambda values: values.to(torch.float8_e4m3fn))

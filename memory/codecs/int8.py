@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from . import scaled
-from .codec import CHUNK_WEIGHTS, chunks
+from .codec import CHUNK_WEIGHTS, Codec, chunks
+from .raw import Raw
 from .scaled import Scaled
 
 LARGEST = 127
@@ -71,11 +72,12 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
     return matrix
 
 
+def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
+    """What `encode` makes of a weight whose values are finite: a scale for each row, or raw where that is no gain."""
+    return Int8(shape, dtype, torch.int8, shape[0]) if scaled.gains(shape, dtype) else Raw(shape, dtype, dtype)
+
+
 def encode(weight: torch.Tensor) -> scaled.Encoded:
-    """A matrix on the CPU with a scale for each row, that of its largest value 127; raw where that is no gain."""
-    return scaled.encode(
-        weight,
-        LARGEST,
-        lambda shape, dtype, rows: Int8(shape, dtype, torch.int8, rows),
-        lambda values: values.round_().to(torch.int8),
-    )
+    """A weight on the CPU with a scale for each row, by which its largest value is 127."""
+    made = planned(tuple(weight.shape), weight.dtype)
+    return scaled.encode(weight, made, LARGEST, lambda values: values.round_().to(torch.int8))

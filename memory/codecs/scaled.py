@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -61,26 +62,24 @@ class Scaled(Codec):
 Encoded = tuple[Codec, tuple[torch.Tensor, ...]]
 
 
-def encode(
-    weight: torch.Tensor,
-    largest: float,
-    codec: Callable[[tuple[int, ...], torch.dtype, int], Scaled],
-    quantize: Callable[[torch.Tensor], torch.Tensor],
-) -> Encoded:
-    """A floating weight on the CPU in rows, each divided by its own scale: that of its largest value is `largest`.
+def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether 8 bits and a scale for each row make a weight smaller: a floating matrix, or one of more dimensions."""
+    count = prod(shape)
+    return dtype.is_floating_point and len(shape) > 1 and count + 4 * shape[0] < count * dtype.itemsize
 
-    Raw, if it is not a matrix (or of more dimensions), would not shrink, or holds values that are not finite.
-    `quantize` takes a float32 tensor within -largest..largest, which it may change, to what is stored.
+
+def encode(
+    weight: torch.Tensor, planned: Codec, largest: float, quantize: Callable[[torch.Tensor], torch.Tensor]
+) -> Encoded:
+    """A weight on the CPU as it is planned: each row divided by its own scale, by which its largest value is `largest`.
+
+    Raw where that is planned, or where a value is not finite. `quantize` takes a float32 tensor, which it may change,
+    to what is stored.
     """
-    weight = weight.detach()
-    if not weight.is_floating_point() or weight.ndim < 2 or not weight.numel():
+    if not isinstance(planned, Scaled):
         return raw.encode(weight)
-    matrix = weight.reshape(weight.shape[0], -1)
-    made = codec(tuple(weight.shape), weight.dtype, len(matrix))
-    if made.stored_bytes >= made.decoded_bytes:
-        return raw.encode(weight)
-    values = torch.empty(matrix.shape, dtype=made.stored)
-    scales = torch.empty(len(matrix))
+    matrix = weight.detach().reshape(planned.rows, -1)
+    values, scales = torch.empty(matrix.shape, dtype=planned.stored), torch.empty(planned.scales)
     for rows in chunks(len(matrix), max(1, CHUNK_WEIGHTS // matrix.shape[1])):
         part = matrix[rows].to(torch.float32)
         scale = part.abs().amax(dim=1, keepdim=True).div_(largest).clamp_(min=_LEAST_SCALE)
@@ -88,4 +87,4 @@ def encode(
         values[rows] = quantize(part / scale)
     if not bool(scales.isfinite().all()):
         return raw.encode(weight)
-    return made, (values.view(-1), scales)
+    return planned, (values.view(-1), scales)

@@ -36,10 +36,22 @@ def noise(codec: Codec) -> Sample:
     )
 
 
+def far_apart() -> Sample:
+    """So much of it has rare exponents that their places alone are more than one part of the workspace."""
+    plain = weight(2100, 2100)
+    count = 330_000
+    rare = torch.randint(0x4000, 0x7000, (count,), generator=torch.Generator().manual_seed(2)).to(torch.int16)
+    plain.view(-1)[:: plain.numel() // count][:count] = rare.view(BF16)
+    codec, parts = exact12.encode(plain)
+    assert codec.name == "exact12" and codec.apart > 2**18
+    return codec, parts
+
+
 SAMPLES: dict[str, Callable[[], Sample]] = {
     "raw": lambda: raw.encode(weight(*SHAPE)),
     "raw cast": lambda: noise(Raw(SHAPE, BF16, torch.float16)),
     "exact12": lambda: exact12.encode(weight(1031, 1281)),
+    "exact12 with much apart": far_apart,
     "int8": lambda: int8.encode(weight(*SHAPE)),
     "int8 one scale": lambda: noise(Int8(SHAPE, BF16, torch.int8, 1, torch.bfloat16)),
     "int8 of a kernel": lambda: int8.encode(weight(515, 256, 3, 3)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ballast.memory.codecs import exact12
 from ballast.memory.codecs.codec import Codec
+from ballast.memory.codecs.raw import Raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -123,3 +124,16 @@ def test_the_demo_model_takes_12_1_bits_at_most(path) -> None:
             codec = check(weight.bfloat16())
             stored, count = stored + codec.stored_bytes, count + codec.count
     assert stored * 8 / count <= 12.1
+
+
+@pytest.mark.parametrize("shape", [(3072, 3072), (512, 4, 3, 3), (2000,), (301, 7)])
+def test_what_is_planned_is_at_least_what_it_takes(shape: tuple[int, ...]) -> None:
+    planned, made = exact12.planned(shape, torch.bfloat16), check(gaussian(*shape))
+    assert type(planned) is type(made) and 0 <= planned.stored_bytes - made.stored_bytes < 0.01 * made.stored_bytes + 16
+    assert planned.stored_bytes * 8 / planned.count < 12.1 + 8 * 26 / planned.count
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (20,), (0, 4), (2**16, 2**16)])
+def test_what_gains_nothing_is_planned_raw(shape: tuple[int, ...]) -> None:
+    assert exact12.planned(shape, torch.bfloat16).name == "raw"
+    assert exact12.planned((64, 64), torch.float16) == Raw((64, 64), torch.float16, torch.float16)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
-
-kitchen = pytest.importorskip("comfy_kitchen.tensor", reason="comfy-kitchen, the reference, is not installed")
+from comfy_kitchen import tensor as kitchen
 
 SHAPES = [
     (1, 1),

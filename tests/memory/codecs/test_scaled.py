@@ -10,10 +10,9 @@ from ballast.memory.codecs import fp8, int8
 from ballast.memory.codecs.codec import Codec
 from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.int8 import Int8, RotatedInt8
+from comfy_kitchen import tensor as kitchen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-kitchen = pytest.importorskip("comfy_kitchen.tensor", reason="comfy-kitchen, the reference, is not installed")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ENCODERS = pytest.mark.parametrize("encode", [int8.encode, fp8.encode], ids=["int8", "fp8"])
@@ -154,6 +153,15 @@ def test_a_row_of_zeros_stays_so_and_the_largest_is_kept(encode) -> None:
 def test_what_gains_nothing_is_raw(encode, plain: torch.Tensor) -> None:
     codec, parts = encode(plain)
     assert codec.name == "raw" and torch.equal(decoded(codec, *parts), plain)
+
+
+@pytest.mark.parametrize("module", [int8, fp8])
+@given(shape=st.lists(st.integers(0, 9), max_size=3).map(tuple), dtype=st.sampled_from([*FLOATS, torch.int8]))
+def test_what_is_planned_is_what_is_made_and_never_more_than_it_was(module, shape, dtype) -> None:
+    plain = torch.ones(shape, dtype=dtype)
+    codec, parts = module.encode(plain)
+    assert codec == module.planned(shape, dtype) and sum(part.nbytes for part in parts) == codec.stored_bytes
+    assert codec.stored_bytes <= plain.nbytes
 
 
 @ENCODERS
