@@ -14,9 +14,9 @@ SIZES = ("tiny", "newbie", "hidream")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream`, `peers`, `plans`, `newbie` or `load`. Returns the exit status."""
+    """Run `stream`, `peers`, `plans`, `newbie`, `load` or `codecs`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
-    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie | load")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie | load | codecs")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
     shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
@@ -76,6 +76,18 @@ def main(argv: Sequence[str]) -> int:
     load.add_argument("--folder", type=Path, help="where the file goes, on the disk to measure; else a temporary one")
     _add_out(load)
     load.set_defaults(run=_load)
+
+    codecs = commands.add_parser(
+        "codecs",
+        help="encoding weights, and decoding them on the device",
+        description="Encodes a weight by each codec on the CPU, and decodes it on the device: the bits must be those "
+        "that the CPU decodes.",
+    )
+    codecs.add_argument("--device", default="auto", help="auto (a GPU, else cpu), cuda, or cpu")
+    codecs.add_argument("--megaweights", type=float, default=38, help="million values of the weight")
+    codecs.add_argument("--rounds", type=int, default=5, help="how often each is done; the median counts")
+    _add_out(codecs)
+    codecs.set_defaults(run=_codecs)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
@@ -109,6 +121,12 @@ def _load(arguments: argparse.Namespace) -> int:
     from .load import run
 
     return run(arguments.gb, arguments.rounds, arguments.folder, arguments.out)
+
+
+def _codecs(arguments: argparse.Namespace) -> int:
+    from .codecs import run
+
+    return run(arguments.device, arguments.megaweights, arguments.rounds, arguments.out)
 
 
 def _peers(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,115 @@
+"""`ballast bench codecs`: how fast weights are encoded and decoded, and that the device decodes them as the CPU does.
+
+On CUDA decoding runs with torch's check for waits of the host, which ends it with an error.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..memory.accelerator import resolve_device
+from ..memory.codecs import exact12, fp8, int8, raw
+from ..memory.codecs.codec import Codec
+from ..memory.codecs.cost import cost_of
+from ..memory.codecs.gguf import TYPES, codec_of
+from ..memory.codecs.int8 import RotatedInt8
+from ..memory.codecs.microscaled import Mxfp8, Nvfp4
+from . import report
+from .measure import Meter, environment
+
+_COLUMNS = 3072  # as in FLUX.1
+_ENCODERS: dict[str, Callable[[torch.Tensor], tuple[Codec, tuple[torch.Tensor, ...]]]] = {
+    "raw": raw.encode,
+    "exact12": exact12.encode,
+    "exact12, two threads": lambda weight: exact12.encode(weight, threads=2),
+    "int8": int8.encode,
+    "fp8": fp8.encode,
+}
+
+
+def run(device: str, megaweights: float, rounds: int, out: Path) -> int:
+    """Encode and decode a weight of so many million values as bf16 by each codec, print the table, write codecs.json.
+
+    Returns 0, or 1 if the device decodes anything to other bits than the CPU. ValueError for a number below 1.
+    """
+    if megaweights * 1e6 < _COLUMNS or rounds < 1:
+        raise ValueError(f"--megaweights is {megaweights:g} and --rounds {rounds}; both take a number above 0.")
+    meter = Meter(resolve_device(device))
+    shape = round(megaweights * 1e6 / _COLUMNS), _COLUMNS
+    rows = [_row(meter, *sample, rounds) for sample in _samples(shape, rounds)]
+    bandwidth = 2 * rows[0]["decoded_bytes"] / rows[0]["seconds"]
+    for row in rows:
+        row["counted"] = row.pop("cost").seconds(bandwidth)
+    found = environment(meter, f"{megaweights:g} million weights")
+    report.write_json(found | {"copied_bytes_per_second": bandwidth, "rows": rows}, out / "codecs.json")
+    headings = {"name": "codec", "bits": "bits", "encoded_gbps": "encoded GB/s", "decoded_gbps": "decoded GB/s"}
+    headings |= {"seconds": "seconds", "counted": "as counted", "workspace_bytes": "workspace", "verdict": ""}
+    report.say(report.table(headings, rows))
+    report.say(f"wrote {out / 'codecs.json'}")
+    return 0 if all(row["verdict"] == "same bits" for row in rows) else 1
+
+
+def _samples(
+    shape: tuple[int, int], rounds: int
+) -> Iterator[tuple[str, Codec, tuple[torch.Tensor, ...], float | None]]:
+    """Each codec with parts, and seconds of encoding where it encodes: else the parts are any bytes."""
+    weight = (torch.randn(shape) * 0.02).bfloat16()
+    for name, encode in _ENCODERS.items():
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            codec, parts = encode(weight)
+            seconds.append(time.perf_counter() - start)
+        yield name, codec, parts, None if name == "raw" else statistics.median(seconds)
+    found: dict[str, Codec] = {"int8 convrot": RotatedInt8(shape, torch.bfloat16, torch.int8, shape[0])}
+    found |= {"mxfp8": Mxfp8(shape, torch.bfloat16), "nvfp4": Nvfp4(shape, torch.bfloat16)}
+    found |= {kind.name: codec_of(kind, shape, torch.bfloat16) for kind in TYPES.values() if kind.decode}
+    for name, codec in found.items():
+        # Of no byte above 100 is there a float that is none.
+        noise = [torch.randint(0, 100, (part.nbytes,), dtype=torch.uint8).view(part.dtype) for part in codec.parts]
+        yield name, codec, tuple(noise), None
+
+
+def _row(
+    meter: Meter, name: str, codec: Codec, parts: tuple[torch.Tensor, ...], encoding: float | None, rounds: int
+) -> dict[str, Any]:
+    expected = torch.empty(codec.shape, dtype=codec.dtype)
+    codec.decode(parts, expected)
+    there, out = [part.to(meter.device) for part in parts], torch.empty_like(expected, device=meter.device)
+    codec.decode(there, out)  # which loads the kernels
+    with _no_waits(meter.device):
+        codec.decode(there, out)
+    is_same = torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
+    seconds = meter.steady(lambda: codec.decode(there, out), rounds, 1)
+    return {
+        "name": name,
+        "bits": codec.stored_bytes * 8 / codec.count,
+        "encoded_gbps": encoding and codec.decoded_bytes / encoding / 1e9,
+        "decoded_gbps": codec.decoded_bytes / seconds / 1e9,
+        "seconds": seconds,
+        "cost": cost_of(codec),
+        "decoded_bytes": codec.decoded_bytes,
+        "workspace_bytes": codec.workspace_bytes,
+        "verdict": "same bits" if is_same else "OTHER BITS",
+    }
+
+
+@contextmanager
+def _no_waits(device: torch.device) -> Iterator[None]:
+    """On CUDA every wait of the host is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
