@@ -105,6 +105,9 @@ class Codec(ABC):
         raise ValueError(f"{self.name} of {self.shape} does not hold a weight of {tuple(shape)}.")
 
 
+Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # what encoding gives: the codec, and its parts
+
+
 def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """A matrix in parts of at most a chunk: some whole rows, or some of one row."""
     high = max(1, CHUNK_WEIGHTS // columns)

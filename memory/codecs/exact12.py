@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import raw
-from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, pair_table
 from .raw import Raw
 
 CODES = 15  # the 16th is of what lies apart
@@ -69,9 +69,6 @@ class Exact12(Codec):
             target |= mantissas[chunk].view(torch.int8).to(torch.int16).bitwise_and_(_SIGN_AND_MANTISSA)
         for some in chunks(self.apart, CHUNK_WEIGHTS // 4):
             bits.index_copy_(0, places[some].to(torch.int64), values[some])
-
-
-Encoded = tuple[Codec, tuple[torch.Tensor, ...]]
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:

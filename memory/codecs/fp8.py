@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from . import scaled
-from .codec import Codec
+from .codec import Codec, Encoded
 from .raw import Raw
 from .scaled import Scaled
 
@@ -32,7 +32,7 @@ def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
     return Fp8(shape, dtype, torch.float8_e4m3fn, shape[0]) if gains else Raw(shape, dtype, dtype)
 
 
-def encode(weight: torch.Tensor) -> scaled.Encoded:
+def encode(weight: torch.Tensor) -> Encoded:
     """A weight on the CPU in e4m3 with a scale for each row, by which its largest value is 448."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.to(torch.float8_e4m3fn))

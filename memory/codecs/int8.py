@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from . import scaled
-from .codec import CHUNK_WEIGHTS, Codec, chunks
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, chunks
 from .raw import Raw
 from .scaled import Scaled
 
@@ -77,7 +77,7 @@ def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
     return Int8(shape, dtype, torch.int8, shape[0]) if scaled.gains(shape, dtype) else Raw(shape, dtype, dtype)
 
 
-def encode(weight: torch.Tensor) -> scaled.Encoded:
+def encode(weight: torch.Tensor) -> Encoded:
     """A weight on the CPU with a scale for each row, by which its largest value is 127."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.round_().to(torch.int8))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .codec import Codec, Part
+from .codec import Codec, Encoded, Part
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ class Raw(Codec):
         out.copy_(parts[0])
 
 
-def encode(weight: torch.Tensor) -> tuple[Raw, tuple[torch.Tensor, ...]]:
+def encode(weight: torch.Tensor) -> Encoded:
     """A plain weight as what a codec would store of it: itself, flat."""
     return Raw(tuple(weight.shape), weight.dtype, weight.dtype), (weight.detach().reshape(-1),)

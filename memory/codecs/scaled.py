@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 
 from . import raw
-from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, tiles
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles
 
-SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_SCALE = 1e-30  # of a row of zeros
 
 
@@ -57,9 +56,6 @@ class Scaled(Codec):
             if tile_values.is_floating_point():  # torch promotes integers by itself, and fp8 never
                 tile_values = tile_values.to(torch.float32)
             torch.mul(tile_values, scales[tile[0]], out=result[tile])
-
-
-Encoded = tuple[Codec, tuple[torch.Tensor, ...]]
 
 
 def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
