@@ -19,3 +19,7 @@ class Rates:
 
 # A card of the middle class behind PCIe 4 x16, and a good SSD: for plans made on a machine that has neither.
 ASSUMED = Rates(25e9, 10e9, 3e9, 60e12)
+
+# Hard disks have 0.1 to 0.25 GB/s and want to seek besides, SSDs 0.5 and more: weights that are read in every step come
+# from the latter only.
+SLOWEST_DISK_BYTES_PER_SECOND = 0.3e9

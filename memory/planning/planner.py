@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..rates import Rates
+from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
@@ -209,10 +209,13 @@ def make_plan(
     # Where nothing can run from disk, weights that exceed the RAM budget are a matter of the run.
     ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
     on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
-    fitting = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
-    chosen = fitting[0] if fitting else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
+    in_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
+    slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
+    fitting = [c for c in in_ram if not (slow and c.read_bytes)]
+    best = fitting or in_ram
+    chosen = best[0] if best else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
     rejected = tuple(
-        replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to))
+        replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to, slow))
         for c in made
         if c is not chosen
     )
@@ -290,13 +293,17 @@ def _short_of_ram(
     )
 
 
-def _why_not(candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_bytes: int, bound_to: list[str]) -> str:
+def _why_not(
+    candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_bytes: int, bound_to: list[str], slow: bool
+) -> str:
     if candidate.placement not in bound_to:
         return "not what was asked for"
     if candidate.peak_vram_bytes > budget_bytes:
         return f"{format_bytes(candidate.peak_vram_bytes)} do not fit {format_bytes(budget_bytes)}"
     if candidate.ram_bytes > ram_bytes:
         return f"{format_bytes(candidate.ram_bytes)} do not fit {format_bytes(ram_bytes)} of RAM"
+    if slow and candidate.read_bytes:
+        return f"the disk is too slow to read {format_bytes(candidate.read_bytes)} from in each step"
     if candidate.step_seconds > chosen.step_seconds:
         times = candidate.step_seconds / chosen.step_seconds if chosen.step_seconds else 0
         return f"{times:.1f} times as slow" if times >= 1.05 else "slower"
@@ -314,6 +321,12 @@ def _reason(
 ) -> str:
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
+    if not fits and chosen.peak_vram_bytes <= budget_bytes and chosen.ram_bytes <= ram_bytes:
+        rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.read_bytes)
+        return (
+            f"A disk of {rate:.2f} GB/s is too slow to read {read} of weights from in each step, which takes "
+            f"{chosen.read_seconds:.0f} s."
+        )
     if not fits and chosen.peak_vram_bytes <= budget_bytes:
         ram = format_bytes(ram_bytes)
         if asked:

@@ -102,7 +102,7 @@ class StageRunner(ModelFamily):
     ) -> dict[str, Any]:
         """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
 
-        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget.
+        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk.
         """
         if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
             return {}
@@ -118,9 +118,11 @@ class StageRunner(ModelFamily):
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
+        here = place(budget_bytes=self._vram_budget())
+        self._refuse_short_ram(here)
         # Other models may stay on the device, which no plan knows of.
         alone = not any(unit.placement for unit in self.manager.units() if unit not in units)
-        return {"forecast": found, "planned": place(budget_bytes=self._vram_budget()) if alone else None}
+        return {"forecast": found, "planned": here if alone else None}
 
     def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:
         if not (missing := [unit for unit in plan.units if unit.peak_vram_bytes > unit.budget_bytes]):
@@ -129,6 +131,19 @@ class StageRunner(ModelFamily):
         least = format_bytes(max(unit.peak_vram_bytes for unit in missing), up=True)
         instead = _INSTEAD[plan.name] if strategy == "auto" else "or use strategy auto"
         raise DoesNotFitError(f"{names} Raise the vram budget to {least}, {instead}.")
+
+    def _refuse_short_ram(self, plan: StagePlan) -> None:
+        """Where the RAM budget does not even hold windows, or the disk is too slow for what it does not hold."""
+        budget = self._ram_budget(None)
+        for unit in plan.units:
+            if unit.fits or unit.peak_vram_bytes > unit.budget_bytes:
+                continue
+            named = f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason} Raise the ram budget to"
+            if unit.ram_bytes > budget and self.ram_bytes is not None:
+                raise DoesNotFitError(f"{named} {format_bytes(unit.ram_bytes, up=True)}.")
+            if unit.ram_bytes <= budget:
+                enough = format_bytes(unit.ram_bytes + unit.read_bytes, up=True)
+                raise DoesNotFitError(f"{named} {enough}, or put the model on an SSD.")
 
     def _run_stage(
         self,

@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "kept": {"keep": True},
     "streamed": {"strategy": "streamed", "tight": True},
-    "from disk": {"ram": 1, "tight": True},
+    "from disk": {"from_disk": True, "tight": True},
     "leafwise": {"strategy": "leafwise"},
 }
 

@@ -10,8 +10,10 @@ from typing import Any
 import ballast
 import pytest
 import torch
-from ballast.memory import ManagedModel, manager
+from ballast.memory import DoesNotFitError, ManagedModel, manager
+from ballast.memory.planning import planner
 from ballast.memory.planning.fit import sizes_of
+from ballast.memory.sizes import format_bytes
 from ballast.memory.units import hostbuffer
 from ballast.pipelines import StagedPipeline
 from hypothesis import HealthCheck, given, settings
@@ -106,7 +108,7 @@ def test_what_stays_on_the_device_needs_no_copy_in_ram(bench: Bench, sim: Module
 
 
 def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: ModuleType) -> None:
-    sim.enable(total="1GB", h2d_gbps=5.0, tflops=0.1, disk_gbps=0.2)
+    sim.enable(total="1GB", h2d_gbps=5.0, tflops=0.1, disk_gbps=0.3)
     shares = [0, 0.2, 0.4, 0.6, 0.8, 1]
     rows = [[bench.plan(bench.open(vram, ram)).step_seconds for ram in shares] for vram in shares]
     for row in (*rows, *zip(*rows, strict=True)):
@@ -117,9 +119,10 @@ def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: Module
 @pytest.mark.parametrize("disk_gbps", [0.02, 0.2])
 @pytest.mark.parametrize("ram_share", [0, 0.3, 0.6, 0.9])
 def test_planned_seconds_are_those_of_the_virtual_clock(
-    ram_share: float, disk_gbps: float, bench: Bench, sim: ModuleType
+    ram_share: float, disk_gbps: float, bench: Bench, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim.enable(total="1GB", h2d_gbps=0.5, tflops=0.01, disk_gbps=disk_gbps)
+    monkeypatch.setattr(planner, "SLOWEST_DISK_BYTES_PER_SECOND", 0.0)
     for vram_share in (0, 0.4):
         pipe = bench.open(vram_share, ram_share)
         plan = bench.plan(pipe)
@@ -157,6 +160,34 @@ def test_budgets_change_between_runs_and_in_the_middle(
         if not keep:
             assert sim.stats().allocated_bytes == 0
     mgr.free()
+
+
+def test_ram_for_less_than_the_windows_is_refused_with_the_least(bench: Bench, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(bench.folder, device="sim", ram=bench.windows - 1, vram=bench.least_vram)
+    with pytest.raises(DoesNotFitError, match="Nothing fits .* of RAM: .* Raise the ram budget to ") as caught:
+        pipe.sample(bench.cond, **SIZE)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(f" to {format_bytes(bench.windows, up=True)}.")
+    enough = ballast.open_pipeline(bench.folder, device="sim", ram=bench.windows, vram=bench.least_vram)
+    assert torch.equal(enough.sample(bench.cond, **SIZE), bench.expected)
+
+
+def test_a_spinning_disk_is_no_tier(bench: Bench, sim: ModuleType) -> None:
+    """It is read once, but not in each step, whatever was stated."""
+    sim.enable(total="1GB", disk_gbps=0.15)
+    pipe = bench.open(0, 0.4)
+    plan = bench.plan(pipe)
+    assert not plan.fits and plan.reason.startswith("A disk of 0.15 GB/s is too slow to read ")
+    with pytest.raises(DoesNotFitError, match=r"0.15 GB/s .* in each step, .*Raise the ram budget to .* on an SSD\.$"):
+        pipe.sample(bench.cond, **SIZE)
+    assert sim.stats().allocated_bytes == 0
+    assert bench.plan(bench.open(1, 0.4)).fits, "what stays is read once"
+    rich = ballast.open_pipeline(
+        bench.folder, device="sim", ram=plan.ram_bytes + plan.read_bytes, vram=bench.least_vram
+    )
+    assert torch.equal(rich.sample(bench.cond, **SIZE), bench.expected)
+    sim.enable(total="1GB", disk_gbps=0.5)
+    assert torch.equal(pipe.sample(bench.cond, **SIZE), bench.expected)
 
 
 def test_pressure_takes_whole_pieces_and_the_next_run_reads_those(bench: Bench, sim: ModuleType) -> None:

@@ -22,6 +22,7 @@ from ballast.memory.simulated import card as cards
 from ballast.memory.simulated.tensor import SimTensor
 from ballast.memory.units import reader
 from ballast.pipelines.staged import StagedPipeline
+from budgets import ram_for_windows
 from places import ROOT
 
 KINDS = ("operator", "allocation", "copy", "read", "block")
@@ -99,8 +100,21 @@ class Run:
     held: BaseException | None = None  # the last error that was raised
 
     @classmethod
-    def of(cls, name: str, folder: Path, strategy: str = "auto", tight: bool = False, **opening: Any) -> Run:
-        """An open pipeline of a tiny family, or of the bundled model, which has run once; `tight` in the least VRAM."""
+    def of(
+        cls,
+        name: str,
+        folder: Path,
+        strategy: str = "auto",
+        tight: bool = False,
+        from_disk: bool = False,
+        **opening: Any,
+    ) -> Run:
+        """An open pipeline of a tiny family, or of the bundled model, which has run once.
+
+        `tight` in the least VRAM, `from_disk` in RAM for little more than windows.
+        """
+        if from_disk:
+            opening["ram"] = ram_for_windows(folder)
         pipe = ballast.open_pipeline(folder, device="sim", **opening)
         if name == "demo":
             run = cls(pipe, {"prompt": "a red circle on a blue background, left"}, {"steps": 1}, {})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ballast.memory.units import reader
 from ballast.pipelines.staged import StagedPipeline
+from budgets import ram_for_windows
 from newbie_folders import official
 from places import ROOT
 from safetensors import safe_open
@@ -90,7 +91,7 @@ def test_changed_weights_are_never_mixed(
     name: str, where: str, how: str, part: str, made: Callable[[str], Path], cache: Path, sim: ModuleType
 ) -> None:
     folder = made(name)
-    opening = {"keep": True, "ram": 1} if where == "kept, from disk" else {}
+    opening = {"keep": True, "ram": ram_for_windows(folder)} if where == "kept, from disk" else {}
     pipe = ballast.open_pipeline(folder, device="sim", cache_dir=cache, **opening)
     old = run(pipe, name)
     units = [*pipe.encoders, *pipe.denoisers, pipe.decoder]
@@ -121,7 +122,7 @@ def test_changed_weights_are_never_mixed(
 def test_file_that_is_replaced_between_two_steps_from_disk(tmp_path: Path, sim: ModuleType) -> None:
     """Some blocks are there by then, of the old file; those of the new one are no part of that model."""
     folder = shutil.copytree(DEMO, tmp_path / "model")
-    pipe = ballast.open_pipeline(folder, device="sim", ram=1)
+    pipe = ballast.open_pipeline(folder, device="sim", ram=ram_for_windows(folder))
     cond = pipe.encode("a red circle on a blue background, left")
     pipe.vram_bytes = pipe.plan(cond=cond, steps=4, vram=1, strategy="streamed").sampling.peak_vram_bytes
     with pytest.raises(
