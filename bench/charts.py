@@ -62,14 +62,14 @@ def published(found: Mapping[str, Any]) -> Image.Image:
     shares = sorted({row["ram_share"] for row in rows}, reverse=True)
     figure = new_figure(_WIDTH, 150 + 190 * len(shares))
     bus, disk = (found[name] / 1e9 for name in ("bus_bytes_per_second", "disk_bytes_per_second"))
-    note = f"As the solver predicts it, for {bus:.0f} GB/s to the card and {disk:.0f} GB/s from disk."
+    note = f"As the solver predicts it, for {bus:.0f} GB/s to the card and {disk:.0f} GB/s from disk. C/T: computing/copying."
     _head(figure, "Streaming of published models: a step over its bound", note)
     colours = dict(zip([model["model"] for model in found["models"]], _SERIES, strict=False))
     ceiling = max(1.3, *(row["over_bound"] for row in rows)) + 0.02
     width = (_WIDTH - _SIDE) / len(ratios)
     for (down, share), (number, ratio) in itertools.product(enumerate(shares), enumerate(ratios)):
         left, top = _SIDE + number * width, 92 + 190 * down
-        write(figure, left, top, f"computing / copying {ratio:g}, RAM for {share:.0%}", size=LARGE)
+        write(figure, left, top, f"C/T {ratio:g}, RAM for {share:.0%}", size=LARGE)
         axes = new_axes(figure, left, top + 20, left + width - _SIDE, top + 150, GROUND)
         axes.set(xlim=(0, 1), ylim=(0.8, ceiling), yticks=[])
         for level in (1.0, 1.1, 1.2):
