@@ -62,7 +62,8 @@ def published(found: Mapping[str, Any]) -> Image.Image:
     shares = sorted({row["ram_share"] for row in rows}, reverse=True)
     figure = new_figure(_WIDTH, 150 + 190 * len(shares))
     bus, disk = (found[name] / 1e9 for name in ("bus_bytes_per_second", "disk_bytes_per_second"))
-    note = f"As the solver predicts it, for {bus:.0f} GB/s to the card and {disk:.0f} GB/s from disk. C/T: computing/copying."
+    rates = f"{bus:.0f} GB/s to the card and {disk:.0f} GB/s from disk"
+    note = f"As the solver predicts it, for {rates}. C/T: computing/copying."
     _head(figure, "Streaming of published models: a step over its bound", note)
     colours = dict(zip([model["model"] for model in found["models"]], _SERIES, strict=False))
     ceiling = max(1.3, *(row["over_bound"] for row in rows)) + 0.02
