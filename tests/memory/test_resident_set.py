@@ -1,4 +1,7 @@
-"""RAM as the system counts it, of a run from files in a process of its own: within the RAM budget, and 5 % above."""
+"""RAM as the system counts it, of a run from files in a process of its own: within the RAM budget, and 5 % above.
+
+Threads, the interpreter and the simulation's own copies take some more, whatever the size of the model.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 MB = 2**20
+BESIDE = 16 * MB
 BLOCKS, WIDTH = 24, 1536  # of two matrices of 9 MB each: 432 MB
 CHILD = """
 import json, pathlib, sys
@@ -77,4 +81,4 @@ def test_ram_is_what_was_stated_as_the_system_counts_it(tmp_path: Path) -> None:
     assert pieces > 5, "RAM holds a part of it"
     assert 0.9 * ram < held <= ram
     # The simulated device's memory lies in RAM too.
-    assert resident_set - device <= 1.05 * ram, (resident_set // MB, device // MB, held // MB)
+    assert resident_set - device <= 1.05 * ram + BESIDE, (resident_set // MB, device // MB, held // MB)
