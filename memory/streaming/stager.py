@@ -144,7 +144,7 @@ class Stager:
                 self.forget(place)
                 place.holds = False
                 raise fill.error
-            if not self._queues.copying:
+            if not self._queues.copying and fill.place:
                 self._send(fill)
 
     def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
@@ -155,7 +155,10 @@ class Stager:
             for chunk in self._chunks(targets):
                 with self._changed:
                     while not (idle := self._idle()):
-                        self._deliver(*under_way.popleft())
+                        if under_way:
+                            self._deliver(*under_way.popleft())
+                        else:
+                            self._wait_for_window()
                     under_way.append((self._begin(None, chunk.parts, idle), chunk))
                     under_way[-1][0].taken = True
             while under_way:
@@ -195,7 +198,21 @@ class Stager:
     def _idle(self) -> list[_Window]:
         """The windows that may be filled anew: free ones first, then those that were read for later."""
         free = [window for window in self._windows if window.fill is None]
-        return free + [w for w in reversed(self._windows) if w.fill and not w.fill.place and not w.fill.taken]
+        unwanted = (w for w in reversed(self._windows) if w.fill and not w.fill.taken)
+        return free + [w for w in unwanted if w.fill and (w.fill.error or not w.fill.place)]
+
+    def _wait_for_window(self) -> None:
+        """Wait until one may be filled anew, of those that others than this caller have filled."""
+        self._changed.wait_for(lambda: self._closed or self._idle() or (not self._queues.copying and self._read()))
+        if self._closed:
+            raise RuntimeError(_TAKEN_AWAY)
+        for fill in [] if self._queues.copying else self._read():
+            self._send(fill)
+
+    def _read(self) -> list[_Fill]:
+        """What has been read for places."""
+        fills = [window.fill for window in self._windows]
+        return [fill for fill in fills if fill and fill.place and not (fill.left or fill.error)]
 
     def _taken_back(self) -> list[_Window]:
         """The window that was last filled for a place, which gets nothing now."""

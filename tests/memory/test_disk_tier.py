@@ -52,16 +52,19 @@ def varied(widths: list[int]) -> Blocks:
     return module.requires_grad_(False)
 
 
-def on_disk(module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None) -> Source:
-    """Write the module's weights, stored as `dtype`, and put it on `meta`."""
+def on_disk(
+    module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None, kept: str = ""
+) -> Source:
+    """Write the module's weights, stored as `dtype`, and put it on `meta`, but for blocks with a number in `kept`."""
     names = [name for name, _ in module.named_parameters()]
     paths = [folder / f"{i}.safetensors" for i in range(shards)]
     for i, path in enumerate(paths):
         state = {name: module.get_parameter(name).detach() for name in names[i::shards]}
         save_file({k: (v if dtype is None else v.to(dtype)).contiguous() for k, v in state.items()}, path)
     left: dict[int, torch.Tensor] = {}
+    staying = {id(module.get_parameter(name)) for name in names if name.split(".")[1:2] and name.split(".")[1] in kept}
     for slot in slots(module):
-        if isinstance(slot.tensor, nn.Parameter):
+        if isinstance(slot.tensor, nn.Parameter) and id(slot.tensor) not in staying:
             left.setdefault(id(slot.tensor), nn.Parameter(slot.tensor.to("meta"), requires_grad=False))
             slot.holder[slot.key] = left[id(slot.tensor)]
     return stored_tensors(paths)
@@ -92,11 +95,12 @@ def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = N
     torch.testing.assert_close(run(module, noise(), order).cpu(), expected, atol=0, rtol=0)
 
 
-def assert_gone(module: nn.Module, sim: ModuleType) -> None:
+def assert_gone(module: nn.Module, sim: ModuleType, kept: str = "") -> None:
     gc.collect()
     assert sim.stats().allocated_bytes == 0
     assert sim.stats().hazards == 0
-    assert all(parameter.is_meta for parameter in module.parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.device.type == ("cpu" if name.split(".")[1:2] and name.split(".")[1] in kept else "meta")
     assert all("forward" not in vars(part) for part in module.modules())
 
 
@@ -209,7 +213,8 @@ def test_module_without_blocks_and_less_than_a_window(sim: ModuleType, tmp_path:
     assert sim.stats().allocated_bytes == 0
 
 
-def test_any_order_of_calls(sim: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["", "1357", "0128", "7"])
+def test_any_order_of_calls(kept: str, sim: ModuleType, tmp_path: Path) -> None:
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     module = varied([64] * 9)
     orders = [None, [0, 1, 2, 6], [5, 3, 3, 0], [8, 7, 6, 5, 4, 3, 2, 1, 0], [2], None, [1, 1, 1], [4, 8, 0, 4], None]
@@ -217,11 +222,11 @@ def test_any_order_of_calls(sim: ModuleType, tmp_path: Path) -> None:
     resident.place()
     expected = [run(module, noise(), order).cpu() for order in orders]
     resident.remove()
-    placement = placed(module, on_disk(module, tmp_path), 0)
+    placement = placed(module, on_disk(module, tmp_path, kept=kept), 0)
     for order, wanted in zip(orders, expected, strict=True):
         check(module, wanted, order)
     placement.remove()
-    assert_gone(module, sim)
+    assert_gone(module, sim, kept)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -359,10 +364,11 @@ def test_error_of_the_reader_at_any_read_surfaces_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_error_in_a_block(error: type[BaseException], sim: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["", "034"])
+def test_error_in_a_block(error: type[BaseException], kept: str, sim: ModuleType, tmp_path: Path) -> None:
     module = varied([64] * 6)
     expected = truth(module)
-    placement = placed(module, on_disk(module, tmp_path), 0.25)
+    placement = placed(module, on_disk(module, tmp_path, kept=kept), 0.25)
 
     def fail() -> None:
         raise error("stop")
@@ -374,7 +380,7 @@ def test_error_in_a_block(error: type[BaseException], sim: ModuleType, tmp_path:
         block.middle = None
         check(module, expected)
     placement.remove()
-    assert_gone(module, sim)
+    assert_gone(module, sim, kept)
 
 
 def test_interrupt_while_waiting_for_the_disk(sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,18 +477,18 @@ def test_taken_away_while_it_waits(sim: ModuleType, tmp_path: Path, monkeypatch:
     st.lists(st.integers(8, 48), min_size=3, max_size=10),
     st.floats(0, 1),
     st.lists(st.tuples(st.integers(0, 9), st.integers(-40_000, 40_000)), max_size=12),
-    st.booleans(),
+    st.sampled_from(["paged", "", "0246", "123"]),
 )
 def test_grow_and_shrink_in_mid_forward(
-    sim: ModuleType, tmp_path: Path, widths: list[int], share: float, moves: list[tuple[int, int]], paged: bool
+    sim: ModuleType, tmp_path: Path, widths: list[int], share: float, moves: list[tuple[int, int]], where: str
 ) -> None:
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     module = varied(widths)
     expected = truth(module)
     with pytest.MonkeyPatch.context() as patch:
-        if paged:
+        if where == "paged":
             pins(patch, room=stager.WINDOWS)
-        placement = placed(module, None if paged else on_disk(module, tmp_path), share)
+        placement = placed(module, None if where == "paged" else on_disk(module, tmp_path, kept=where), share)
         try:
             for at, change in moves:
                 block = module.blocks[at % len(widths)]
@@ -514,7 +520,9 @@ def test_others_grow_and_shrink_it_all_the_time(sim: ModuleType, tmp_path: Path)
             patch.setattr(reader, "BATCH_BYTES", 6000)
             if turn % 2:
                 pins(patch, room=chance.randint(3, 8))
-            placement = placed(module, None if turn % 2 else on_disk(module, tmp_path, 2), chance.random())
+            kept = ("", "024")[turn // 2 % 2]
+            source = None if turn % 2 else on_disk(module, tmp_path, 2, kept=kept)
+            placement = placed(module, source, chance.random())
             done, errors = threading.Event(), []
 
             def churn(seed: int, placement: Streamed = placement, done: Any = done, errors: Any = errors) -> None:
