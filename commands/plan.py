@@ -69,7 +69,9 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 
-    rates = _named_rates(measured_rates(pipe.manager.device), arguments)
+    machine = measured_rates(pipe.manager.device)
+    named = _named_rates(machine, arguments)
+    rates = None if named == machine else named
     budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]
     try:
         return [pipe.plan(vram=vram, rates=rates, **asked) for vram in budgets or [None]]

@@ -42,7 +42,7 @@ def rates(device: torch.device) -> Rates:
         return Rates(h2d, h2d, disk, card.flops or math.inf, "simulated")
     if device.type not in ("cuda", "xpu"):
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
-    key = f"{platform.node()}, {Accelerator(device).name}"
+    key = card_of(device)
     with _lock:
         found = speeds.remembered(key, _KEYS) or _try_to_measure(device)
         if not found:
@@ -55,11 +55,19 @@ def rates(device: torch.device) -> Rates:
     return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured")
 
 
+def card_of(device: torch.device) -> str:
+    """What measurements of a device are kept under: this machine and the device's name."""
+    name = Accelerator(device).name
+    if device.type == simulated.DEVICE_TYPE:
+        name += f" of {simulated_card.card.flops:g} FLOPS" if simulated_card.card.flops else ""
+    return f"{platform.node()}, {name}"
+
+
 def known_rates(device: torch.device) -> Rates:
     """What `rates` tells, without measuring: assumed where that was not done yet."""
     if device.type == simulated.DEVICE_TYPE:
         return rates(device)
-    found = speeds.remembered(f"{platform.node()}, {Accelerator(device).name}", ("paged", "operations"))
+    found = speeds.remembered(card_of(device), ("paged", "operations"))
     disk = speeds.disk_rate()
     if device.type not in ("cuda", "xpu") or not found:
         return replace(ASSUMED, disk_bytes_per_second=disk)

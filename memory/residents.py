@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -30,7 +30,7 @@ from .streaming.placement import Resident
 from .streaming.stream import Streamed
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
-from .work import WorkBook
+from .work import Work, WorkBook
 
 log = logging.getLogger("ballast")
 
@@ -53,13 +53,15 @@ class Residents:
         self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()  # with so much held
         # The RAM that there was for units that have pieces there.
         self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
-        # The working memory that a placement was made for.
-        self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        # The working memory and the seconds that a placement was made for.
+        self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
+        self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
         alone = unit.leases == 1
-        refit = anew or self._fitted_for.get(unit) != self.work.working_bytes(unit)
+        self._learn(unit)
+        refit = anew or self._fitted_for.get(unit) != self._fit_of(unit)
         if alone and (self._is_outdated(unit, strategy) or (anew and self._lies_wrong(unit))):
             self.evict(unit)
         for other in self.evictable(unit):
@@ -73,7 +75,7 @@ class Residents:
                 self._make_room(unit, unit.placement.name)
                 self._resize(unit)
             self._complete(unit)
-        self._fitted_for[unit] = self.work.working_bytes(unit)
+        self._fitted_for[unit] = self._fit_of(unit)
 
     def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Let a stage of these units begin within its budget, whatever runs before it have left on the device.
@@ -92,6 +94,10 @@ class Residents:
     def runs(self, unit: ManagedModel) -> None:
         """Note that a unit is about to run."""
         self._called[unit] = self.timeline.record("call", unit).allocated_bytes
+        work, placement = self.work.of(unit), unit.placement
+        learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
+        if learns and isinstance(placement, Streamed) and placement.time_call():
+            self._timed[unit] = work
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
@@ -101,6 +107,7 @@ class Residents:
                 self.work.took(unit, peak - before)
         if unit.placement is not None:
             unit.placement.rest(failed)
+            self._learn(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
@@ -117,6 +124,7 @@ class Residents:
         if unit.placement is None:
             return
         self._leaving.discard(unit)
+        self._learn(unit)
         with self.budget.forgets_strays():
             placement, unit.placement = unit.placement, None
             left = placement.resident_bytes
@@ -200,6 +208,14 @@ class Residents:
         return fits or (stated and self._held_in.get(unit, 0) != self._ram_for(unit)[0])
 
     # How a unit comes
+
+    def _fit_of(self, unit: ManagedModel) -> Hashable:
+        return self.work.working_bytes(unit), self.work.of(unit).measured
+
+    def _learn(self, unit: ManagedModel) -> None:
+        """Note what the call that was timed computed, if the device is done with it."""
+        if isinstance(unit.placement, Streamed) and (measured := unit.placement.take_seconds()):
+            self.work.computed(unit, self._timed[unit], measured)
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]

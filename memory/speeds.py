@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import cache_home, replace_file
+from .files import cache_home, read_json, replace_file
 from .rates import ASSUMED
 
+MAX_LISTS = 200  # of pieces
 OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
 
 _lock = threading.RLock()
 _known: dict[str, dict[str, float]] = {}  # in this process, in case the file cannot be written
+_pieces: dict[tuple[Path, str], Any] = {}  # as well, by file and key
 
 
 def remembered(key: str, names: Sequence[str]) -> dict[str, float] | None:
@@ -50,6 +52,26 @@ def disk_rate(otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
     return found["disk"] if found else otherwise
 
 
+def pieces(key: str) -> Any:
+    """What was noted of the pieces of a model under a key, as plain data; None if nothing was. It may be damaged."""
+    with _lock:
+        known = path, _ = _pieces_file(), key
+        return _pieces[known] if known in _pieces else _lists(path).get(key)
+
+
+def note_pieces(key: str, facts: Any) -> None:
+    """Remember facts of the pieces of a model, in this process and in later ones; None forgets them."""
+    with _lock:
+        path = _pieces_file()
+        _pieces[path, key] = facts
+        lists = _lists(path)
+        lists.pop(key, None)
+        if facts is not None:
+            lists[key] = facts
+        with contextlib.suppress(OSError):
+            replace_file(path, json.dumps(dict(list(lists.items())[-MAX_LISTS:])).encode())
+
+
 def _disk_key() -> str:
     return f"{platform.node()}, disk"
 
@@ -59,6 +81,18 @@ def _disk_key() -> str:
 
 def _file() -> Path:
     return cache_home() / "rates.json"
+
+
+def _pieces_file() -> Path:
+    return cache_home() / "pieces.json"
+
+
+def _lists(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read() -> dict[str, Any]:

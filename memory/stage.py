@@ -20,10 +20,10 @@ from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.ladder import Attempt, describe, next_attempt
 from .planning.runplan import StagePlan
-from .probe import known_rates
+from .probe import card_of, known_rates
 from .reports.timeline import Timeline
 from .sizes import format_bytes
-from .units.batch import batch_of, in_parts, joined
+from .units.batch import batch_of, in_parts, joined, shapes_of
 from .units.calls import Forward, interpose
 from .units.unit import ManagedModel
 from .work import Work, WorkBook
@@ -81,7 +81,8 @@ def run_stage(
             if found:
                 unit.learn(found.call_order)
             attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
-            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device)))
+            card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
+            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device), card=card))
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
@@ -126,6 +127,7 @@ class _Calls:
     def _run_once(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         failed = True
         strategy, anew = self.placement or self.attempt.strategy, self.placement is None
+        self.manager.work.called(self.unit, shapes_of(args, kwargs))
         self.manager.acquire(self.unit, strategy, instead_of=self._others(), anew=anew)
         self.placement = self.unit.placement.name if self.unit.placement else None
         try:

@@ -6,9 +6,12 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
+from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
 from .planning.ladder import Attempt
+from .planning.measured import Measured, differs, measured_loads
+from .planning.solver import Loads
 from .rates import ASSUMED, Rates
 from .units.unit import ManagedModel
 
@@ -20,6 +23,9 @@ class Work:
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
     When it was last placed the stage held `live_bytes`, which may be more than before its first call.
+
+    On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
+    its calls are of the same `shapes`.
     """
 
     kind: Hashable = None
@@ -27,6 +33,10 @@ class Work:
     attempt: Attempt = field(default_factory=Attempt)
     rates: Rates = ASSUMED
     live_bytes: int = 0
+    card: str = ""
+    measured: Measured | None = None
+    learns: bool = False
+    shapes: Hashable = None
 
 
 @dataclass
@@ -49,8 +59,21 @@ class WorkBook:
         return self._now.get(unit, Work())
 
     def begin(self, unit: ManagedModel, work: Work) -> None:
-        """Note what a unit is going to do."""
+        """Note what a unit is going to do. What was measured of it before, in whatever process, is recalled."""
+        if work.card and work.forecast:
+            found = learned.recall(work.card, sizes_of(unit), work.forecast)
+            work = replace(work, measured=found, learns=True)
         self._now[unit] = work
+
+    def called(self, unit: ManagedModel, shapes: Hashable) -> None:
+        """Note the shapes of the arguments of a call. Where they are not always the same, no call tells of others."""
+        work = self.of(unit)
+        if work.shapes is None:
+            self._now[unit] = replace(work, shapes=shapes)
+        elif work.shapes != shapes and (work.learns or work.measured):
+            if work.measured and work.forecast:
+                learned.keep(work.card, sizes_of(unit), work.forecast, None)
+            self._now[unit] = replace(work, learns=False, measured=None)
 
     def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
         """Try the calls of a unit in another way from now on."""
@@ -77,13 +100,27 @@ class WorkBook:
             seen.above[work.kind] = max(0, measured_bytes - work.forecast.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
+    def computed(self, unit: ManagedModel, work: Work, measured: Measured) -> None:
+        """Note what the pieces of a call computed, which was of this work. What is as expected changes nothing."""
+        now = self.of(unit)
+        if not work.forecast or now.forecast != work.forecast or not now.learns:
+            return
+        if differs(self._loads(unit), measured):
+            measured = learned.keep(work.card, sizes_of(unit), work.forecast, measured) or measured
+            now = replace(now, measured=measured)
+        self._now[unit] = replace(now, learns=False)
+
+    def _loads(self, unit: ManagedModel) -> Loads:
+        work = self.of(unit)
+        return measured_loads(sizes_of(unit).loads(work.forecast, work.rates), work.measured)
+
     def demand(self, unit: ManagedModel) -> Demand:
         """What a unit wants of the device for its present work."""
         work, sizes = self.of(unit), sizes_of(unit)
         return Demand(
             unit.name,
             sizes,
-            sizes.loads(work.forecast, work.rates),
+            self._loads(unit),
             self.working_bytes(unit),
             work.attempt.share,
             work.forecast is not None,

@@ -14,6 +14,7 @@ from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
 from .forecast import UnitForecast
+from .measured import Measured, measured_loads
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
 from .tiers import held_in_ram
@@ -180,25 +181,32 @@ def make_plan(
     idle_bytes: int = 0,
     in_ram_bytes: int = 0,
     from_disk: bool = False,
+    measured: Measured | None = None,
 ) -> Plan:
     """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
     than the whole, where that is asked for, is resident. Of the weights `in_ram_bytes` need not be read first;
-    `from_disk` says that they can be streamed from there. When nothing fits, the plan is the one that wants least, with
+    `from_disk` says that they can be streamed from there. What the pieces were `measured` to compute counts for more
+    than operations and rates. When nothing fits, the plan is the one that wants least, with
     `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
-    loads = replace(sizes.loads(work, rates), ram_bytes=ram_bytes if streams_from_disk else None)
+    forecast = sizes.loads(work, rates)
+    loads = measured_loads(forecast, measured)
+    compute = work.operations / max(1, work.calls) / rates.operations_per_second
+    if loads is not forecast:
+        compute = loads.compute_seconds
+    loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
             found = arrange(loads, room - sizes.fixed_bytes)
             if placement == "resident":
                 found = Arrangement(0, (), least - sizes.fixed_bytes, 0, 0.0)
-            candidate = _candidate(placement, sizes, work, rates, found, steps, idle_bytes, in_ram_bytes)
+            candidate = _candidate(placement, sizes, work, rates, compute, found, steps, idle_bytes, in_ram_bytes)
             made.append(
                 _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
                 if streams_from_disk
@@ -243,6 +251,7 @@ def _candidate(
     sizes: UnitSizes,
     work: UnitForecast,
     rates: Rates,
+    compute: float,
     found: Arrangement,
     steps: int,
     idle_bytes: int,
@@ -252,7 +261,6 @@ def _candidate(
     whole = sizes.fixed_bytes + sum(piece.held_bytes for piece in sizes.pieces)
     stay_bytes = whole - sum(sizes.pieces[i].held_bytes for i in found.streamed)
     weights_bytes = sizes.fixed_bytes + found.device_bytes
-    compute = work.operations / max(1, work.calls) / rates.operations_per_second
     to_device = rates.pinned_bytes_per_second
     copied = found.copied_bytes / to_device
     read = max(0, sizes.total_bytes - in_ram_bytes) / rates.disk_bytes_per_second

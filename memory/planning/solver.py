@@ -61,6 +61,11 @@ class Loads:
         """Bytes of the flat buffers."""
         return tuple(piece.packed_bytes for piece in self.pieces)
 
+    @property
+    def compute_seconds(self) -> float:
+        """What a call computes in all."""
+        return self.before_seconds + sum(piece.seconds for piece in self.pieces)
+
     @classmethod
     def even(cls, pieces: Iterable[HasSizes]) -> Loads:
         """Of pieces that compute for as long as they are copied: what to go by when nothing is known."""
@@ -104,7 +109,7 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
     RAM than the windows as these. With `ring_bytes` there is a ring already, which stays if it can.
     """
     pieces, rate = loads.pieces, loads.bytes_per_second
-    compute = loads.before_seconds + sum(piece.seconds for piece in pieces)
+    compute = loads.compute_seconds
     whole = sum(piece.held_bytes for piece in pieces)
     resident = Arrangement(0, (), whole, 0, compute)
     room = max(room_bytes, least_bytes(pieces))

@@ -38,6 +38,10 @@ class Queues:
             return None
         return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
 
+    def timer(self) -> Any:
+        """A new event that tells the time to another such."""
+        return self.backend.Event(enable_timing=True) if self.copying else None
+
     def mark(self, event: Any) -> None:
         """Let the event happen when what this thread has queued so far is done."""
         if event:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import is_out_of_memory
 from ..host import management as host
+from ..planning.measured import Measured
 from ..planning.solver import Arrangement, Loads, arrange, least_bytes
 from ..sizes import format_bytes
 from ..units.calls import Forward, interpose
@@ -28,6 +29,7 @@ from ..units.weights import Stored
 from .order import Order
 from .placement import Placement, outside_inference
 from .ring import Piece, Place, Ring
+from .stopwatch import Stopwatch
 
 _THROUGH = 1  # of the kinds of pieces: those that come through windows
 
@@ -61,6 +63,8 @@ class Streamed(Placement):
         self._lock = threading.RLock()
         self._ring: Ring | None = None
         self._current: Piece | None = None  # the one that runs
+        self._watch: Stopwatch | None = None  # of the call that is timed, until it is read
+        self._steady = False  # the last call has brought everything, and ended well
         self._called = [piece for piece in self._pieces if piece.called]
         self._loads = self._located(loads or Loads.even(self._called))
         self._fixed_bytes = nbytes_of(self._rest)
@@ -124,10 +128,41 @@ class Streamed(Placement):
         with self._lock:
             last = self._current
             self._leave()
+            self._steady = not failed
+            if self._watch and self._watch.runs and (not self._watch.end() or failed):
+                self._watch = None
             if failed:
                 self._order.lost()
             elif last:
                 self._fetch(last)
+
+    def time_call(self) -> bool:
+        """Time the pieces of the call that begins now, unless the one before it told nothing of it. True if it is."""
+        with self._lock:
+            if self._watch or not (self._steady and self._queues.copying):
+                return False
+            self._watch = Stopwatch(self._queues)
+            return True
+
+    def take_seconds(self) -> Measured | None:
+        """What the pieces of the timed call computed, once; None if none was timed, or the device is not done with it.
+
+        A call that was disturbed, or did not come to each piece just so, is forgotten.
+        """
+        with self._lock:
+            if self._watch is None or self._watch.runs:
+                return None
+            try:
+                found = self._watch.seconds()
+            except RuntimeError:  # some builds of torch have such events without the time
+                found = {}
+            if found is None:
+                return None
+            self._watch = None
+            if set(found) != {None, *self._called}:
+                return None
+            sizes = tuple(piece.packed_bytes for piece in self._called)
+            return Measured(sizes, tuple(found[piece] for piece in self._called), found[None])
 
     # Putting in place and taking away
 
@@ -151,10 +186,10 @@ class Streamed(Placement):
             self._queues.finish()
             if self._ring:
                 self._ring.clear()
-            self._ring = self._current = None
+            self._ring = self._current = self._watch = None
             self._order.lost()
             self._order.forget()
-            self._placed = self._unsettled = False
+            self._placed = self._unsettled = self._steady = False
             for piece in self._pieces:
                 piece.resident, piece.place = False, None
 
@@ -184,9 +219,13 @@ class Streamed(Placement):
             if place.pending:
                 self._supply.wait(place)  # without the lock: others may grow and shrink meanwhile
             self._queues.wait(place.copied)
+        if watch := self._watch:
+            watch.start(piece)
 
     def _leave(self) -> None:
         """Note that the piece that ran does no longer."""
+        if self._watch:
+            self._watch.stop()
         piece, self._current = self._current, None
         if piece and piece.place and self._ring:
             self._ring.used(piece.place)
@@ -266,6 +305,8 @@ class Streamed(Placement):
 
     def _settle(self) -> None:
         """Move what is not running to where it shall be: first what frees memory, then what takes it."""
+        if self._watch and self._watch.runs:
+            self._watch = None  # pieces move meanwhile
         with outside_inference():
             streaming = self._streaming()
             leaving = [piece for piece in streaming if piece.resident]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 BatchDims = Mapping[str, int]  # by name of an argument: the dimension that is its batch, where it is not the first
 
@@ -32,6 +33,11 @@ def _is_clear(value: Any, batch: int) -> bool:
     return not (
         isinstance(value, tuple) and any(isinstance(i, torch.Tensor) and i.shape[:1] == (batch,) for i in value)
     )
+
+
+def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all tensors in the arguments of a call."""
+    return tuple(tuple(value.shape) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
 
 
 def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:

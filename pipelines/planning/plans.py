@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...memory.planning import learned
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan
+from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
@@ -61,6 +63,8 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     forecasts = _forecast_run(run)
     used = rates or measured_rates(run.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
+    if rates is None:
+        place = functools.partial(place, card=card_of(run.device))
     steps = run.sampling.steps
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     stages = [place("sample", sampling, run.sampling.units, strategy=run.strategy, steps=steps)]
@@ -81,8 +85,12 @@ def plan_stage(
     strategy: str = "auto",
     by_user: bool = True,
     steps: int = 1,
+    card: str = "",
 ) -> StagePlan:
-    """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`."""
+    """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
+
+    What was measured on a `card` is used.
+    """
     named = {unit.name: unit for unit in units}
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
@@ -100,6 +108,7 @@ def plan_stage(
             idle_bytes=forecast.idle_bytes,
             in_ram_bytes=named[unit].host_bytes,
             from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
+            measured=learned.recall(card, sizes_of(named[unit]), work) if card else None,
         )
         for unit, work in forecast.units.items()
     )

@@ -18,6 +18,7 @@ from ...memory.manager import MemoryManager, manager
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
+from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
 from ...memory.units.unit import ManagedModel
@@ -115,6 +116,7 @@ class StageRunner(ModelFamily):
             rates=measured_rates(self.manager.device),
             strategy=strategy,
             steps=steps,
+            card=card_of(self.manager.device),
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)

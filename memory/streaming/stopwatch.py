@@ -1,0 +1,58 @@
+"""How long the pieces of a call compute, by events on the device. The host waits for none of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+from .queues import Queues
+
+
+class Stopwatch:
+    """Times parts of one call, which begins now. What lies between a `stop` and the next `start` is not counted."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self._laps: list[tuple[Hashable, Any, Any]] = []
+        self._running: tuple[Hashable, Any] | None = None
+        self._traces = _traces()
+        self.runs = True  # the call does
+        self.start(None)
+
+    def start(self, part: Hashable) -> None:
+        """A part begins, once what this thread has queued is done: copies that it waits for as well."""
+        if self.runs:
+            self._running = part, self._mark()
+
+    def stop(self) -> None:
+        """The part that runs ends, once what this thread has queued is done."""
+        if self._running:
+            part, begun = self._running
+            self._laps.append((part, begun, self._mark()))
+            self._running = None
+
+    def end(self) -> bool:
+        """The call has ended. False if it compiled something, so that it tells nothing."""
+        self.stop()
+        self.runs = False
+        return self._traces == _traces()
+
+    def seconds(self) -> dict[Hashable, float] | None:
+        """Of each part, ahead of the first under None; None as long as the device has not done all of it."""
+        if self.runs or not self._laps[-1][2].query():
+            return None
+        found: dict[Hashable, float] = {}
+        for part, begun, ended in self._laps:
+            found[part] = found.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+        return found
+
+    def _mark(self) -> Any:
+        event = self._queues.timer()
+        self._queues.mark(event)
+        return event
+
+
+def _traces() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["frames"]["total"] if dynamo else 0
