@@ -20,11 +20,12 @@ class Conditioning:
     """Named tensors (or lists of them, where prompts differ in length) of one prompt and its negative.
 
     Names are those of the pipeline's own arguments, such as `prompt_embeds` [B, tokens, channels]. `info` says what
-    they were made from.
+    they were made from, `pictures` [H,W,3] are those that came with the prompt.
     """
 
     tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
     info: Mapping[str, str] = field(default_factory=dict)
+    pictures: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(

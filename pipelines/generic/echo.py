@@ -20,6 +20,7 @@ from ...memory.planning.calls import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
+from .answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
 _MOST_ELEMENTS = 2**24  # of a result that has values of its own
@@ -58,12 +59,13 @@ class Echo:
         if key not in self._shapes:
             self._shapes[key] = self._run(getattr(self._inner.get_submodule(name), method), args, kwargs)
         numbers = itertools.count(1)
-        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
+        made = tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
+        return closed(made)
 
     def _run(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with torch.inference_mode(), dry_card():
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
-            return tree_map_only(SimTensor, lambda tensor: tensor.raw, called(*args, **kwargs))
+            return tree_map_only(SimTensor, lambda tensor: tensor.raw, opened(called(*args, **kwargs)))
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> float:
         """A number that follows smoothly from every value: rounding hardly changes it."""

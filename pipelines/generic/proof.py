@@ -34,18 +34,20 @@ class Verdict:
 
     `negative` is the negative prompt that the stock call takes by default, None if it goes without. `left_out` are
     the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
-    `dimensions` are those of the latents that the VAE decodes.
+    `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
+    asked for, such as that of its picture.
     """
 
     differs: str = ""
     negative: str | None = None
     left_out: tuple[str, ...] = ()
     dimensions: int = 4
+    own_size: bool = False
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, Echo]:
     """An echo of each unit, by name."""
-    return {u.name: Echo(u.skeleton, stand_ins, ("decode",) if u.role == "vae" else ()) for u in units}
+    return {u.name: Echo(u.skeleton, stand_ins, ("decode", "encode") if u.role == "vae" else ()) for u in units}
 
 
 def compare(
@@ -104,7 +106,8 @@ def _remember(key: str, verdict: Verdict) -> None:
 def _read(path: Path) -> Verdict | None:
     try:
         facts = read_json(path)
-        verdict = Verdict(facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"]))
+        known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
+        verdict = Verdict(*known, facts["own_size"] is True)
     except (OSError, ValueError, LookupError, TypeError):
         return None
     words = (verdict.differs, verdict.negative or "", *verdict.left_out)

@@ -14,9 +14,12 @@ import torch
 
 from ..decoding.decode import run_decoder, to_images
 from ..encoding.conditioning import Conditioning
+from ..staged import as_stock
+from .answers import opened
 from .echo import Echo
 from .proof import Modules, Verdict, compare, echoes_of
 from .stock import fewest_frames
+from .tasks import reads_pictures
 
 Arguments = Callable[..., dict[str, Any]]  # of a call, each time new, for a scale of guidance
 
@@ -27,13 +30,20 @@ _GUIDES = 3.0  # a scale that guides
 _HOST = torch.device("cpu")
 
 
-def rehearse(pipeline: Any) -> Verdict:
-    """How the stages of a GenericPipeline differ from its stock call, and which negative prompt that has by default."""
+def rehearse(pipeline: Any, texts: Any) -> Verdict:
+    """How the stages of a GenericPipeline differ from its stock call, and which negative prompt that has by default.
+
+    The prompt is encoded by `texts`, which may be another one of the same parts.
+    """
     pipe = copy.copy(pipeline)
     pipe.components = {
         name: replace(component, dtype=torch.float32) if component.is_module else component
         for name, component in pipeline.components.items()
     }
+    pipe.texts = pipe
+    if texts is not pipeline:
+        pipe.texts = copy.copy(texts)
+        pipe.texts.components = pipe.components
     echoes = echoes_of([unit for unit in pipe._units.values() if unit.name not in _CHECKS], pipe.stand_ins)
     with torch.inference_mode():
         try:
@@ -64,7 +74,10 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
             return verdict
     unchecked = tuple(name for name in _CHECKS if name in pipe._units)
     left_out = verdict.left_out + unchecked
-    return replace(verdict, negative=default, left_out=left_out, dimensions=pipe.latent_dimensions)
+    asked = arguments()
+    sides = asked.get("height"), asked.get("width")
+    own_size = bool(pipe.inputs) and None not in sides and sides != pipe.drawn
+    return replace(verdict, negative=default, left_out=left_out, dimensions=pipe.latent_dimensions, own_size=own_size)
 
 
 def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str | None:
@@ -83,6 +96,7 @@ def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str 
 
 def _arguments(pipe: Any, small: bool, guidance: float | None = None) -> dict[str, Any]:
     side = -(-_SIDE // pipe.sizes.multiple) * pipe.sizes.multiple
+    pipe.pictures = {name: (_picture(side, name),) for name in pipe.inputs}
     width, height = (side if small and name in pipe._call else None for name in ("width", "height"))
     frames = fewest_frames(pipe._pipeline(_HOST, {})) if small and pipe.is_video else None
     arguments = pipe._sample_arguments(width, height, _STEPS, guidance, frames, {})
@@ -99,6 +113,8 @@ def _run_whole(
     """Pictures by the stock call. `asked` gets the arguments of each call of its `encode_prompt`."""
     stock = pipe._pipeline(_HOST, modules, *pipe._without_weights(""))
     stock.vae = modules["vae"]
+    for name in modules.keys() - {"vae"} - {unit.name for unit in (*pipe.encoders, *pipe.denoisers)}:
+        setattr(stock, name, modules[name])
     if asked is not None:
         encode, signature = stock.encode_prompt, inspect.signature(stock.encode_prompt)
 
@@ -107,17 +123,36 @@ def _run_whole(
             return encode(*args, **kwargs)
 
         stock.encode_prompt = listened
-    given = arguments() | {"prompt": _PROMPT, "output_type": "pt"}
+    given = as_stock(arguments()) | {"prompt": _PROMPT, "output_type": "pt"}
     given.pop("negative_prompt", None)
     made = stock(**given, **({} if negative is None else {"negative_prompt": negative}))
-    return (made.frames if pipe.is_video else made.images).float().movedim(-3, -1)
+    pictures = (made.frames if pipe.is_video else made.images).float().movedim(-3, -1)
+    pipe.drawn = tuple(pictures.shape[-3:-1])
+    return pictures
 
 
 def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: Modules) -> torch.Tensor:
     encoders, denoisers = ({u.name: modules[u.name] for u in units} for units in (pipe.encoders, pipe.denoisers))
-    cond = Conditioning.of(pipe._encode(_PROMPT, negative, {}, _HOST, encoders))
+    read = (
+        pipe.texts._pictures_read(pipe.pictures.get("image", ())) if reads_pictures(pipe.texts.pipeline_class) else {}
+    )
+    cond = Conditioning.of(pipe.texts._encode(_PROMPT, negative, read, _HOST, encoders))
+
+    def see(name: str, *args: Any, **kwargs: Any) -> Any:
+        called: Any = modules[name]
+        return opened((called.encode if name == "vae" else called)(*args, **kwargs))
+
+    pipe.answers = pipe.look(cond, arguments() | {"latents": None}, see)
     latents = pipe._denoise(cond, arguments() | {"latents": None}, None, _HOST, denoisers).float()
     pipe.latent_dimensions = latents.ndim
     pipe.check_latents(latents)
     pixels = run_decoder(modules["vae"], latents, _HOST, pipe._decode_arguments(latents, {}, "whole", 0))
     return to_images(pixels.float(), video=pipe.is_video)
+
+
+def _picture(side: int, name: str) -> torch.Tensor:
+    """A picture that is not square, none of whose pixels is like the next; or the half of a mask."""
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(2 * side), indexing="ij")
+    if name.startswith("mask"):
+        return (columns > rows).float()
+    return torch.stack([(rows * 7 + columns * of) % 256 / 255 for of in (3, 5, 11)], dim=2)

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from torch import nn
 from ...memory.units.unit import ManagedModel
 from ..sampling.latents import check_noise, check_step
 from ..staged import OnStep
+from .answers import Telling
 from .stock import returned_names
 
 _EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
@@ -24,13 +25,26 @@ _EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say
 class StandIn(nn.Module):
     """Stands in for a module that is not there to run: answers what code asks of it."""
 
-    def __init__(self, unit: ManagedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, unit: ManagedModel, device: torch.device, dtype: torch.dtype, ask: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__()
         object.__setattr__(self, "_unit", unit)  # not a child: its weights stay where they are
         self.device, self.dtype = device, dtype
+        self._ask = ask
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_unit"].module, name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of what it stands for: some code asks for their type."""
+        return self.__dict__["_unit"].module.parameters(recurse)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer that is known, where `ask` gives it. LoopReachedError where there is none to be had."""
+        if self._ask is None:
+            raise LoopReachedError
+        return self._ask(*args, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -41,14 +55,15 @@ class StandIn(nn.Module):
 class StandInVae(StandIn):
     """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
 
-    Pictures to start from would have to be encoded by it, which is not there: that is refused.
+    What it is asked to encode, `ask` answers.
     """
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise DecodeCalledError(latents)
 
-    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("this run starts from a picture, which cannot be staged yet. Leave the picture out.")
+    def encode(self, pixels: torch.Tensor, return_dict: bool = True) -> Any:
+        made = self.forward(pixels)
+        return made if return_dict else tuple(made.values())
 
 
 class LateTool:
@@ -59,6 +74,28 @@ class LateTool:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._read(), name)
+
+
+class LoopReachedError(Exception):
+    """A module was called that is not there to run: what comes before the loop is done."""
+
+
+class HandedError(Exception):
+    """Carries what a pipeline's method was given out of the pipeline's call."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__("the pipeline called it")
+        self.arguments = arguments
+
+    @classmethod
+    def at(cls, method: Callable[..., Any]) -> Callable[..., NoReturn]:
+        """Takes the method's place, and raises this."""
+        signature = inspect.signature(method)
+
+        def raising(*args: Any, **kwargs: Any) -> NoReturn:
+            raise cls(signature.bind(*args, **kwargs).arguments)
+
+        return raising
 
 
 class DecodeCalledError(Exception):
@@ -90,8 +127,11 @@ def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
     return encode_prompt
 
 
-def checking_noise(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline's `prepare_latents` that raises ValueError for given noise of another shape than it would draw."""
+def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..., Any]:
+    """A pipeline's `prepare_latents` that raises ValueError for given noise of another shape than it would draw.
+
+    What it is told of a picture meanwhile, it is told once more.
+    """
     signature = inspect.signature(prepare)
 
     @functools.wraps(prepare)
@@ -99,7 +139,8 @@ def checking_noise(prepare: Callable[..., Any]) -> Callable[..., Any]:
         drawn = signature.bind(*args, **kwargs)
         if (noise := drawn.arguments.get("latents")) is not None:
             drawn.arguments |= {"latents": None, "generator": torch.Generator("cpu").manual_seed(0)}
-            made = prepare(*drawn.args, **drawn.kwargs)
+            with telling.again():
+                made = prepare(*drawn.args, **drawn.kwargs)
             check_noise(noise, (made[0] if isinstance(made, tuple) else made).shape)
         return prepare(*args, **kwargs)
 
@@ -130,14 +171,16 @@ class Steps:
         result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
         made = result[0] if isinstance(result, tuple) else result.prev_sample
-        check_step(made, self.taken, len(scheduler.timesteps))
+        # A run from a picture leaves the first ones out.
+        steps = len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        check_step(made, self.taken, steps)
         if self.on_step is None:
             return result
         if type(scheduler).__name__ in _EXPECTING:
             latents = sample - scheduler.sigmas[scheduler.step_index - 1] * model_output
         else:
             latents = made
-        self.on_step(self.taken, len(scheduler.timesteps), latents)
+        self.on_step(self.taken, steps, latents)
         return result
 
 

@@ -139,6 +139,14 @@ def guides(pipe: Any, name: str, scale: float) -> bool:
     return scale > 1
 
 
+def passes(call: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> int:
+    """How many steps a stock call with these arguments takes: fewer where it keeps some of a picture."""
+    steps, strength = arguments["num_inference_steps"], arguments.get("strength")
+    if strength is None and "strength" in call:
+        strength = call["strength"].default
+    return steps if not isinstance(strength, int | float) else max(1, math.ceil(min(1.0, strength) * steps))
+
+
 def _patch_size(components: Mapping[str, Component]) -> int:
     """Latent pixels on a side of one token."""
     transformer, vae = (components[n].config if n in components else {} for n in ("transformer", "vae"))

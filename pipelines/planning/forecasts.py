@@ -108,4 +108,10 @@ def shape_of(tensor: torch.Tensor) -> Any:
 
 def shapes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the shapes of their tensors in place of these."""
-    return {name: shape_of(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    return {name: _shapes(value) for name, value in arguments.items()}
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_shapes(one) for one in value]
+    return shape_of(value) if isinstance(value, torch.Tensor) else value

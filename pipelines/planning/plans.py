@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,9 @@ TYPICAL_PROMPT = (
 )
 
 
+SEEING = "encode picture"  # the name of a stage
+
+
 class NoBudgetError(ValueError):
     """Without a GPU a plan needs a stated budget."""
 
@@ -41,10 +44,21 @@ class NoBudgetError(ValueError):
 
 
 @dataclass(frozen=True)
+class Sight:
+    """A call of a module that sees a picture: of the VAE on `pixels`, by `vae`, or of `units` as in `forecast`."""
+
+    vae: VaeRun | None = None
+    pixels: torch.Tensor | None = None
+    units: Sequence[ManagedModel] = ()
+    forecast: Forecast | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """A run to plan: its stages, on `device`, with checked arguments. `cond` is what it samples from, if known.
 
-    `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling.
+    `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling. `foresee` says
+    what sees the run's pictures, if it has any.
     """
 
     model: str
@@ -56,11 +70,12 @@ class Run:
     encoding: Encoding
     sampling: Sampling
     decoding: VaeRun
+    foresee: Callable[[Conditioning], list[Sight]] | None = None
 
 
 def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
     """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
-    forecasts = _forecast_run(run)
+    forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
     if rates is None:
@@ -68,9 +83,17 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     steps = run.sampling.steps
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     stages = [place("sample", sampling, run.sampling.units, strategy=run.strategy, steps=steps)]
+    for sight in reversed(sights):
+        if sight.forecast is not None:
+            seeing = place(SEEING, sight.forecast, sight.units)
+        else:
+            assert sight.vae is not None and sight.pixels is not None
+            seeing = _plan_vae(SEEING, sight.vae, sight.pixels, budget_bytes, ram_bytes, used)
+        stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
-    stages.append(_plan_decoding(run.decoding, torch.zeros(sampling.result), budget_bytes, ram_bytes, used))
+    latents = torch.zeros(sampling.result)
+    stages.append(_plan_vae("decode", run.decoding, latents, budget_bytes, ram_bytes, used))
     return RunPlan(run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), run.caveat)
 
 
@@ -115,25 +138,25 @@ def plan_stage(
     return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
 
 
-def _plan_decoding(run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates) -> StagePlan:
+def _plan_vae(
+    name: str, run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates
+) -> StagePlan:
     assert run.forecasts is not None
     way, latents = run.start(latents, rates)
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:
-        raise ValueError(f"decoding cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
+        raise ValueError(f"{name} cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
     note = way.note
     if way.name == "cpu":
         plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
-        return StagePlan("decode", (plan,), note=f"{note}, slower than it says here", rates=rates)
+        return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
         peak = (way.peak_bytes or 0) - run.vae.size_bytes
         takes = UnitForecast(0, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
     plan_of = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, by_user=False)
-    return replace(
-        plan_of("decode", work, [run.vae], strategy="auto" if way.name == "whole" else "resident"), note=note
-    )
+    return replace(plan_of(name, work, [run.vae], strategy="auto" if way.name == "whole" else "resident"), note=note)
 
 
 def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
@@ -148,7 +171,7 @@ def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_byte
     )  # fmt: skip
 
 
-def _forecast_run(run: Run) -> dict[str, Forecast]:
+def _forecast_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
     forecaster = run.sampling.forecaster
     stages = {"sample": names_of(run.sampling.units)}
     if run.cond:
@@ -157,11 +180,13 @@ def _forecast_run(run: Run) -> dict[str, Forecast]:
     else:
         key = forecaster.key(**run.encoding.texts, stage="run", arguments=run.sampling.dry_arguments)
         stages["encode"] = names_of(run.encoding.units)
+    key = None if run.foresee else key  # what sees pictures is told by a dry run
     forecasts = forecast_cache.get(forecaster.directory, key, stages) if key else None
+    sights: list[Sight] = []
     if forecasts is None:
         try:
             with quietly():
-                forecasts = _dry_run(run)
+                forecasts, sights = _dry_run(run)
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
@@ -169,12 +194,13 @@ def _forecast_run(run: Run) -> dict[str, Forecast]:
             ) from error
         if key:
             forecast_cache.put(forecaster.directory, key, forecasts)
-    return forecasts
+    return forecasts, sights
 
 
-def _dry_run(run: Run) -> dict[str, Forecast]:
+def _dry_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
     forecasts, cond = {}, run.cond
     if cond is None:
         forecasts["encode"], cond = run.encoding.dry_run()
+    sights = run.foresee(cond) if run.foresee else []
     forecasts["sample"], _ = run.sampling.dry_run(cond)
-    return forecasts
+    return forecasts, sights

@@ -79,6 +79,8 @@ def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("guidance_scale", "true_cfg_scale", "guider"):
         if isinstance(scale := arguments.get(name), int | float):
             brief[name] = 2.0 if scale > 1 else scale
+    if "strength" in brief:
+        brief["strength"] = 1.0  # all of the few steps
     if arguments.get("sigmas") is None and arguments.get("timesteps") is None:
         brief["num_inference_steps"] = min(_DRY_STEPS, arguments["num_inference_steps"])
     return brief

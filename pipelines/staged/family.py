@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,7 +14,9 @@ from ...memory.units.batch import BatchDims
 from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
+from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments
+from .pictures import Pictures
 from .prompts import Negative, Prompt, no_effect
 
 OnStep = Callable[[int, int, torch.Tensor], None]
@@ -68,6 +70,12 @@ class ModelFamily(ABC):
     def _check_options(self, options: dict[str, Any]) -> None:
         """Raise TypeError for options that `_encode` does not know."""
 
+    def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Those of the pictures with a prompt that `_encode` reads, as its options. ValueError where it takes none."""
+        if pictures:
+            raise ValueError(f"{self.title} reads no pictures with its prompt. Leave images out.")
+        return {}
+
     @abstractmethod
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         """Everything that decides the embeddings, as plain data; under "files" the digests of all files among it."""
@@ -82,6 +90,24 @@ class ModelFamily(ABC):
         modules: Modules,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Named embeddings, on any device, made by these encoders."""
+
+    # Pictures
+
+    def with_pictures(self, pictures: Pictures) -> Any:
+        """This pipeline for one run with these pictures. ValueError, in one line, where it takes none such."""
+        raise ValueError(f"{self.title} takes no picture to start from. Leave it out.")
+
+    def _see(self, cond: Conditioning, arguments: Mapping[str, Any]) -> None:
+        """Run what sees the pictures of this run before it samples, each module in a stage of its own."""
+        raise NotImplementedError
+
+    def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
+        """As `_see`, on shapes: what it will run."""
+        raise NotImplementedError
+
+    def _passes(self, arguments: Mapping[str, Any]) -> int:
+        """How many steps a run with these arguments takes."""
+        return arguments["num_inference_steps"]
 
     # Sample
 

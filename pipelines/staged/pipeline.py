@@ -21,6 +21,7 @@ from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from .family import Modules, OnStep
+from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt
 from .text import TextStage
 from .vae import VaeStages
@@ -63,6 +64,10 @@ class StagedPipeline(TextStage, VaeStages):
         noise: torch.Tensor | None = None,
         compile: bool = False,
         attention: str = AUTO,
+        image: Given = None,
+        mask: Given = None,
+        strength: float | None = None,
+        last_image: Given = None,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -77,6 +82,10 @@ class StagedPipeline(TextStage, VaeStages):
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
         What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
         attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
+
+        `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
+        where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. The class
+        of diffusers that does this is driven on the same components; it takes pictures in 8 bits.
         """
         check_seed(seed)
         if noise is not None:
@@ -84,23 +93,27 @@ class StagedPipeline(TextStage, VaeStages):
             check_finite(noise, "the noise holds")
         steps = self.default_steps if steps is None else steps
         strategy = host_flags().strategy(strategy, "transformer")
-        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
-        check_attention(attention, [unit.module for unit in self.denoisers] if attention != AUTO else ())
+        pictures = pictures_of(cond.pictures, image, mask, last_image, strength)
+        pipe = self.with_pictures(pictures) if pictures else self
+        arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        check_attention(attention, [unit.module for unit in pipe.denoisers] if attention != AUTO else ())
 
         def run(device: torch.device, modules: Modules) -> torch.Tensor:
             generator = torch.Generator("cpu").manual_seed(seed)
             given = arguments | {"generator": generator, "latents": noise}
-            with kernels(modules.values(), compile, attention, on_compile=self._on_compile):
-                latents = self._denoise(cond, given, on_step, device, modules)
+            with kernels(modules.values(), compile, attention, on_compile=pipe._on_compile):
+                latents = pipe._denoise(cond, given, on_step, device, modules)
             return to_host(latents.float())
 
-        for unit in self.denoisers:
+        if pictures:
+            pipe._see(cond, arguments | {"generator": torch.Generator("cpu").manual_seed(seed), "latents": noise})
+        for unit in pipe.denoisers:
             unit.calls = replace(unit.calls, blocks=compile)
-        stage = self._sampling(arguments, reports=on_step is not None, noise=noise)
+        stage = pipe._sampling(arguments, reports=on_step is not None, noise=noise)
         key = stage.key(cond)
         forecast = functools.partial(stage.forecast, cond, key)
-        expected = self._expected("sample", self.denoisers, forecast, strategy, stage.steps)
-        latents = self._run_stage("sample", self.denoisers, run, strategy, work=key, **expected, keep=self.keep)
+        expected = pipe._expected("sample", pipe.denoisers, forecast, strategy, stage.steps)
+        latents = pipe._run_stage("sample", pipe.denoisers, run, strategy, work=key, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -123,20 +136,31 @@ class StagedPipeline(TextStage, VaeStages):
         ram: int | str | None = None,
         strategy: str = "auto",
         rates: Rates | None = None,
+        images: Given = None,
+        image: Given = None,
+        mask: Given = None,
+        strength: float | None = None,
+        last_image: Given = None,
         **options: Any,
     ) -> RunPlan:
         """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
 
-        Sizes, `steps`, `guidance`, `frames`, `strategy` and `options` as in `sample`; `cond` is what will be sampled
-        from, or the prompts that will be encoded, by default one of usual length. `vram` and `ram` are budgets in bytes
-        or as "6GB", by default those of the pipeline; `vram` 0 is all that is free. `rates` are those of the machine by
-        default. At full size it takes seconds, once for each size. Raises ValueError for a budget that nobody stated,
-        without a GPU, and for a size that the pipeline's own code cannot run.
+        Sizes, `steps`, `guidance`, `frames`, `strategy`, pictures and `options` as in `sample`; `cond` is what will be
+        sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them. `vram`
+        and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is free.
+        `rates` are those of the machine by default. At full size it takes seconds, once for each size. Raises
+        ValueError for a budget that nobody stated, without a GPU, and for a size that the pipeline's own code cannot
+        run.
         """
         if strategy == "cpu":
             raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
         steps = self.default_steps if steps is None else steps
-        arguments = self._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        references = as_pictures(images, "images") if cond is None else cond.pictures
+        read = self._pictures_read(references) if cond is None else {}
+        encoding = self._encoding(prompt, self._negative(prompt, negative_prompt), read)
+        pictures = pictures_of(references, image, mask, last_image, strength)
+        pipe = self.with_pictures(pictures) if pictures else self
+        arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         stated = self.vram_bytes if vram is None else parse_bytes(vram)
         if not stated and self.manager.accelerator.is_cpu:
             raise NoBudgetError("vram='8GB'")
@@ -151,16 +175,17 @@ class StagedPipeline(TextStage, VaeStages):
             self.manager.device,
             strategy,
             cond,
-            self._encoding(prompt, self._negative(prompt, negative_prompt), {}),
-            self._sampling(arguments),
-            self._vae_run("decode", {}, budget_bytes, planned=True),
+            encoding,
+            pipe._sampling(arguments),
+            pipe._vae_run("decode", {}, budget_bytes, planned=True),
+            functools.partial(pipe._foresee, arguments=arguments, room_bytes=budget_bytes) if pictures else None,
         )
         return plan_run(run, budget_bytes, ram_bytes, rates)
 
     def _sampling(
         self, arguments: Mapping[str, Any], *, reports: bool = True, noise: torch.Tensor | None = None
     ) -> Sampling:
-        brief, steps = self._dry_run_arguments(arguments), arguments["num_inference_steps"]
+        brief, steps = self._dry_run_arguments(arguments), self._passes(arguments)
         return Sampling(self._forecaster, self.denoisers, self._denoise, brief, steps, reports, noise)
 
     def _checked(

@@ -25,12 +25,14 @@ from ...memory.units.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
-from ..planning.plans import plan_stage
+from ..planning.plans import SEEING, plan_stage
 from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
 
-_INSTEAD = {"encode": "or write a shorter prompt", "sample": "or choose a smaller size"}
+_INSTEAD = {
+    "encode": "or write a shorter prompt", "sample": "or choose a smaller size", SEEING: "or give a smaller picture",
+}  # fmt: skip
 
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")

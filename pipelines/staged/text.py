@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
 from ..planning.encoding_forecasts import Encoding
+from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
 from .family import Modules
+from .pictures import Given, as_pictures
 from .prompts import Negative, Prompt, as_list, match_negatives
 from .runner import StageRunner
 
@@ -27,13 +30,23 @@ class TextStage(StageRunner):
         self._listener = Listener()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
-    def encode(self, prompt: Prompt, negative_prompt: Negative = None, **options: Any) -> Conditioning:
+    def encode(
+        self, prompt: Prompt, negative_prompt: Negative = None, images: Given = None, **options: Any
+    ) -> Conditioning:
         """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
 
         Without a negative prompt it is that of the stock pipeline, which tells none from an empty one in some families.
-        `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the device.
+        `images` [B,H,W,3] in 0..1, or a list of them, are those that an edit model works from; they stay with the
+        conditioning. `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the
+        device.
         """
         self._check_options(options)
+        pictures = as_pictures(images, "images")
+        return replace(
+            self._encoded(prompt, negative_prompt, self._pictures_read(pictures) | options), pictures=pictures
+        )
+
+    def _encoded(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> Conditioning:
         negative_prompt = self._negative(prompt, negative_prompt)
         key = self._encoding_key(prompt, negative_prompt, options)
         if key and (found := self.cache.get(key)):
@@ -67,7 +80,7 @@ class TextStage(StageRunner):
         def encode(device: torch.device, modules: Modules) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
             return self._encode(prompt, negative_prompt, options, device, modules)
 
-        texts = {"prompt": prompt, "negative_prompt": negative_prompt, "options": options}
+        texts = {"prompt": prompt, "negative_prompt": negative_prompt, "options": shapes_in(options)}
         return Encoding(self._forecaster, self.encoders, texts, encode)
 
     def _negative(self, prompt: Prompt, negative_prompt: Negative) -> Negative:

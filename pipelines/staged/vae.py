@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decoding.decode import VaeRun, run_decoder, run_encoder, to_images
+from ..decoding.decode import Call, VaeRun, run_decoder, run_encoder, to_images
 from ..decoding.policy import WayName
+from ..planning.plans import SEEING
 from ..planning.vae_forecasts import Method, VaeForecasts
 from ..sampling.latents import check_finite, check_fit, check_latents
 from .runner import StageRunner
@@ -49,14 +50,23 @@ class VaeStages(StageRunner):
             pixels = pixels.unsqueeze(2)
         return self._vae_run("encode", {}, self._vram_budget())(pixels)
 
-    def _vae_run(self, method: Method, given: Mapping[str, Any], room_bytes: int, *, planned: bool = False) -> VaeRun:
+    def _vae_run(
+        self,
+        method: Method,
+        given: Mapping[str, Any],
+        room_bytes: int,
+        *,
+        planned: bool = False,
+        encode: Call = run_encoder,
+    ) -> VaeRun:
         """A run of the VAE's method with `given` arguments, in `room_bytes` on the device, weights included.
 
-        On the CPU it has forecasts only where it is `planned`, which may be for another machine.
+        On the CPU it has forecasts only where it is `planned`, which may be for another machine. `encode` calls the
+        VAE's own.
         """
-        forecasts = self._vae_forecasts(method, given, room_bytes)
+        forecasts = self._vae_forecasts(method, given, room_bytes, encode)
         return VaeRun(
-            "decode" if method == "decode" else "encode picture",
+            "decode" if method == "decode" else SEEING,
             self.manager,
             self.decoder,
             forecasts.call,
@@ -66,9 +76,12 @@ class VaeStages(StageRunner):
             splits=not any(isinstance(value, torch.Tensor) for value in given.values()),
         )
 
-    def _vae_forecasts(self, method: Method, given: Mapping[str, Any], room_bytes: int) -> VaeForecasts:
+    def _vae_forecasts(self, method: Method, given: Mapping[str, Any], room_bytes: int, encode: Call) -> VaeForecasts:
         if method == "encode":
-            return VaeForecasts(self._forecaster, method, self.decoder, run_encoder, moves_out=self.decodes_to_host)
+            way_of = {"by": getattr(encode, "__name__", type(encode).__name__)}
+            return VaeForecasts(
+                self._forecaster, method, self.decoder, encode, lambda *_: way_of, moves_out=self.decodes_to_host
+            )
 
         def arguments(latents: torch.Tensor, way: WayName) -> Mapping[str, Any]:
             return self._decode_arguments(latents, given, way, room_bytes)

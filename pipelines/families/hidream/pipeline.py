@@ -19,7 +19,7 @@ from ....memory.files import read_json
 from ....memory.units.calls import interpose
 from ...encoding.conditioning import Conditioning
 from ...files.components import Component
-from ...generic import GenericPipeline
+from ...generic import GenericPipeline, StockParts
 from ...sampling.picture_sizes import PictureSizes
 from ...staged import Negative, Prompt
 from .llama import FOLDER, TOKENIZER_FOLDER, find_llama
@@ -68,7 +68,7 @@ class HiDreamPipeline(GenericPipeline):
         if self.variant is not None:
             self.default_steps, self.default_guidance = self.variant.steps, self.variant.guidance
 
-    def _prove(self) -> None:
+    def _prove(self, texts: StockParts | None = None) -> None:
         """Its stock call draws other sizes than it is asked for; the stages are compared with it in the tests."""
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
@@ -151,7 +151,7 @@ class HiDreamPipeline(GenericPipeline):
         across, down = self.components["transformer"].config["max_resolution"]
         return replace(super().sizes, area=across * down * _VAE_SCALE**2)
 
-    def _prepare(self, pipe: Any, arguments: dict[str, Any]) -> None:
+    def _prepare(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
         # The stock pipeline rescales every size to the area of default_sample_size squared: make that the area asked.
         width, height = arguments["width"], arguments["height"]
         # A hair more, since it rounds the result down.

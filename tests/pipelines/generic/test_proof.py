@@ -178,11 +178,11 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
     """The verdict is kept for other processes; a damaged file, or another version of a library, is proved again."""
     rehearsed: list[str] = []
 
-    def counted(pipe: Any) -> proof.Verdict:
+    def counted(pipe: Any, texts: Any) -> proof.Verdict:
         rehearsed.append(pipe.name)
-        return rehearsal.rehearse(pipe)
+        return rehearsal.rehearse(pipe, texts)
 
-    monkeypatch.setattr("ballast.pipelines.generic.pipeline.rehearse", counted)
+    monkeypatch.setattr("ballast.pipelines.generic.stock_parts.rehearse", counted)
 
     def opened() -> int:
         monkeypatch.setattr(proof, "_known", type(proof._known)())
@@ -200,12 +200,12 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
 
 
 def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(pipe: Any) -> proof.Verdict:
+    def failing(pipe: Any, texts: Any) -> proof.Verdict:
         raise RuntimeError("no memory for that\nat all")
 
     monkeypatch.setattr(proof, "_known", type(proof._known)())
     with monkeypatch.context() as patch:
-        patch.setattr("ballast.pipelines.generic.pipeline.rehearse", failing)
+        patch.setattr("ballast.pipelines.generic.stock_parts.rehearse", failing)
         with pytest.raises(
             ValueError, match=r"cannot be staged: it cannot be compared .*\(no memory for that at all\)"
         ):

@@ -1,0 +1,117 @@
+"""What a pipeline asks of its VAE's encoder and of its image encoder before it samples, answered once.
+
+These modules run in stages of their own. Their answers are kept on the CPU, in the order of the calls, and given again
+while the transformer samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
+
+from ..encoding.conditioning import to_host
+
+Run = Callable[..., Any]  # of a module's call: gives what it answers, opened
+
+
+class _Parameters(NamedTuple):
+    """Those of a posterior. A tree of tensors, as the posterior itself is not."""
+
+    tensor: torch.Tensor
+
+
+def opened(output: Any) -> Any:
+    """What a module gave, as a tree of tensors: a posterior as its parameters."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    return tree_map_only(DiagonalGaussianDistribution, lambda posterior: _Parameters(posterior.parameters), output)
+
+
+def closed(tree: Any) -> Any:
+    """What a module gave, of the tree that `opened` made of it."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    def close(leaf: Any) -> Any:
+        return DiagonalGaussianDistribution(leaf.tensor) if isinstance(leaf, _Parameters) else leaf
+
+    return tree_map(close, tree, is_leaf=lambda node: isinstance(node, _Parameters))
+
+
+class Posterior:
+    """Calls a VAE's `encode`, and gives the one tensor that its answer follows from. `whole` makes the answer of it."""
+
+    def __init__(self) -> None:
+        self._spec: TreeSpec | None = None
+
+    def __call__(self, module: torch.nn.Module, pixels: torch.Tensor, device: torch.device, way: str) -> torch.Tensor:
+        encode: Callable[..., Any] = module.encode  # type: ignore[assignment]
+        leaves, self._spec = tree_flatten(opened(encode(pixels.to(device, torch.float32))))
+        if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor):
+            raise ValueError(f"{type(module).__name__} encodes a picture to more than one tensor.")
+        return leaves[0]
+
+    def whole(self, tensor: torch.Tensor) -> Any:
+        """The answer, opened, of which this is the tensor."""
+        assert self._spec is not None, "the VAE was not called"
+        return tree_unflatten([tensor], self._spec)
+
+
+class Answers:
+    """The answers of a run, by the name of the module and in the order of its calls."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[Any, Any]]] = {}
+
+    def ask(self, name: str, run: Run) -> Run:
+        """A module's call that runs it by `run`, and keeps the answer."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = tree_map_only(torch.Tensor, to_host, run(*args, **kwargs))
+            self._kept.setdefault(name, []).append((_shapes(args, kwargs), answer))
+            return _given(answer, args, kwargs)
+
+        return call
+
+    def tell(self) -> Telling:
+        """The answers from the first one on."""
+        return Telling(self._kept)
+
+
+class Telling:
+    """Gives kept answers again, in their order."""
+
+    def __init__(self, kept: dict[str, list[tuple[Any, Any]]]) -> None:
+        self._kept = kept
+        self._told: dict[str, int] = {}  # how many of each module's
+
+    def answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The next answer of a module, on the device of what it is asked. RuntimeError where it was not asked that."""
+        kept, place = self._kept.get(name, []), self._told.get(name, 0)
+        if place >= len(kept) or kept[place][0] != _shapes(args, kwargs):
+            raise RuntimeError(f"it asks its {name} for more while it samples than before")
+        self._told[name] = place + 1
+        return _given(kept[place][1], args, kwargs)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What is asked until the block ends will be asked once more."""
+        told = dict(self._told)
+        yield
+        self._told = told
+
+
+def _given(answer: Any, args: Any, kwargs: Any) -> Any:
+    """The answer as the module itself would give it: where the inputs are and, of a posterior, in their type."""
+    asked = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+    nodes = tree_flatten(answer, is_leaf=lambda node: isinstance(node, _Parameters))[0]
+    dtype = asked.dtype if any(isinstance(node, _Parameters) for node in nodes) else None
+    return closed(tree_map_only(torch.Tensor, lambda tensor: tensor.to(asked.device, dtype), answer))
+
+
+def _shapes(args: Any, kwargs: Any) -> list[Any]:
+    leaves = tree_flatten((args, kwargs))[0]
+    return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -1,0 +1,128 @@
+"""Runs that take pictures: the class that takes them, and what sees them before the transformer samples.
+
+The stock call runs on the CPU until it samples. What it asks of the VAE's encoder and of an image encoder meanwhile is
+run in a stage of its own each; the answers are told again to the call that samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ...memory.units.unit import ManagedModel
+from ..encoding.conditioning import Conditioning, to_host
+from ..planning.forecasts import shapes_in
+from ..planning.plans import SEEING, Sight
+from ..staged import Pictures
+from .answers import Answers, Posterior
+from .stand_ins import LoopReachedError
+from .stock import passes
+from .stock_parts import HOST, StockParts
+from .tasks import task_of
+
+See = Callable[..., Any]  # answers `name, *args, **kwargs`: what a module is called with
+
+
+class SeeingPipeline(StockParts):
+    """A diffusers pipeline folder that takes pictures."""
+
+    def with_pictures(self, pictures: Pictures) -> StockParts:
+        task = task_of(self.pipeline_class, self.title, pictures)
+        key = task.cls, frozenset(task.pictures)
+        if key not in self._tasks:
+            self._tasks[key] = self._for_task(*key)
+        run = copy.copy(self._tasks[key])
+        for name in ("vram_bytes", "ram_bytes", "keep"):  # which may be those of a copy
+            setattr(run, name, getattr(self, name))
+        run.pictures, run.strength = task.pictures, pictures.strength
+        return run
+
+    def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
+        """A copy of this that is driven by another class, or takes other pictures; compared with its own call."""
+        if cls is self.pipeline_class and inputs == self.inputs:
+            return self
+        task = copy.copy(self)
+        vars(task).pop("sizes", None)
+        task.pipeline_class, task.inputs = cls, inputs
+        task._init, task._call = (inspect.signature(code).parameters for code in (cls, cls.__call__))
+        task._prove(self)
+        return task
+
+    def look(self, cond: Conditioning, arguments: Mapping[str, Any], see: See) -> Answers:
+        """Run the stock call until it samples, on the CPU. What it asks of modules that see a picture, `see` answers.
+
+        `see(name, *args, **kwargs)` gives the answer opened.
+        """
+        answers = Answers()
+        try:
+            self._call_stock(
+                cond, arguments, None, HOST, {}, lambda name: answers.ask(name, functools.partial(see, name))
+            )
+        except LoopReachedError:
+            return answers
+        raise RuntimeError(f"{self.name} never samples")
+
+    def _see(self, cond: Conditioning, arguments: Mapping[str, Any]) -> None:
+        if "strength" in self._call and arguments["latents"] is not None:
+            raise ValueError("noise: this run starts from a picture, and its noise from a seed. Give seed instead.")
+        self.answers = self.look(cond, arguments, self._sight)
+
+    def _sight(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "vae":
+            posterior = Posterior()
+            run = self._vae_run("encode", {}, self._vram_budget(), encode=posterior)
+            return posterior.whole(run(*args))
+        unit = self._units[name]
+
+        def see(device: torch.device, modules: Mapping[str, nn.Module]) -> Any:
+            return tree_map_only(torch.Tensor, to_host, _called(modules[name], device, args, kwargs))
+
+        key, dry = self._dry_sight(unit, args, kwargs)
+        forecast = functools.partial(self._forecaster.forecast, key, SEEING, [unit], dry)
+        expected = self._expected(SEEING, [unit], forecast, "auto")
+        return self._run_stage(SEEING, [unit], see, work=key, **expected)
+
+    def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
+        sights: list[Sight] = []
+
+        def foresee(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name == "vae":
+                posterior = Posterior()
+                sights.append(Sight(self._vae_run("encode", {}, room_bytes, planned=True, encode=posterior), *args))
+                made = torch.zeros(self._vae_forecasts("encode", {}, room_bytes, posterior).dry_run(*args)[1].shape)
+                return posterior.whole(made)
+            forecast, made = self._dry_sight(self._units[name], args, kwargs)[1]()
+            sights.append(Sight(units=[self._units[name]], forecast=forecast))
+            return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), made)
+
+        drawn = {"generator": torch.Generator("cpu").manual_seed(0), "latents": None}
+        on_host = Conditioning({k: _zeros(v) for k, v in cond.tensors.items()})
+        self.answers = self.look(on_host, {**arguments, **drawn}, foresee)
+        return sights
+
+    def _dry_sight(self, unit: ManagedModel, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
+        """The key of a module's call, and its dry run."""
+        module = unit.skeleton()
+        run = functools.partial(_called, module, args=args, kwargs=kwargs)
+        key = self._forecaster.key(stage=SEEING, unit=unit.name, **shapes_in({"args": args, **kwargs}))
+        return key, functools.partial(self._forecaster.dry_run, {unit.name: module}, run)
+
+    def _passes(self, arguments: Mapping[str, Any]) -> int:
+        return passes(self._call, arguments)
+
+
+def _called(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    return module(*args, **kwargs)
+
+
+def _zeros(value: torch.Tensor | list[torch.Tensor]) -> Any:
+    """Tensors of the same shapes, where a dry run left them without values."""
+    return tree_map_only(torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t, value)

@@ -1,0 +1,259 @@
+"""The components of a diffusers folder, the class that drives them, and its own call with some of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..encoding.conditioning import Conditioning
+from ..encoding.listening import encoder_title
+from ..files.components import Component, names_class, parse_dtype, pipeline_class, read_components, read_model_index
+from ..planning.forecasts import quietly
+from ..sampling.picture_sizes import PictureSizes
+from ..staged import OnStep, StagedPipeline, as_stock
+from . import proof
+from .answers import Answers
+from .rehearsal import rehearse
+from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
+from .stock import asks_for_padding, needed_inputs, own_words, picture_sizes, returned_names
+from .tasks import INPUTS
+
+FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
+HOST = torch.device("cpu")
+SEEING = ("image_encoder",)  # modules that see a picture before the loop begins, as the VAE does
+_FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
+_STEPS = 28  # where a pipeline has no number of its own
+_COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|scheduler)(_\d+)?")
+log = logging.getLogger("ballast")
+
+
+class StockParts(StagedPipeline):
+    """The parts of a diffusers pipeline folder, and how its own class runs with some of them.
+
+    `inputs` are the pictures that it is compared with its own call for, `pictures` those of one run.
+    """
+
+    inputs: frozenset[str]
+    pictures: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType({})  # by arguments of its call
+    strength: float | None = None
+    answers = Answers()  # of what saw them
+    own_size = False  # whether it draws the size of its picture, whatever it is asked for
+
+    def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
+        index, elsewhere = self._contents(folder)
+        self.name = index["_class_name"]
+        self.pipeline_class: Any = pipeline_class(self.name)
+        found = read_components(folder, index, parse_dtype(dtype), elsewhere)
+        self.components = {name: self._adapted(component) for name, component in found.items()}
+        self._tools: dict[str, Any] = {}
+        self._config = {k: v for k, v in index.items() if not k.startswith("_") and not names_class(v)}
+        self._init = inspect.signature(self.pipeline_class).parameters
+        self._call = inspect.signature(self.pipeline_class.__call__).parameters
+        if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
+            raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
+        needed = needed_inputs(self.pipeline_class)
+        if not INPUTS.issuperset(needed):
+            raise ValueError(f"{self.name} starts from more than text ({', '.join(needed)}), and cannot be staged yet.")
+        self.inputs = frozenset(needed)
+        self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
+        self._frames = next((name for name in FRAMES if name in self._call), None)
+        self.is_video = self._frames is not None
+        self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
+        steps = self._call.get("num_inference_steps")
+        self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
+        super().__init__(folder, **shared)
+        self.title = own_words(index, "_title") or self.title
+        self.knows = own_words(index, "_knows")
+        returned = returned_names(self.pipeline_class.encode_prompt)
+        self.takes_negative = "negative_prompt" in self._encode_prompt or any(
+            f"negative_{name}" in self._call for name in returned
+        )
+        self._check_complete(index)
+        units = [self._claim(c, folder.name) for c in self.components.values() if c.is_module]
+        self._units = {unit.name: unit for unit in units}
+        self.encoders = [unit for unit in units if unit.role == "text_encoder"]
+        self.denoisers = [u for u in units if u.role in ("transformer", "other") and u.name not in SEEING]
+        self._tasks: dict[Any, StockParts] = {}
+        for unit in self.denoisers:
+            unit.batch_dims = self.batch_dims
+        self.decoder = self._units["vae"]
+        self.decoder_config = self.components["vae"].config
+        try:
+            self._prove()
+        except ValueError:
+            if not needed or "last_image" not in self._call:
+                raise
+            self.inputs |= {"last_image"}  # it may be made for a first and a last frame
+            self._prove()
+
+    def _prove(self, texts: StockParts | None = None) -> None:
+        """Raise ValueError, in one line, where the stages would not end as the stock call does.
+
+        The prompt is encoded by `texts`, another class of the same parts.
+        """
+        texts = texts or self
+        task = {"inputs": sorted(self.inputs), "texts": texts.pipeline_class.__name__}
+        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof", **task)
+        verdict = proof.recall(directory, key)
+        if verdict is None:
+            for name in self._without_weights("tokenizer", "processor"):
+                self._tool(name)  # one that cannot be read says so itself
+            name = self.pipeline_class.__name__
+            log.info("Ballast: comparing %s in stages with its own call, once for these versions", name)
+            try:
+                with quietly(), self.manager.between_stages():
+                    verdict = rehearse(self, texts)
+            except Exception as error:
+                verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
+            else:
+                proof.keep(directory, key, verdict)
+        if verdict.differs:
+            name = self.pipeline_class.__name__
+            raise ValueError(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
+        self.default_negative, self.left_out = verdict.negative, verdict.left_out
+        self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
+
+    def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
+        """The index of the folder, and the folders of components that lie elsewhere."""
+        return read_model_index(folder), {}
+
+    def _adapted(self, component: Component) -> Component:
+        """Adapt a component to this family."""
+        return component
+
+    def _check_complete(self, index: dict[str, Any]) -> None:
+        """Raise ValueError for what would only fail when it is used."""
+        optional = self.pipeline_class._optional_components
+        parts = {n: found for n in self._init if (found := _COMPONENT.fullmatch(n))}
+        absent = [n for n in parts if n not in self.components and n not in optional]
+        # A second or third one may be left out by [null, null], such as T5 of Stable Diffusion 3.
+        if missing := [n for n in absent if not parts[n][2] or index.get(n) != [None, None]]:
+            raise ValueError(
+                f"{self.folder} lacks {', '.join(missing)}, which {self.name} needs. Put each into a folder of that "
+                "name and list it in model_index.json."
+            )
+        if not any(name in self._call for name in returned_names(self.pipeline_class.encode_prompt)):
+            raise ValueError(f"{self.name} takes no embeddings that it could be given, and cannot be staged.")
+
+    def _pipeline(
+        self,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        *tools: str,
+        reads: bool = True,
+        ask: Callable[[str], Callable[..., Any]] | None = None,
+    ) -> Any:
+        """The stock pipeline with only these modules and the named tools, and stand-ins for the VAE and others.
+
+        Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
+        pad. `ask` gives the call of a module that sees a picture, by its name; by default the answers are told again.
+        """
+        telling = self.answers.tell()
+        parts: dict[str, Any] = dict.fromkeys(
+            name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
+        )
+        parts |= {name: value for name, value in self._config.items() if name in self._init}
+        parts |= modules
+        for name in tools:
+            later = not reads and name.startswith("tokenizer")
+            parts[name] = LateTool(functools.partial(self._tool, name)) if later else self._tool(name)
+        ask = ask or functools.partial(functools.partial, telling.answer)
+        parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
+        for unit in self._units.values():
+            if unit.name not in modules and (unit.role == "transformer" or unit.name in SEEING):
+                seeing = ask(unit.name) if unit.name in SEEING else None
+                parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype, seeing)
+        # The device is the manager's: an offloaded module reports `cpu` or `meta`.
+        on_device = property(lambda _: device)
+        stock = self.pipeline_class
+        namespace: dict[str, Any] = {
+            "__module__": stock.__module__,
+            "_execution_device": on_device,
+            "device": on_device,
+        }
+        namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
+        if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
+            namespace["prepare_latents"] = checking_noise(stock.prepare_latents, telling)
+        staged = type(stock.__name__, (stock,), namespace)
+        pipe = staged(**parts)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _tool(self, name: str) -> Any:
+        """A component without weights. Schedulers and guiders keep state, so each run gets its own."""
+        if name.startswith("scheduler"):
+            return self.components[name].create()
+        if name not in self._tools:
+            tool = self.components[name].create()
+            if name.startswith("tokenizer"):
+                tool = self._listener.attach(tool, self._encoder_title(name.replace("tokenizer", "text_encoder")))
+            self._tools[name] = tool
+        tool = self._tools[name]
+        # Making a guider logs a line. Tokenizers are large, and code of LTX-2 sets the side on which its own pads.
+        return copy.deepcopy(tool) if name.endswith("guider") else copy.copy(tool)
+
+    def _encoder_title(self, name: str) -> str:
+        """What people call the encoder of that name."""
+        component = self.components.get(name)
+        return self.titles.get(name) or (encoder_title(component.cls) if component else self.title)
+
+    def _without_weights(self, *prefixes: str) -> list[str]:
+        return [n for n, c in self.components.items() if not c.is_module and n.startswith(prefixes)]
+
+    def facts(self) -> dict[str, Any]:
+        import diffusers
+        import transformers
+
+        return {
+            "format": 3,  # to be raised when dry runs give other results
+            "pipeline": self.pipeline_class.__name__,
+            "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
+            "config": self._config,
+            "components": {c.name: c.config if c.is_module else c.identity() for c in self.components.values()},
+            "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
+        }
+
+    @functools.cached_property
+    def sizes(self) -> PictureSizes:
+        """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""
+        return picture_sizes(self._pipeline(HOST, {}), self.components)
+
+    def _call_stock(
+        self,
+        cond: Conditioning,
+        arguments: Mapping[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        ask: Callable[[str], Callable[..., Any]] | None = None,
+    ) -> None:
+        """Run the stock call, which a stand-in ends by an error."""
+        pads = asks_for_padding(self.pipeline_class)
+        tools = (name for name in self._without_weights("") if pads or not name.startswith("tokenizer"))
+        pipe = self._pipeline(device, modules, *tools, reads=False, ask=ask)
+        self._prepare(pipe, arguments)
+        arguments = as_stock(arguments)
+        if (scale := arguments.pop("guider", None)) is not None:
+            pipe.guider = pipe.guider.new(guidance_scale=scale)
+        dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
+        pipe.scheduler.step = Steps(pipe.scheduler, arguments["generator"], on_step)
+        if arguments["latents"] is not None:
+            arguments["latents"] = arguments["latents"].to(device)
+        pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
+
+    def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """The conditioning as arguments of the pipeline's call."""
+        return cond.to(device, dtype)
+
+    def _prepare(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        """Adjust the stock pipeline to one run. For families with quirks."""

@@ -1,0 +1,75 @@
+"""Which class of diffusers runs a task: the folder's own, or its sister that takes pictures, on the same components."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..files.trust import named_class
+from ..staged import Pictures
+from .stock import needed_inputs
+
+INPUTS = frozenset({"image", "mask_image", "last_image", "image_reference"})  # pictures that calls take
+_KINDS = ("", "Img2Img", "Inpaint", "ImageToVideo")
+_KIND = re.compile("(?:Img2Img|Inpaint|ImageToVideo)?Pipeline$")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The class that runs a task, and the pictures by the arguments of its call."""
+
+    cls: Any
+    pictures: dict[str, tuple[torch.Tensor, ...]]
+
+
+def task_of(cls: type, title: str, pictures: Pictures) -> Task:
+    """The task of these pictures for a folder of the class `cls`. ValueError, in one line, where none takes them."""
+    own = parameters(cls)
+    references, image = pictures.references, pictures.image
+    if reads_pictures(cls) and image:
+        raise ValueError(f"{title} reads its pictures with the prompt: give them to encode, and none to sample.")
+    ways: list[dict[str, tuple[torch.Tensor, ...]]] = [{"image": image or references}]
+    if references and (image or "image_reference" in own):
+        ways = [{"image": image, "image_reference": references}]
+    for way in ways:
+        given = way | {"mask_image": pictures.mask, "last_image": pictures.last_image}
+        given = {name: value for name, value in given.items() if value}
+        wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
+        for found in _candidates(cls):
+            if wanted <= parameters(found).keys() and set(needed_inputs(found)) <= given.keys():
+                return Task(found, given)
+    words = {"mask_image": "mask", "image_reference": "images with the prompt and image beside them"}
+    names = ", ".join(words.get(name, name) for name in sorted(wanted))
+    raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
+
+
+def parameters(cls: Any) -> dict[str, inspect.Parameter]:
+    """Those of the class's call."""
+    return dict(inspect.signature(cls.__call__).parameters)
+
+
+def reads_pictures(cls: Any) -> bool:
+    """Whether the text encoder is given pictures with the prompt."""
+    return "image" in inspect.signature(cls.encode_prompt).parameters
+
+
+def edits(cls: Any) -> bool:
+    """Whether pictures belong to the prompt: those to edit, or to take something from."""
+    call = parameters(cls)
+    frames = any("frames" in name or name == "video_length" for name in call)
+    return (
+        reads_pictures(cls) or "image_reference" in call or ("image" in call and "strength" not in call and not frames)
+    )
+
+
+def _candidates(cls: type) -> Collection[Any]:
+    import diffusers
+
+    stem = _KIND.sub("", cls.__name__)
+    sisters = (named_class(diffusers, f"{stem}{kind}Pipeline") for kind in _KINDS)
+    return [cls, *(sister for sister in sisters if sister is not None and sister is not cls)]

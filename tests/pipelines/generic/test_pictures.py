@@ -1,0 +1,280 @@
+"""Runs that start from pictures: equal to the stock pipeline of that task, staged, streamed, and nothing left."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import diffusers
+import pytest
+import tiny
+import tiny_pictured
+import torch
+from ballast.memory import manager
+from diffusers import DiffusionPipeline
+from pictures import mask, picture, pil
+
+Folders = Callable[[str], Path]
+WIDTH, HEIGHT, STEPS, SEED = 48, 32, 5, 3
+ONE, OTHER = picture(WIDTH, HEIGHT), picture(HEIGHT, WIDTH, 1)
+BIG, TALL = picture(96, 64), picture(64, 96, 1)
+MASK = mask(WIDTH, HEIGHT)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run that takes pictures, staged and by the stock class `cls`, by default that of the folder."""
+
+    folder: str
+    staged: dict[str, Any]
+    stock: dict[str, Any]
+    cls: str | None = None
+    images: list[torch.Tensor] = field(default_factory=list)
+    size: tuple[int, int] | None = (WIDTH, HEIGHT)
+    text: dict[str, Any] = field(default_factory=dict)  # options of encode
+
+
+def from_picture(folder: str, cls: str, strength: float = 0.7, guidance: str = "true_cfg_scale") -> Task:
+    given = {"image": ONE, "strength": strength, "guidance": 3.0}
+    return Task(folder, given, {"image": pil(ONE), "strength": strength, guidance: 3.0}, cls)
+
+
+def painted(folder: str, cls: str, guidance: str = "true_cfg_scale") -> Task:
+    task = from_picture(folder, cls, 0.8, guidance)
+    return Task(folder, task.staged | {"mask": MASK}, task.stock | {"mask_image": pil(MASK)}, cls)
+
+
+def first_frame(folder: str, frames: int = 9, cls: str | None = None, **more: Any) -> Task:
+    given = {"image": ONE, "guidance": 3.0, "frames": frames}
+    return Task(folder, given, {"image": pil(ONE), "guidance_scale": 3.0, "num_frames": frames}, cls, **more)
+
+
+WAN_LAST = first_frame("wan_i2v")
+TASKS = {
+    "flux": from_picture("flux", "FluxImg2ImgPipeline"),
+    "sd3": from_picture("sd3", "StableDiffusion3Img2ImgPipeline", 0.5, "guidance_scale"),
+    "qwenimage": from_picture("qwenimage", "QwenImageImg2ImgPipeline", 1.0),
+    "zimage": from_picture("zimage", "ZImageImg2ImgPipeline", guidance="guidance_scale"),
+    "chroma": from_picture("chroma", "ChromaImg2ImgPipeline", guidance="guidance_scale"),
+    "flux inpaint": painted("flux", "FluxInpaintPipeline"),
+    "sd3 inpaint": painted("sd3_16", "StableDiffusion3InpaintPipeline", "guidance_scale"),
+    "qwenimage inpaint": painted("qwenimage", "QwenImageInpaintPipeline"),
+    "zimage inpaint": painted("zimage", "ZImageInpaintPipeline", "guidance_scale"),
+    "klein inpaint": Task(
+        "flux2_klein",
+        {"image": BIG, "mask": mask(96, 64), "strength": 0.8, "guidance": 3.0},
+        {"image": pil(BIG), "mask_image": pil(mask(96, 64)), "strength": 0.8, "guidance_scale": 3.0},
+        "Flux2KleinInpaintPipeline",
+        size=None,
+    ),
+    "fill": Task("flux_fill", {"image": ONE, "mask": MASK}, {"image": pil(ONE), "mask_image": pil(MASK)}),
+    "kontext": Task(
+        "kontext",
+        {"guidance": 3.0},
+        {"image": pil(ONE), "max_area": WIDTH * HEIGHT, "true_cfg_scale": 3.0},
+        images=[ONE],
+    ),
+    "kontext inpaint": Task(
+        "kontext",
+        {"image": ONE, "mask": MASK, "strength": 0.5},
+        {"image": pil(ONE), "image_reference": pil(OTHER), "mask_image": pil(MASK), "strength": 0.5},
+        "FluxKontextInpaintPipeline",
+        images=[OTHER],
+        size=None,
+    ),
+    "klein, two references": Task(
+        "flux2_klein", {"guidance": 3.0}, {"image": [pil(BIG), pil(TALL)], "guidance_scale": 3.0}, images=[BIG, TALL]
+    ),
+    "wan 2.1": first_frame("wan_i2v"),
+    "wan 2.1, first and last": Task(
+        "wan_flf", WAN_LAST.staged | {"last_image": OTHER}, WAN_LAST.stock | {"last_image": pil(OTHER)}
+    ),
+    "wan 2.2 5B": first_frame("wan_ti2v", cls="WanImageToVideoPipeline"),
+    "ltx": first_frame("ltx", 17, "LTXImageToVideoPipeline", size=(96, 64)),
+    "cogvideox": first_frame("cogvideox_i2v", text={"max_sequence_length": 48}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> Folders:
+    root = tmp_path_factory.mktemp("pictured")
+
+    def folder(name: str) -> Path:
+        if name in tiny.FAMILIES:
+            return tiny_folders(name)
+        return root / name if (root / name).is_dir() else tiny_pictured.save(name, root / name)
+
+    return folder
+
+
+def stock(task: Task, folder: Path) -> torch.Tensor:
+    """What the unmodified class makes, whole, on the CPU."""
+    pipe: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    if task.cls:
+        cls = getattr(diffusers, task.cls)
+        takes = inspect.signature(cls.__init__).parameters
+        settings = {k: v for k, v in pipe.config.items() if k in takes and not k.startswith("_")}
+        pipe = cls(**settings | {k: v for k, v in pipe.components.items() if k in takes})
+    pipe.set_progress_bar_config(disable=True)
+    negative = {"negative_prompt": "blurry"} if takes_negative(type(pipe)) else {}
+    size = dict(zip(("width", "height"), task.size, strict=True)) if task.size else {}
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    given: dict[str, Any] = {**task.stock, **task.text, **size, **negative, "generator": generator}
+    made = pipe(prompt="a boat", num_inference_steps=STEPS, output_type="np", **given)
+    return torch.as_tensor(made.images if hasattr(made, "images") else made.frames).float()
+
+
+def takes_negative(cls: Any) -> bool:
+    return "negative_prompt" in inspect.signature(cls.__call__).parameters
+
+
+def encoded(task: Task, pipe: Any) -> Any:
+    negative = "blurry" if takes_negative(pipe.pipeline_class) else None
+    return pipe.encode("a boat", negative, **({"images": task.images} if task.images else {}), **task.text)
+
+
+def run_of(task: Task) -> dict[str, Any]:
+    width, height = task.size or (None, None)
+    return {"width": width, "height": height, "steps": STEPS, "seed": SEED, **task.staged}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_staged_equals_stock(name: str, folders: Folders, sim: ModuleType) -> None:
+    task = TASKS[name]
+    expected = stock(task, folders(task.folder))
+    pipe = ballast.open_pipeline(folders(task.folder), device="sim")
+    cond = encoded(task, pipe)
+    for strategy in ("resident", "streamed"):
+        latents = pipe.sample(cond, strategy=strategy, **run_of(task))
+        assert sim.stats().allocated_bytes == 0
+        made = pipe.decode(latents)
+        assert sim.stats().allocated_bytes == 0
+        assert made.shape == expected.shape
+        torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+    for event in manager("sim").timeline.events:
+        assert len(event.residents) <= 1, f"{event.residents} at once"
+
+
+def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:
+    """Pictures change between runs of one pipeline, and one without any is as before; the prompt is encoded once."""
+    pipe = ballast.open_pipeline(folders("flux"), device="sim")
+    cond = pipe.encode("a boat", "blurry")
+    run: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "steps": STEPS, "guidance": 3.0}
+    plain = pipe.sample(cond, **run)
+    made = {
+        key: pipe.sample(cond, **run, image=image, strength=0.6)
+        for key, image in (("one", ONE), ("other", OTHER), ("again", ONE))
+    }
+    assert torch.equal(made["one"], made["again"]) and torch.equal(pipe.sample(cond, **run), plain)
+    assert not torch.allclose(made["one"], made["other"], atol=1e-2)
+    assert not torch.allclose(made["one"], plain, atol=1e-2)
+    inside = pipe.sample(cond, **run, image=ONE, mask=MASK, strength=1.0)
+    kept = pipe.sample(cond, **run, image=ONE, mask=torch.zeros_like(MASK), strength=1.0)
+    assert not torch.allclose(inside, kept, atol=1e-2)
+    assert pipe.pictures == {} and pipe.inputs == frozenset()
+
+
+@pytest.mark.parametrize(("strength", "steps", "taken"), [(1.0, 5, 5), (0.7, 5, 4), (0.5, 4, 2), (0.2, 5, 1)])
+def test_steps_are_those_that_are_taken(strength: float, steps: int, taken: int, folders: Folders) -> None:
+    """A run that keeps some of its picture leaves out the first ones, in reports and in plans."""
+    pipe = ballast.open_pipeline(folders("flux"), device="cpu")
+    seen: list[tuple[int, int]] = []
+    run: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "steps": steps, "image": ONE, "strength": strength}
+    pipe.sample(pipe.encode("a boat"), **run, on_step=lambda step, of, latents: seen.append((step, of)))
+    assert seen == [(step, taken) for step in range(1, taken + 1)]
+    assert next(stage.steps for stage in pipe.plan(vram="1GB", **run).stages if stage.name == "sample") == taken
+
+
+def test_the_size_is_the_picture_s(folders: Folders) -> None:
+    """Where none is asked for, and down to what the model draws."""
+    pipe = ballast.open_pipeline(folders("flux"), device="cpu")
+    latents = pipe.sample(pipe.encode("a boat"), steps=1, image=picture(70, 50), strength=1.0)
+    assert pipe.decode(latents).shape == (1, 48, 64, 3)
+
+
+def test_several_prompts_share_a_picture(folders: Folders) -> None:
+    pipe = ballast.open_pipeline(folders("flux"), device="cpu")
+    run: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "steps": STEPS, "strength": 0.6}
+    two = pipe.encode(["a boat", "a cat"])
+    assert pipe.sample(two, **run, image=ONE).shape[0] == 2
+    several = pipe.sample(two, **run, image=torch.cat([ONE, ONE.flip(1)]))
+    assert not torch.allclose(several[1], pipe.sample(two, **run, image=ONE)[1], atol=1e-2)
+
+
+def test_references_belong_to_the_prompt(folders: Folders) -> None:
+    """They stay with the conditioning, also with one from the cache; a model that reads none refuses them."""
+    pipe = ballast.open_pipeline(folders("kontext"), device="cpu")
+    run: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "steps": 2, "_auto_resize": False}
+    first, second = (pipe.encode("a boat", images=image) for image in (ONE, OTHER))
+    assert torch.equal(first.tensors["prompt_embeds"], second.tensors["prompt_embeds"])
+    made = [pipe.sample(cond, **run) for cond in (first, second, pipe.encode("a boat"))]
+    assert not torch.allclose(made[0], made[1], atol=1e-4) and not torch.allclose(made[0], made[2], atol=1e-4)
+    assert torch.equal(made[0], pipe.sample(pipe.encode("a boat"), **run, image=ONE))
+    with pytest.raises(ValueError, match="^flux reads no pictures with its prompt. Leave images out, or give one to"):
+        ballast.open_pipeline(folders("flux"), device="cpu").encode("a boat", images=ONE)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a path": ({"image": "cat.png"}, "image is str; give a tensor, [pictures, height, width, 3]."),
+    "channels first": ({"image": torch.zeros(1, 3, 32, 48)}, "image is [1, 3, 32, 48]; it takes [pictures, height"),
+    "with alpha": ({"image": torch.zeros(1, 32, 48, 4)}, "image is [1, 32, 48, 4]; it takes"),
+    "none in it": ({"image": torch.zeros(0, 32, 48, 3)}, "image is [0, 32, 48, 3]; it takes"),
+    "bytes": ({"image": torch.zeros(1, 32, 48, 3, dtype=torch.uint8)}, "image is no dense tensor of floating-point"),
+    "to 255": ({"image": ONE * 255}, "image holds values from"),
+    "NaN": ({"image": ONE * torch.nan}, "image holds values from nan to nan; it takes those from 0 to 1."),
+    "a mask alone": ({"mask": MASK}, "there is a mask, but no picture to paint into."),
+    "a mask of another size": ({"image": OTHER, "mask": MASK}, "the mask is 48 x 32, the picture 32 x 48."),
+    "a mask with channels": (
+        {"image": ONE, "mask": ONE},
+        "mask is [1, 32, 48, 3]; it takes [pictures, height, width].",
+    ),
+    "strength alone": ({"strength": 0.5}, "strength is 0.5, but there is no picture to start from."),
+    "strength of nothing": ({"image": ONE, "strength": 0.0}, "strength is 0.0; it takes a number above 0 and up to 1."),
+    "strength above": ({"image": ONE, "strength": 1.5}, "strength is 1.5; it takes a number above 0 and up to 1."),
+    "noise beside": ({"image": ONE, "noise": torch.zeros(1, 6, 16)}, "noise: this run starts from a picture"),
+    "a last frame": ({"image": ONE, "last_image": ONE}, "flux takes no image, last_image: diffusers has no pipeline"),
+    "a crop": ({"image": ONE, "mask": MASK, "padding_mask_crop": 8}, "flux has no argument padding_mask_crop."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_pictures_are_refused_in_one_line(case: str, folders: Folders, sim: ModuleType) -> None:
+    given, words = BAD[case]
+    pipe = ballast.open_pipeline(folders("flux"), device="sim")
+    cond = pipe.encode("a boat")
+    sim.reset_stats()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        pipe.sample(cond, width=WIDTH, height=HEIGHT, steps=STEPS, **given)
+    assert words in str(caught.value) and "\n" not in str(caught.value).strip()
+    assert sim.stats().h2d_bytes == 0
+
+
+def test_what_takes_no_picture_says_so(tiny_folders: Folders, folders: Folders) -> None:
+    for name in ("auraflow", "mochi"):
+        pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+        with pytest.raises(
+            ValueError, match=f"^{name} takes no image: diffusers has no pipeline of its parts that does"
+        ):
+            pipe.sample(pipe.encode("a boat"), steps=1, image=ONE)
+    pipe = ballast.open_pipeline(folders("wan_i2v"), device="cpu")
+    with pytest.raises(ValueError, match=r"^wan_i2v starts from more than text. Give it: image.$"):
+        pipe.sample(pipe.encode("a boat"), steps=1)
+    with pytest.raises(
+        ValueError, match="^WanImageToVideoPipeline cannot be staged: .* Run it with diffusers itself.$"
+    ):
+        wan = ballast.open_pipeline(tiny_folders("wan"), device="cpu")  # which has no room for a first frame
+        wan.sample(wan.encode("a boat"), steps=1, image=ONE)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwenimage", "kontext", "wan_i2v", "ltx", "cogvideox_i2v"])
+def test_half_precision_runs(name: str, folders: Folders) -> None:
+    """The VAE stays in float32: what it makes of a picture comes in the type of the picture that it was asked for."""
+    task = next(task for task in TASKS.values() if task.folder == name)
+    pipe = ballast.open_pipeline(folders(name), device="cpu", dtype="bf16")
+    made = pipe.decode(pipe.sample(encoded(task, pipe), **run_of(task)))
+    torch.testing.assert_close(made, stock(task, folders(name)), atol=0.2, rtol=0)

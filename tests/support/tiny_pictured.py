@@ -1,0 +1,118 @@
+"""Random-weight pipelines that start from pictures: edit models, filling, image to video."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import tiny
+import transformers
+from diffusers import DiffusionPipeline
+from tiny_image import flux, qwenimage, sd3
+from tiny_parts import MULTIMODAL_ROPE, decoder_sizes, tokenizer
+from tiny_video import cogvideox, wan
+
+
+def _parts(pipe: DiffusionPipeline, *without: str) -> dict:
+    return {name: part for name, part in pipe.components.items() if name not in without}
+
+
+def _config(model: diffusers.ModelMixin) -> dict:
+    return {name: value for name, value in model.config.items() if not name.startswith("_")}
+
+
+def kontext() -> DiffusionPipeline:
+    """Takes a picture, or two side by side, as further tokens."""
+    return diffusers.FluxKontextPipeline(**_parts(flux()))
+
+
+def flux_fill() -> DiffusionPipeline:
+    """Its transformer is given the masked picture and the mask with each token."""
+    parts = _parts(flux(), "image_encoder", "feature_extractor")
+    config = _config(parts["transformer"]) | {"in_channels": 16 + 16 + 256, "out_channels": 16}
+    parts["transformer"] = diffusers.FluxTransformer2DModel.from_config(config)
+    return diffusers.FluxFillPipeline(**parts)
+
+
+def sd3_16() -> DiffusionPipeline:
+    """As many channels as its inpainting asks for."""
+    from tiny_parts import autoencoder
+
+    pipe = sd3()
+    config = _config(pipe.transformer) | {"in_channels": 16, "out_channels": 16}
+    parts = _parts(pipe) | {"transformer": diffusers.SD3Transformer2DModel.from_config(config)}
+    return diffusers.StableDiffusion3Pipeline(**parts | {"vae": autoencoder(latent_channels=16)})
+
+
+def wan_i2v(**more: int) -> DiffusionPipeline:
+    """Wan 2.1: an image encoder sees the first frame, too."""
+    pipe = wan()
+    config = _config(pipe.transformer) | {"in_channels": 16 + 16 + 4, "image_dim": 16, **more}
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, projection_dim=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    return diffusers.WanImageToVideoPipeline(
+        **_parts(pipe, "transformer", "transformer_2"),
+        transformer=diffusers.WanTransformer3DModel.from_config(config),
+        image_encoder=transformers.CLIPVisionModel(vision),
+        image_processor=transformers.CLIPImageProcessor(crop_size=32, size=32),
+    )
+
+
+def wan_flf() -> DiffusionPipeline:
+    """Wan 2.1 of a first and a last frame, each of 17 tokens."""
+    return wan_i2v(pos_embed_seq_len=2 * 17)
+
+
+def wan_ti2v() -> DiffusionPipeline:
+    """Wan 2.2 5B: one transformer for text and for pictures, whose first frame has no noise."""
+    return diffusers.WanPipeline(**_parts(wan(), "transformer_2"), expand_timesteps=True)
+
+
+def cogvideox_i2v() -> DiffusionPipeline:
+    pipe = cogvideox()
+    config = _config(pipe.transformer) | {"in_channels": 8}
+    parts = _parts(pipe) | {"transformer": diffusers.CogVideoXTransformer3DModel.from_config(config)}
+    return diffusers.CogVideoXImageToVideoPipeline(**parts)
+
+
+def qwen_edit(several: bool = False) -> DiffusionPipeline:
+    """The picture goes to the text encoder, too."""
+    parts = _parts(qwenimage())
+    cls = diffusers.QwenImageEditPlusPipeline if several else diffusers.QwenImageEditPipeline
+    words = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+    read = tokenizer()
+    read.add_special_tokens({"additional_special_tokens": words})
+    ids = dict(zip(words, read.convert_tokens_to_ids(words), strict=True))
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+        "patch_size": 14, "spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=decoder_sizes(rope_parameters=MULTIMODAL_ROPE),
+        vision_config=vision,
+        vocab_size=128,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    parts["text_encoder"] = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    seeing = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=4 * 28 * 28)
+    videos = transformers.Qwen2VLVideoProcessor() if hasattr(transformers, "Qwen2VLVideoProcessor") else None
+    processor = transformers.Qwen2_5_VLProcessor(image_processor=seeing, tokenizer=read, video_processor=videos)
+    return cls(**parts | {"tokenizer": read, "processor": processor})
+
+
+BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
+    build.__name__: build
+    for build in (kontext, flux_fill, sd3_16, wan_i2v, wan_flf, wan_ti2v, cogvideox_i2v, qwen_edit)
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """Write the pipeline in the diffusers layout, with no weight that is zero, and return the folder."""
+    tiny.seeded(BUILDERS[name])().save_pretrained(folder, safe_serialization=True)
+    return folder
