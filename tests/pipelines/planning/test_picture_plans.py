@@ -1,0 +1,77 @@
+"""Plans of runs that take pictures: what sees them is a stage, their tokens count, and peaks are those measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import pytest
+import tiny
+import tiny_pictured
+import torch
+from ballast.memory import manager
+from ballast.pipelines.planning.vae_forecasts import VaeForecasts
+from pictures import mask, picture
+
+Folders = Callable[[str], Path]
+ONE = picture(96, 64)
+RUNS: dict[str, dict[str, Any]] = {
+    "flux": {"image": ONE, "mask": mask(96, 64), "strength": 0.6},
+    "kontext": {"_auto_resize": False},
+    "wan_i2v": {"image": ONE, "frames": 9},
+    "ltx": {"image": ONE, "frames": 17},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> Folders:
+    root = tmp_path_factory.mktemp("pictured")
+    return lambda name: tiny_folders(name) if name in tiny.FAMILIES else tiny_pictured.save(name, root / name)
+
+
+@pytest.fixture(autouse=True)
+def _without_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each budget of which needs a dry run; see test_decode."""
+    monkeypatch.setattr(VaeForecasts, "stripes", lambda *_: None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: ModuleType) -> None:
+    """Of each stage: never below, at most 5 % above; resident and streamed; the same latents."""
+    pipe = ballast.open_pipeline(folders(name), device="sim")
+    cond = pipe.encode("a boat", images=ONE if name == "kontext" else None)
+    run: dict[str, Any] = {"width": 96, "height": 64, "steps": 4, **RUNS[name]}
+    made = []
+    for strategy in ("resident", "streamed"):
+        least = pipe.plan(vram=1, strategy="streamed", cond=cond, **run).sampling.peak_vram_bytes
+        seen = pipe.plan(vram="1GB", cond=cond, **run)
+        budget = least if strategy == "streamed" else seen.peak_vram_bytes
+        budget = max(budget, *(stage.peak_vram_bytes for stage in seen.stages if stage.name == "encode picture"))
+        plan = pipe.plan(vram=budget, cond=cond, **run)
+        pipe.vram_bytes = budget
+        before = len(manager("sim").timeline.stages)
+        made.append(pipe.sample(cond, **run, on_step=lambda step, steps, latents: None))
+        pipe.vram_bytes = None
+        records = list(manager("sim").timeline.stages)[before:]
+        planned = [stage for stage in plan.stages if stage.name != "decode"]
+        assert [record.name for record in records] == [stage.name for stage in planned]
+        assert records[0].name == "encode picture"
+        for record, stage in zip(records, planned, strict=True):
+            assert record.peak_bytes <= stage.peak_vram_bytes <= 1.05 * record.peak_bytes, (strategy, stage.name)
+    assert torch.equal(*made)
+
+
+def test_references_count(folders: Folders) -> None:
+    """Each is as many tokens as a picture of its size; the encoder is planned with those that it reads."""
+    pipe = ballast.open_pipeline(folders("kontext"), device="cpu")
+    run: dict[str, Any] = {"width": 96, "height": 64, "steps": 4, "vram": "1GB", "_auto_resize": False}
+    plain, small, large = (pipe.plan(**run, **given) for given in ({}, {"images": ONE}, {"images": picture(192, 128)}))
+    names = ["encode", "encode picture", "sample", "decode"]
+    assert [stage.name for stage in small.stages] == names
+    assert [stage.name for stage in plain.stages] == ["encode", "sample", "decode"]
+    assert plain.sampling.peak_vram_bytes < small.sampling.peak_vram_bytes < large.sampling.peak_vram_bytes
+    assert plain.step_seconds < small.step_seconds < large.step_seconds
+    assert "encode picture" in str(small)
