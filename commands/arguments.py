@@ -41,6 +41,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, help="Pyramid-Flow: the folder of the text encoders' folders, likewise")
 
 
+def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the pictures that a run starts from."""
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        help="a picture to start from or to edit, or a first frame; edit models take several, one --image each",
+    )
+    parser.add_argument("--mask", type=Path, help="a picture of the same size, white where to paint anew")
+    parser.add_argument("--strength", type=float, help="how much of the picture to replace, up to 1")
+    parser.add_argument("--last-image", type=Path, help="the last frame of a video")
+
+
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of a model family that were given, as `open_pipeline` takes them."""
     names = ("llama", "variant", "gemma", "jina", "vae", "text")

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.model, arguments.negative, arguments.dtype = FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
     arguments.compile, arguments.attention = False, "auto"
-    arguments.image = arguments.denoise = arguments.latent = None
+    arguments.image = arguments.mask = arguments.last_image = arguments.strength = None
+    arguments.denoise = arguments.latent = None
     # A cache of its own, so that each run shows the encoder on the timeline.
     with tempfile.TemporaryDirectory() as cache_dir:
         return generate.run(arguments, Path(cache_dir))

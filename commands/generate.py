@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_device_arguments, add_model_arguments, family_arguments
-from .images import OUTPUTS, open_image, save_images
+from .arguments import add_device_arguments, add_model_arguments, add_picture_arguments, family_arguments
+from .images import OUTPUTS, open_image, opened_pictures, save_images
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
     parser.add_argument("--prompt", default="", help="what to show")
     parser.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
-    parser.add_argument("--image", type=Path, help="a picture to start from (NewBie, Pyramid-Flow)")
+    add_picture_arguments(parser)
     parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
@@ -83,11 +83,12 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
     from tqdm import tqdm
 
     further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
-    if arguments.image:
-        if not pipe.starts_from_latents:
-            raise ValueError(f"{pipe.title} starts from noise only. Leave --image out.")
-        further["init_latents"] = pipe.encode_image(open_image(arguments.image, arguments.width, arguments.height))
-    conditioning = pipe.encode(arguments.prompt, arguments.negative)
+    images, pictures = opened_pictures(arguments, pipe.edits)
+    if pipe.starts_from_latents and arguments.image:
+        picture = open_image(arguments.image[0], arguments.width, arguments.height)
+        further["init_latents"] = pipe.encode_image(picture)
+        pictures.pop("image")
+    conditioning = pipe.encode(arguments.prompt, arguments.negative, images=images)
     for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
         print(f"Note: {note}")
     with tqdm(desc="sample", unit="step") as bar:
@@ -108,6 +109,7 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
             compile=arguments.compile,
             attention=arguments.attention,
             on_step=on_step,
+            **pictures,
             **further,
         )
 

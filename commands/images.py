@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
+
     import torch
 
 OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
@@ -23,6 +25,22 @@ def open_image(path: Path, width: int | None, height: int | None) -> torch.Tenso
     if width or height:
         picture = picture.resize((width or picture.width, height or picture.height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
+
+
+def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
+    """The pictures of `add_picture_arguments`: those that belong to the prompt, and arguments of `sample` or `plan`.
+
+    Where the model `edits`, --image belongs to the prompt.
+    """
+    opened = [open_image(path, None, None) for path in arguments.image or ()]
+    given: dict[str, Any] = {} if edits or not opened else {"image": opened}
+    if arguments.mask:
+        given["mask"] = open_image(arguments.mask, None, None).mean(dim=3)
+    if arguments.last_image:
+        given["last_image"] = open_image(arguments.last_image, None, None)
+    if arguments.strength is not None:
+        given["strength"] = arguments.strength
+    return (opened or None) if edits else None, given
 
 
 def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[Path]:

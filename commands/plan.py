@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_model_arguments, family_arguments
+from .arguments import add_model_arguments, add_picture_arguments, family_arguments
+from .images import opened_pictures
 
 if TYPE_CHECKING:
     from ..memory.planning.runplan import RunPlan
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_arguments(parser)
     parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
+    add_picture_arguments(parser)
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
@@ -66,6 +68,8 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
     )
     asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
     asked["negative_prompt"] = arguments.negative
+    images, pictures = opened_pictures(arguments, pipe.edits)
+    asked |= {"images": images, **pictures}
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from .shared.picture_inputs import opaque
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
+
+if TYPE_CHECKING:
+    import torch
 
 _FOR_PIPELINES = (
     "conditioning is for Ballast's loaders, but a CLIP is connected. Use positive and negative, or connect a Ballast "
@@ -46,6 +50,17 @@ class TextEncode(io.ComfyNode):
                     default="",
                     tooltip="What to avoid. Takes effect when the sampler's guidance is above 1.",
                 ),
+                io.Image.Input(
+                    "images",
+                    optional=True,
+                    tooltip="For edit models (Flux Kontext, Flux.2, Qwen-Image-Edit): the picture to edit, or several "
+                    "to take things from. They stay with the conditioning; the sampler needs no more. Pictures of "
+                    "unequal size: connect one here and the others to images_2 and images_3.",
+                ),
+                *(
+                    io.Image.Input(name, optional=True, tooltip="For edit models: further pictures, of another size.")
+                    for name in ("images_2", "images_3")
+                ),
             ],
             outputs=[
                 ConditioningType.Output(
@@ -64,12 +79,23 @@ class TextEncode(io.ComfyNode):
 
     @classmethod
     @shows_failure
-    def execute(cls, pipeline: PipelineReference | Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
+    def execute(
+        cls,
+        pipeline: PipelineReference | Any,
+        prompt: str,
+        negative_prompt: str,
+        images: torch.Tensor | None = None,
+        images_2: torch.Tensor | None = None,
+        images_3: torch.Tensor | None = None,
+    ) -> io.NodeOutput:
+        pictures = [opaque(given) for given in (images, images_2, images_3) if given is not None]
         if not isinstance(pipeline, PipelineReference):
+            if pictures:
+                raise ValueError("images are for Ballast's pipelines, but a CLIP is connected. Disconnect them.")
             return cls._encode_natively(pipeline, prompt, negative_prompt)
         pipe = pipeline.open()
         with running(cls, pipe, "encoding", idle="from the cache, no encoder loaded") as notes:
-            conditioning = pipe.encode(prompt, negative_prompt)
+            conditioning = pipe.encode(prompt, negative_prompt, images=pictures or None)
             notes += conditioning.notes
         blocked = ExecutionBlocker(_FOR_CLIPS)
         return io.NodeOutput(conditioning, blocked, blocked)

@@ -12,6 +12,7 @@ from comfy_api.latest import io, ui
 from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
 from .shared.inputs import frames_input, size_inputs
+from .shared.picture_inputs import given_pictures, picture_inputs
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
@@ -78,6 +79,7 @@ class VramPlan(io.ComfyNode):
                     tooltip="From Staged Text Encode: the plan is then for sampling from it and decoding. Without, it "
                     "is for a prompt of usual length, encoding included.",
                 ),
+                *picture_inputs(),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -100,6 +102,8 @@ class VramPlan(io.ComfyNode):
         frames: int = 0,
         strategy: str = "auto",
         conditioning: Conditioning | None = None,
+        strength: float = 0.0,
+        **pictures: Any,
     ) -> io.NodeOutput:
         from ..memory.planning.runplan import compare, draw_plans
         from ..pipelines.planning.plans import NoBudgetError
@@ -108,6 +112,7 @@ class VramPlan(io.ComfyNode):
         pipe = pipeline.open()
         asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None, "strategy": strategy}
         asked |= {"cond": conditioning, "width": width or None, "height": height or None, "frames": frames or None}
+        asked |= given_pictures(strength, **pictures)
         try:
             plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
         except NoBudgetError:

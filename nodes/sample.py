@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from .options import in_widgets
 from .shared.inputs import frames_input, size_inputs
+from .shared.picture_inputs import given_pictures, picture_inputs
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
@@ -88,6 +89,7 @@ class Sampler(io.ComfyNode):
                     tooltip="NewBie with a latent connected: 0.3 keeps most of the picture, 0.7 changes much, 1 "
                     "ignores it. Leave it at 1 for everything else.",
                 ),
+                *picture_inputs(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -113,6 +115,8 @@ class Sampler(io.ComfyNode):
         options: Mapping[str, Any] | None = None,
         latent: Mapping[str, Any] | None = None,
         denoise: float = 1.0,
+        strength: float = 0.0,
+        **pictures: Any,
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
         from ..pipelines.sampling.latents import samples_of
@@ -140,6 +144,7 @@ class Sampler(io.ComfyNode):
                     frames=frames or None,
                     strategy=strategy,
                     on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
+                    **given_pictures(strength, **pictures),
                     **further,
                 )
         except UnknownOptionError as error:

@@ -21,7 +21,7 @@ from .seeing import SeeingPipeline
 from .stand_ins import DecodeCalledError, HandedError
 from .stock import check_frames, encode_defaults, guides, returned_names, text_options
 from .stock_parts import FRAMES, HOST
-from .tasks import INPUTS, edits, reads_pictures
+from .tasks import INPUTS, reads_pictures
 
 _AREA = "max_area"
 _WORDS = {"mask_image": "mask"}  # what inputs are called here
@@ -47,7 +47,7 @@ class GenericPipeline(SeeingPipeline):
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
         cls = self.pipeline_class
-        if pictures and not edits(cls):
+        if pictures and not self.edits:
             raise ValueError(
                 f"{self.title} reads no pictures with its prompt. Leave images out, or give one to sample."
             )

@@ -26,7 +26,7 @@ from .answers import Answers
 from .rehearsal import rehearse
 from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import asks_for_padding, needed_inputs, own_words, picture_sizes, returned_names
-from .tasks import INPUTS
+from .tasks import INPUTS, edits
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 HOST = torch.device("cpu")
@@ -72,6 +72,7 @@ class StockParts(StagedPipeline):
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)
+        self.edits = edits(self.pipeline_class)
         self.title = own_words(index, "_title") or self.title
         self.knows = own_words(index, "_knows")
         returned = returned_names(self.pipeline_class.encode_prompt)

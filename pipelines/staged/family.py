@@ -46,6 +46,7 @@ class ModelFamily(ABC):
     takes_negative = True
     default_negative: str | None = ""  # None where the stock pipeline tells no negative prompt from an empty one
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
+    edits: bool = False  # whether pictures belong to the prompt
     left_out: tuple[str, ...] = ()  # modules of the stock pipeline that make what no stage does, as sound
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
@@ -95,6 +96,8 @@ class ModelFamily(ABC):
 
     def with_pictures(self, pictures: Pictures) -> Any:
         """This pipeline for one run with these pictures. ValueError, in one line, where it takes none such."""
+        if self.starts_from_latents:
+            raise ValueError(f"{self.title} starts from a latent: encode the picture first, and give it that.")
         raise ValueError(f"{self.title} takes no picture to start from. Leave it out.")
 
     def _see(self, cond: Conditioning, arguments: Mapping[str, Any]) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 import ballast.commands.main
 import numpy as np
 import pytest
+import torch
+from ballast.commands.images import open_image
 from ballast.memory import simulated
+from pictured.pictures import picture
 from PIL import Image
 
 Folders = Callable[[str], Path]
@@ -55,6 +58,43 @@ def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: 
     assert Image.open(tmp_path / "boat.webp").n_frames == 9  # type: ignore[attr-defined]
     assert ballast.commands.main.main([*shared, "--out", str(tmp_path / "frames" / "boat.png")]) == 0
     assert len(list((tmp_path / "frames").iterdir())) == 9
+
+
+def test_generate_starts_from_pictures(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The picture, the mask and the strength reach the run; the plan takes them too."""
+    image, mask, out = tmp_path / "first.png", tmp_path / "mask.png", tmp_path / "boat.png"
+    Image.fromarray((picture(48, 32)[0] * 255).byte().numpy()).save(image)
+    Image.new("L", (48, 32), 0).save(mask)  # nothing is painted anew
+    folder = str(tiny_folders("flux"))
+    given = ["--image", str(image), "--mask", str(mask), "--strength", "0.6", "--steps", "3"]
+    shared = ["--model", folder, "--prompt", "a boat", "--device", "cpu", "--out", str(out)]
+    assert ballast.commands.main.main(["generate", *shared, *given]) == 0
+    kept = Image.open(out).convert("RGB")
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    image_again = open_image(image, None, None)
+    run = {"steps": 3, "strength": 0.6, "image": image_again, "mask": torch.zeros(32, 48)}
+    made = pipe.decode(pipe.sample(pipe.encode("a boat", ""), **run))
+    assert np.array_equal(np.asarray(kept), (made[0] * 255).round().byte().numpy())
+    capsys.readouterr()
+    assert ballast.commands.main.main(["plan", folder, "--vram", "1GB", *given]) == 0
+    assert "encode picture" in capsys.readouterr().out
+    assert ballast.commands.main.main(["generate", *shared, "--strength", "0.6"]) == 1
+    assert "strength is 0.6, but there is no picture to start from." in capsys.readouterr().err
+
+
+def test_an_edit_model_takes_several_pictures(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Each --image of one goes with its prompt, whatever its size."""
+    images = [tmp_path / f"{side}.png" for side in (64, 96)]
+    for side, path in zip((64, 96), images, strict=True):
+        Image.fromarray((picture(side, 64, side)[0] * 255).byte().numpy()).save(path)
+    shared = ["generate", "--model", str(tiny_folders("flux2_klein")), "--prompt", "a boat", "--device", "cpu"]
+    shared += ["--width", "48", "--height", "32", "--steps", "2"]
+    made = []
+    for count in (1, 2):
+        given = [word for path in images[:count] for word in ("--image", str(path))]
+        assert ballast.commands.main.main([*shared, *given, "--out", str(tmp_path / "boat.png")]) == 0
+        made.append(np.asarray(Image.open(tmp_path / "boat.png")).copy())
+    assert made[0].shape == (32, 48, 3) and not np.array_equal(*made)
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture) -> None:

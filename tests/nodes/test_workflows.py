@@ -20,6 +20,7 @@ NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtensio
 CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "Note": 1}
 CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
 SOCKETS_ONLY = {
+    "MASK",
     "IMAGE",
     "LATENT",
     "*",

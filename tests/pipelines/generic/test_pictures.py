@@ -13,11 +13,11 @@ import ballast
 import diffusers
 import pytest
 import tiny
-import tiny_pictured
 import torch
 from ballast.memory import manager
 from diffusers import DiffusionPipeline
-from pictures import mask, picture, pil
+from pictured import pipelines as tiny_pictured
+from pictured.pictures import mask, picture, pil
 
 Folders = Callable[[str], Path]
 WIDTH, HEIGHT, STEPS, SEED = 48, 32, 5, 3

@@ -10,11 +10,11 @@ from typing import Any
 import ballast
 import pytest
 import tiny
-import tiny_pictured
 import torch
 from ballast.memory import manager
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
-from pictures import mask, picture
+from pictured import pipelines as tiny_pictured
+from pictured.pictures import mask, picture
 
 Folders = Callable[[str], Path]
 ONE = picture(96, 64)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import diffusers
 import tiny
@@ -78,6 +81,21 @@ def cogvideox_i2v() -> DiffusionPipeline:
     return diffusers.CogVideoXImageToVideoPipeline(**parts)
 
 
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """Let Qwen's processor be without its part for videos, which needs torchvision and which no pipeline asks."""
+    kind = transformers.Qwen2_5_VLProcessor
+
+    def made(self: Any, image_processor: Any = None, tokenizer: Any = None, **more: Any) -> None:
+        for name in ("image", "video"):
+            setattr(self, f"{name}_token", f"<|{name}_pad|>")
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        super(kind, self).__init__(image_processor, tokenizer, **more)
+
+    with mock.patch.object(kind, "__init__", made):
+        yield
+
+
 def qwen_edit(several: bool = False) -> DiffusionPipeline:
     """The picture goes to the text encoder, too."""
     parts = _parts(qwenimage())
@@ -101,8 +119,8 @@ def qwen_edit(several: bool = False) -> DiffusionPipeline:
     )
     parts["text_encoder"] = transformers.Qwen2_5_VLForConditionalGeneration(config)
     seeing = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=4 * 28 * 28)
-    videos = transformers.Qwen2VLVideoProcessor() if hasattr(transformers, "Qwen2VLVideoProcessor") else None
-    processor = transformers.Qwen2_5_VLProcessor(image_processor=seeing, tokenizer=read, video_processor=videos)
+    with without_videos():
+        processor = transformers.Qwen2_5_VLProcessor(image_processor=seeing, tokenizer=read)
     return cls(**parts | {"tokenizer": read, "processor": processor})
 
 

@@ -1,0 +1,98 @@
+"""Pictures in graphs: to start from, to paint into, to edit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import folder_paths
+import pytest
+import torch
+from ballast.nodes.encode import TextEncode
+from ballast.nodes.load import LoadPipeline
+from ballast.nodes.plan import VramPlan
+from ballast.nodes.sample import Sampler
+from node_runner import run_node
+from pictured import pipelines as tiny_pictured
+from pictured.pictures import mask, picture
+
+WIDTH, HEIGHT = 48, 32
+ONE, MASK = picture(WIDTH, HEIGHT), mask(WIDTH, HEIGHT)
+OPAQUE = torch.cat([ONE, torch.ones(1, HEIGHT, WIDTH, 1)], dim=3)  # as of a loader that keeps alpha
+SIZE = {"width": WIDTH, "height": HEIGHT}
+
+
+@pytest.fixture
+def models(tmp_path: Path, tiny_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """models/diffusers with Flux and Flux Kontext in it."""
+    (tmp_path / "flux").symlink_to(tiny_folders("flux"), target_is_directory=True)
+    tiny_pictured.save("kontext", tmp_path / "kontext")
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusers", ([str(tmp_path)], {"folder"}))
+    return tmp_path
+
+
+def load(name: str) -> Any:
+    return run_node(LoadPipeline, pipeline=name, device="sim").result[0]
+
+
+def encode(reference: Any, **more: Any) -> Any:
+    return run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="", **more).result[0]
+
+
+def sample(reference: Any, conditioning: Any, **more: Any) -> torch.Tensor:
+    given = {
+        "pipeline": reference,
+        "conditioning": conditioning,
+        **SIZE,
+        "steps": 4,
+        "guidance": 0.0,
+        "seed": 0,
+        **more,
+    }
+    return run_node(Sampler, **given).result[0]["samples"]
+
+
+def test_a_picture_and_a_mask_reach_the_run(models: Path, sim: ModuleType) -> None:
+    flux = load("flux")
+    cond = encode(flux)
+    pipe = ballast.open_pipeline(models / "flux", device="sim")
+    run: dict[str, Any] = {**SIZE, "steps": 4, "image": ONE}
+    assert torch.equal(sample(flux, cond, image=OPAQUE), pipe.sample(cond, **run))
+    painted = sample(flux, cond, image=ONE, mask=MASK, strength=0.5)
+    assert torch.equal(painted, pipe.sample(cond, **run, mask=MASK, strength=0.5))
+    text = run_node(VramPlan, pipeline=flux, **SIZE, steps=4, guidance=0.0, vram_gb="1", image=ONE).result[1]
+    assert "encode picture" in text
+
+
+def test_pictures_to_edit_stay_with_the_prompt(models: Path, sim: ModuleType) -> None:
+    kontext = load("kontext")
+    plain, one = encode(kontext), encode(kontext, images=OPAQUE)
+    two = encode(kontext, images=ONE, images_2=picture(32, 48, 1), images_3=picture(64, 48, 2))
+    assert [len(cond.pictures) for cond in (plain, one, two)] == [0, 1, 3]
+    assert torch.equal(one.pictures[0], ONE[0])
+    options = {"options": {"_auto_resize": False}}
+    assert not torch.equal(sample(kontext, plain), sample(kontext, one, **options))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"strength": 0.5}, "strength is 0.5, but there is no picture to start from. Give image, too."),
+        ({"mask": MASK}, "there is a mask, but no picture to paint into."),
+        ({"image": ONE, "last_image": ONE}, "flux takes no image, last_image: diffusers has no pipeline"),
+    ],
+)
+def test_what_cannot_be_is_said(given: dict[str, Any], words: str, models: Path, sim: ModuleType) -> None:
+    flux = load("flux")
+    with pytest.raises(ValueError, match=f"^{words}"):
+        sample(flux, encode(flux), **given)
+
+
+def test_a_clip_takes_no_pictures() -> None:
+    with pytest.raises(
+        ValueError, match="^images are for Ballast's pipelines, but a CLIP is connected. Disconnect them.$"
+    ):
+        encode(object(), images=ONE)

@@ -1,0 +1,1 @@
+"""Pictures for tests, and tiny pipelines that take them."""
