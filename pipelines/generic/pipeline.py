@@ -6,7 +6,6 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import nn
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..options import check_known, check_stage
-from ..staged import Negative, OnStep, Prompt, as_list, as_stock, no_effect
+from ..staged import Negative, OnStep, Prompt, as_handed, no_effect
 from .seeing import SeeingPipeline
-from .stand_ins import DecodeCalledError, HandedError
+from .stand_ins import DecodeCalledError
 from .stock import check_frames, encode_defaults, guides, returned_names, text_options
 from .stock_parts import FRAMES, HOST
 from .tasks import INPUTS, reads_pictures
@@ -53,7 +52,7 @@ class GenericPipeline(SeeingPipeline):
             )
         if not pictures and reads_pictures(cls):
             raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
-        return {"image": tuple(pictures)} if reads_pictures(cls) else {}
+        return {"handed": self.handed(pictures)} if reads_pictures(cls) else {}
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import diffusers
@@ -84,11 +83,12 @@ class GenericPipeline(SeeingPipeline):
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
         pipe = self._pipeline(device, modules, *tools)
         arguments = encode_defaults(self._encode_prompt, self._call) | options | {"device": device}
-        if "image" in options:
-            arguments["image"] = self._handed(pipe, as_list(prompt)[0], options)
+        handed = [own | {"image": as_handed(own["image"])} for own in options.get("handed", ())]
         names = returned_names(self.pipeline_class.encode_prompt)
 
         def run(**texts: Any) -> dict[str, Any]:
+            if handed:  # the first is for the prompt, the last for the negative one
+                texts |= handed[0 if texts["prompt"] is prompt else -1]
             given = {k: v for k, v in (arguments | texts).items() if k in self._encode_prompt}
             result = pipe.encode_prompt(**given)
             return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
@@ -100,16 +100,6 @@ class GenericPipeline(SeeingPipeline):
             if negative_prompt is not None and any(f"negative_{name}" in self._call for name in named):
                 named |= {f"negative_{name}": value for name, value in run(prompt=negative_prompt).items()}
         return {name: value for name, value in named.items() if value is not None and name in self._call}
-
-    def _handed(self, pipe: Any, prompt: str, options: Mapping[str, Any]) -> Any:
-        """The pictures as the stock call hands them to `encode_prompt`."""
-        listening = copy.copy(pipe)
-        listening.encode_prompt = HandedError.at(pipe.encode_prompt)
-        try:
-            listening(prompt=prompt, **as_stock({"image": options["image"]}))
-        except HandedError as caught:
-            return caught.arguments["image"]
-        raise RuntimeError(f"{self.name} never encoded its prompt")
 
     # Sample
 
@@ -173,11 +163,6 @@ class GenericPipeline(SeeingPipeline):
         if scale > 1:
             return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
         return no_effect(scale, guidance is None)
-
-    def _guidance_name(self) -> str | None:
-        """Which argument is the scale of classifier-free guidance, or the component that has it."""
-        names = ("true_cfg_scale", "guidance_scale", "guider")
-        return next((name for name in names if name in self._call or name in self.components), None)
 
     def _denoise(
         self,

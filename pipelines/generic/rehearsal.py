@@ -67,9 +67,12 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
         default = ""  # EasyAnimate's own call fails without one
     if takes:
         pairs.append((_NEGATIVE, _NEGATIVE))
-    for negative, staged_negative in pairs:
-        whole = functools.partial(_run_whole, pipe, arguments, negative)
-        verdict = compare(whole, functools.partial(_run_stages, pipe, arguments, staged_negative), echoes)
+    runs = [(arguments, *pair) for pair in pairs]
+    if pipe.inputs and takes and pipe._guidance_name() in pipe._call:  # which may see another picture when it guides
+        runs.append((functools.partial(arguments, _GUIDES), _NEGATIVE, _NEGATIVE))
+    for given, negative, staged_negative in runs:
+        whole = functools.partial(_run_whole, pipe, given, negative)
+        verdict = compare(whole, functools.partial(_run_stages, pipe, given, staged_negative), echoes)
         if verdict.differs:
             return verdict
     unchecked = tuple(name for name in _CHECKS if name in pipe._units)

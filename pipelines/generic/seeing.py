@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.forecasts import shapes_in
 from ..planning.plans import SEEING, Sight
-from ..staged import Pictures
-from .answers import Answers, Posterior
+from ..staged import Pictures, as_stock, handed
+from .answers import Answers, Posterior, Run
 from .stand_ins import LoopReachedError
-from .stock import passes
+from .stock import encode_defaults, passes, returned_names
 from .stock_parts import HOST, StockParts
 from .tasks import task_of
 
+_GUIDES = 3.0  # a scale of guidance that guides
 See = Callable[..., Any]  # answers `name, *args, **kwargs`: what a module is called with
 
 
@@ -91,21 +92,61 @@ class SeeingPipeline(StockParts):
 
     def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
         sights: list[Sight] = []
-
-        def foresee(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name == "vae":
-                posterior = Posterior()
-                sights.append(Sight(self._vae_run("encode", {}, room_bytes, planned=True, encode=posterior), *args))
-                made = torch.zeros(self._vae_forecasts("encode", {}, room_bytes, posterior).dry_run(*args)[1].shape)
-                return posterior.whole(made)
-            forecast, made = self._dry_sight(self._units[name], args, kwargs)[1]()
-            sights.append(Sight(units=[self._units[name]], forecast=forecast))
-            return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), made)
-
         drawn = {"generator": torch.Generator("cpu").manual_seed(0), "latents": None}
         on_host = Conditioning({k: _zeros(v) for k, v in cond.tensors.items()})
-        self.answers = self.look(on_host, {**arguments, **drawn}, foresee)
+        see = functools.partial(self._imagine, sights, room_bytes)
+        self.answers = self.look(on_host, {**arguments, **drawn}, see)
         return sights
+
+    def _imagine(self, sights: list[Sight], room_bytes: int, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Zeros in the shape of a module's answer, by a dry run, which is added to the sights."""
+        if name == "vae":
+            posterior = Posterior()
+            sights.append(Sight(self._vae_run("encode", {}, room_bytes, planned=True, encode=posterior), *args))
+            made = self._vae_forecasts("encode", {}, room_bytes, posterior).dry_run(*args)[1]
+            return posterior.whole(torch.zeros(made.shape))
+        forecast, made = self._dry_sight(self._units[name], args, kwargs)[1]()
+        sights.append(Sight(units=[self._units[name]], forecast=forecast))
+        return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), made)
+
+    def handed(self, pictures: Sequence[torch.Tensor]) -> tuple[dict[str, Any], ...]:
+        """What the stock call hands to `encode_prompt` for these pictures: the pictures, and numbers of its own.
+
+        Once for the prompt and, where it guides, once for the negative one. The call runs on the CPU; what it asks of
+        other modules before is imagined.
+        """
+        heard: list[dict[str, Any]] = []
+        usual = encode_defaults(self._encode_prompt, self._call)
+
+        def ask(name: str) -> Run:
+            return Answers().ask(name, functools.partial(self._imagine, [], 0, name))
+
+        tools = [name for name in self._without_weights("") if not name.startswith("scheduler")]
+        pipe = self._pipeline(HOST, {}, *tools, ask=ask)
+        names, signature = returned_names(self.pipeline_class.encode_prompt), inspect.signature(pipe.encode_prompt)
+
+        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = {name: value for name, value in bound.arguments.items() if isinstance(value, int | float)}
+            own = {name: value for name, value in given.items() if name in usual and value != usual[name]}
+            heard.append(own | {"image": handed(bound.arguments["image"])})
+            if len(heard) > 1:
+                raise LoopReachedError
+            return tuple(torch.zeros(1, 1, 1) for _ in names) if len(names) > 1 else torch.zeros(1, 1, 1)
+
+        pipe.encode_prompt = encode_prompt
+        given: dict[str, Any] = {"prompt": "", **as_stock({"image": tuple(pictures)})}
+        if "negative_prompt" in self._call:
+            given["negative_prompt"] = ""
+        if (scale := self._guidance_name()) in self._call:
+            given[str(scale)] = _GUIDES
+        try:
+            pipe(**given)
+        except Exception:
+            if not heard:
+                raise
+        return tuple(heard)
 
     def _dry_sight(self, unit: ManagedModel, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
         """The key of a module's call, and its dry run."""

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -78,24 +78,6 @@ class LateTool:
 
 class LoopReachedError(Exception):
     """A module was called that is not there to run: what comes before the loop is done."""
-
-
-class HandedError(Exception):
-    """Carries what a pipeline's method was given out of the pipeline's call."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__("the pipeline called it")
-        self.arguments = arguments
-
-    @classmethod
-    def at(cls, method: Callable[..., Any]) -> Callable[..., NoReturn]:
-        """Takes the method's place, and raises this."""
-        signature = inspect.signature(method)
-
-        def raising(*args: Any, **kwargs: Any) -> NoReturn:
-            raise cls(signature.bind(*args, **kwargs).arguments)
-
-        return raising
 
 
 class DecodeCalledError(Exception):

@@ -224,6 +224,11 @@ class StockParts(StagedPipeline):
             "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
         }
 
+    def _guidance_name(self) -> str | None:
+        """Which argument is the scale of classifier-free guidance, or the component that has it."""
+        names = ("true_cfg_scale", "guidance_scale", "guider")
+        return next((name for name in names if name in self._call or name in self.components), None)
+
     @functools.cached_property
     def sizes(self) -> PictureSizes:
         """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""

@@ -114,4 +114,6 @@ def shapes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _shapes(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_shapes(one) for one in value]
+    if isinstance(value, dict):
+        return shapes_in(value)
     return shape_of(value) if isinstance(value, torch.Tensor) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily, Modules, OnStep, Part
-from .pictures import Pictures, as_stock
+from .pictures import Pictures, as_handed, as_stock, handed
 from .pipeline import StagedPipeline
 from .prompts import Negative, Prompt, as_list, no_effect
 
@@ -16,7 +16,9 @@ __all__ = [
     "Pictures",
     "Prompt",
     "StagedPipeline",
+    "as_handed",
     "as_list",
     "as_stock",
+    "handed",
     "no_effect",
 ]

@@ -69,6 +69,24 @@ def as_stock(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _stock_pictures(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
 
 
+def handed(given: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """One of PIL's pictures, or a list of them, as tensors. TypeError for anything else."""
+    from PIL.Image import Image as PilImage
+
+    if isinstance(given, list | tuple):
+        return tuple(handed(one) for one in given)  # type: ignore[misc]
+    if not isinstance(given, PilImage):
+        raise TypeError(f"its text encoder is given {type(given).__name__} for a picture")
+    import numpy as np
+
+    return torch.from_numpy(np.array(given.convert("RGB"), dtype=np.float32) / 255)
+
+
+def as_handed(pictures: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+    """What `handed` made tensors of."""
+    return [_to_pil(one) for one in pictures] if isinstance(pictures, tuple) else _to_pil(pictures)
+
+
 def _stock_pictures(pictures: Any) -> Any:
     if not pictures or not all(isinstance(one, torch.Tensor) for one in pictures):
         return pictures

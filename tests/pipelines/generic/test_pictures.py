@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -96,8 +96,24 @@ TASKS = {
     ),
     "wan 2.2 5B": first_frame("wan_ti2v", cls="WanImageToVideoPipeline"),
     "ltx": first_frame("ltx", 17, "LTXImageToVideoPipeline", size=(96, 64)),
+    "hunyuan video": Task(
+        "hunyuan_video_i2v",
+        {"guidance": 3.0, "frames": 9},
+        {"image": pil(ONE), "true_cfg_scale": 3.0, "num_frames": 9},
+        images=[ONE],
+    ),
+    "hunyuan video 1.5": Task(
+        "hunyuan_video15_i2v", {"image": ONE, "frames": 9}, {"image": pil(ONE), "num_frames": 9}, size=None
+    ),
+    "qwen edit": Task("qwen_edit", {"guidance": 3.0}, {"image": pil(ONE), "true_cfg_scale": 3.0}, images=[ONE]),
     "cogvideox": first_frame("cogvideox_i2v", text={"max_sequence_length": 48}),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_videos() -> Iterator[None]:
+    with tiny_pictured.without_videos():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +233,24 @@ def test_references_belong_to_the_prompt(folders: Folders) -> None:
     assert torch.equal(made[0], pipe.sample(pipe.encode("a boat"), **run, image=ONE))
     with pytest.raises(ValueError, match="^flux reads no pictures with its prompt. Leave images out, or give one to"):
         ballast.open_pipeline(folders("flux"), device="cpu").encode("a boat", images=ONE)
+
+
+@pytest.mark.parametrize("name", ["qwen_edit", "hunyuan_video_i2v"])
+def test_an_encoder_that_sees_pictures_is_cached_by_them(name: str, folders: Folders, sim: ModuleType) -> None:
+    """The same prompt with the same picture loads no encoder, with another one it does; a plan counts its tokens."""
+    pipe = ballast.open_pipeline(folders(name), device="sim")
+    conds = {}
+    for key, image, loads in (("one", ONE, True), ("other", OTHER, True), ("again", ONE.clone(), False)):
+        sim.reset_stats()
+        conds[key] = pipe.encode("a boat", "blurry", images=image)
+        assert (sim.stats().h2d_bytes > 0) is loads, key
+    embeds = {key: cond.tensors["prompt_embeds"] for key, cond in conds.items()}
+    assert torch.equal(embeds["one"], embeds["again"]) and torch.equal(conds["again"].pictures[0], ONE[0])
+    assert embeds["one"].shape != embeds["other"].shape or not torch.allclose(embeds["one"], embeds["other"])
+    with pytest.raises(ValueError, match=f"^{name} reads a picture with its prompt. Give images.$"):
+        pipe.encode("a boat")
+    with pytest.raises(ValueError, match=f"^{name} reads its pictures with the prompt: give them to encode"):
+        pipe.sample(conds["one"], image=ONE)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,9 +12,13 @@ import diffusers
 import tiny
 import transformers
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from tiny_image import flux, qwenimage, sd3
 from tiny_parts import MULTIMODAL_ROPE, decoder_sizes, tokenizer
-from tiny_video import cogvideox, wan
+from tiny_video import cogvideox, hunyuan_video, hunyuan_video15, wan
+from tokenizers import normalizers
+
+_VISION = {"num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def _parts(pipe: DiffusionPipeline, *without: str) -> dict:
@@ -124,9 +128,68 @@ def qwen_edit(several: bool = False) -> DiffusionPipeline:
     return cls(**parts | {"tokenizer": read, "processor": processor})
 
 
+def hunyuan_video15_i2v() -> DiffusionPipeline:
+    """An image encoder sees the first frame, which says how large the video is."""
+    pipe = hunyuan_video15()
+    config = _config(pipe.transformer) | {"task_type": "i2v", "target_size": 64}
+    vision = {**_VISION, "image_size": 32, "patch_size": 8, "hidden_size": 12, "intermediate_size": 16}
+    made = diffusers.HunyuanVideo15ImageToVideoPipeline(
+        **_parts(pipe, "transformer"),
+        transformer=diffusers.HunyuanVideo15Transformer3DModel.from_config(config),
+        image_encoder=transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**vision)),
+        feature_extractor=transformers.SiglipImageProcessor(size={"height": 32, "width": 32}),
+    )
+    made.tokenizer = pipe.tokenizer
+    return made
+
+
+def hunyuan_video_i2v() -> DiffusionPipeline:
+    """The first frame goes to the text encoder as 576 tokens, and to the transformer as latents."""
+    template = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE
+    words = template["template"].split("<image>")[1].split("<|eot_id|>")[0]
+    read = tokenizer(1024, (words, 86))  # so that the prompt begins where it does with the real one
+    replaced = normalizers.Sequence([read.backend_tokenizer.normalizer, normalizers.Replace("system", " ")])
+    read.backend_tokenizer.normalizer = replaced
+    marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>"]
+    read.add_special_tokens({"additional_special_tokens": marks})
+    vision = transformers.CLIPVisionConfig(
+        **_VISION, hidden_size=16, intermediate_size=24, projection_dim=16, image_size=48, patch_size=2
+    )
+    text = transformers.LlamaConfig(**decoder_sizes(layers=4))
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=read.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        pad_token_id=1,
+    )
+    pipe = hunyuan_video()
+    shape = _config(pipe.transformer) | {"image_condition_type": "token_replace"}
+    return diffusers.HunyuanVideoImageToVideoPipeline(
+        **_parts(pipe, "transformer", "text_encoder", "tokenizer"),
+        text_encoder=transformers.LlavaForConditionalGeneration(config),
+        tokenizer=read,
+        transformer=diffusers.HunyuanVideoTransformer3DModel.from_config(shape),
+        image_processor=transformers.CLIPImageProcessor(
+            crop_size={"height": 48, "width": 48}, size={"shortest_edge": 48}
+        ),
+    )
+
+
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
     build.__name__: build
-    for build in (kontext, flux_fill, sd3_16, wan_i2v, wan_flf, wan_ti2v, cogvideox_i2v, qwen_edit)
+    for build in (
+        hunyuan_video15_i2v,
+        hunyuan_video_i2v,
+        kontext,
+        flux_fill,
+        sd3_16,
+        wan_i2v,
+        wan_flf,
+        wan_ti2v,
+        cogvideox_i2v,
+        qwen_edit,
+    )
 }
 
 
