@@ -83,22 +83,21 @@ class GenericPipeline(SeeingPipeline):
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
         pipe = self._pipeline(device, modules, *tools)
         arguments = encode_defaults(self._encode_prompt, self._call) | options | {"device": device}
-        handed = [own | {"image": as_handed(own["image"])} for own in options.get("handed", ())]
+        # The first is for the prompt, the last for the negative one.
+        handed = [own | {"image": as_handed(own["image"])} for own in options.get("handed", ())] or [{}]
         names = returned_names(self.pipeline_class.encode_prompt)
 
-        def run(**texts: Any) -> dict[str, Any]:
-            if handed:  # the first is for the prompt, the last for the negative one
-                texts |= handed[0 if texts["prompt"] is prompt else -1]
-            given = {k: v for k, v in (arguments | texts).items() if k in self._encode_prompt}
+        def run(own: dict[str, Any], **texts: Any) -> dict[str, Any]:
+            given = {k: v for k, v in (arguments | texts | own).items() if k in self._encode_prompt}
             result = pipe.encode_prompt(**given)
             return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
 
         if "negative_prompt" in self._encode_prompt:
-            named = run(prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=True)
+            named = run(handed[0], prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=True)
         else:
-            named = run(prompt=prompt)
+            named = run(handed[0], prompt=prompt)
             if negative_prompt is not None and any(f"negative_{name}" in self._call for name in named):
-                named |= {f"negative_{name}": value for name, value in run(prompt=negative_prompt).items()}
+                named |= {f"negative_{name}": value for name, value in run(handed[-1], prompt=negative_prompt).items()}
         return {name: value for name, value in named.items() if value is not None and name in self._call}
 
     # Sample

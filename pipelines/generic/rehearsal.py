@@ -40,7 +40,7 @@ def rehearse(pipeline: Any, texts: Any) -> Verdict:
         name: replace(component, dtype=torch.float32) if component.is_module else component
         for name, component in pipeline.components.items()
     }
-    pipe.texts = pipe
+    pipe.texts = None  # no circle, which would hold the models until they are collected
     if texts is not pipeline:
         pipe.texts = copy.copy(texts)
         pipe.texts.components = pipe.components
@@ -136,10 +136,10 @@ def _run_whole(
 
 def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: Modules) -> torch.Tensor:
     encoders, denoisers = ({u.name: modules[u.name] for u in units} for units in (pipe.encoders, pipe.denoisers))
-    read = (
-        pipe.texts._pictures_read(pipe.pictures.get("image", ())) if reads_pictures(pipe.texts.pipeline_class) else {}
-    )
-    cond = Conditioning.of(pipe.texts._encode(_PROMPT, negative, read, _HOST, encoders))
+    texts = pipe.texts or pipe
+    sees = reads_pictures(texts.pipeline_class)
+    read = texts._pictures_read(pipe.pictures.get("image", ())) if sees else {}
+    cond = Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
 
     def see(name: str, *args: Any, **kwargs: Any) -> Any:
         called: Any = modules[name]

@@ -37,9 +37,9 @@ class SeeingPipeline(StockParts):
     def with_pictures(self, pictures: Pictures) -> StockParts:
         task = task_of(self.pipeline_class, self.title, pictures)
         key = task.cls, frozenset(task.pictures)
-        if key not in self._tasks:
+        if key != (self.pipeline_class, self.inputs) and key not in self._tasks:
             self._tasks[key] = self._for_task(*key)
-        run = copy.copy(self._tasks[key])
+        run = copy.copy(self._tasks.get(key, self))
         for name in ("vram_bytes", "ram_bytes", "keep"):  # which may be those of a copy
             setattr(run, name, getattr(self, name))
         run.pictures, run.strength = task.pictures, pictures.strength
@@ -47,10 +47,9 @@ class SeeingPipeline(StockParts):
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
         """A copy of this that is driven by another class, or takes other pictures; compared with its own call."""
-        if cls is self.pipeline_class and inputs == self.inputs:
-            return self
         task = copy.copy(self)
         vars(task).pop("sizes", None)
+        task._tasks = {}  # those of this one hold it
         task.pipeline_class, task.inputs = cls, inputs
         task._init, task._call = (inspect.signature(code).parameters for code in (cls, cls.__call__))
         task._prove(self)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,6 +195,21 @@ def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:
     kept = pipe.sample(cond, **run, image=ONE, mask=torch.zeros_like(MASK), strength=1.0)
     assert not torch.allclose(inside, kept, atol=1e-2)
     assert pipe.pictures == {} and pipe.inputs == frozenset()
+
+
+@pytest.mark.parametrize(("name", "given"), [("flux", {"image": ONE}), ("kontext", {"image": ONE}), ("wan_i2v", {})])
+def test_a_pipeline_that_took_pictures_is_gone_at_once(name: str, given: dict[str, Any], folders: Folders) -> None:
+    """Not when garbage is collected: its models would stay claimed until then."""
+    pipe = ballast.open_pipeline(folders(name), device="cpu")
+    task = next(task for task in TASKS.values() if task.folder == name)
+    pipe.sample(pipe.encode("a boat"), **{**run_of(task), "steps": 1, **given})
+    gone = weakref.ref(pipe._owner)
+    gc.disable()
+    try:
+        del pipe
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("strength", "steps", "taken"), [(1.0, 5, 5), (0.7, 5, 4), (0.5, 4, 2), (0.2, 5, 1)])

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image
+from ballast.pipelines.generic.stock import needed_inputs
+from PIL.Image import Image, fromarray
 from transformers import PreTrainedModel
 
 from .borrowing import further_inputs
@@ -71,11 +72,29 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
     fixed = "max_text_seq_length" in getattr(getattr(pipe, "transformer", None), "config", {})
     if inputs.get("max_sequence_length", _TOKENS) < _TOKENS and not fixed:
         inputs["max_sequence_length"] = _TOKENS
-    # What may be left out is: runs that start from a picture are not staged.
-    inputs = {k: v for k, v in inputs.items() if taken[k].default is inspect.Parameter.empty or not _is_picture(v)}
+    # What may be left out is, save for classes that are nothing without.
+    needed = needed_inputs(cls)
+    kept = {k for k, v in inputs.items() if k in needed or not _is_picture(v)}
+    inputs = {k: _as_pil(v, k) if k in needed else v for k, v in inputs.items() if k in kept}
     if {"height", "width"} <= taken.keys() and "height" not in inputs and _default(pipe) > 128:
         inputs |= dict.fromkeys(("height", "width"), 128 if "HiDream" in cls.__name__ else 64)
     return Built(folder, cls, inputs)
+
+
+def _as_pil(value: Any, name: str) -> Any:
+    """A picture of a test as PIL's, in the form that all pipelines take; anything else as it is."""
+    if isinstance(value, Image):
+        return value.convert("L" if "mask" in name else "RGB")
+    if isinstance(value, list | tuple):
+        return [_as_pil(one, name) for one in value]
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value).movedim(-1, -3)
+    if not isinstance(value, torch.Tensor):
+        return value
+    rows = value.float().reshape(-1, *value.shape[-2:])[:3].clamp(0, 1)
+    rows = rows[:1].round() if "mask" in name else rows.expand(3, -1, -1)
+    pixels = (rows.movedim(0, -1) * 255).round().byte().numpy()
+    return fromarray(pixels[..., 0] if "mask" in name else pixels)
 
 
 def _is_picture(value: Any) -> bool:

@@ -18,7 +18,10 @@ from .quirks import by_default, small
 from .running import Case, Staged, Stock
 
 CLOSE = 1e-4
-_LESS_CLOSE = {"SkyReelsV2Pipeline": 1e-3}  # whose test makes latents of 1e7: their rounding shows
+_LESS_CLOSE = {
+    "SkyReelsV2Pipeline": 1e-3,  # whose test makes latents of 1e7: their rounding shows
+    "WanImageToVideoPipeline": 0.03,  # whose test's VAE moves a pixel by 0.02 where its latents move by 1e-6
+}
 OTHER = "two small cats sit in a blue house"
 GOOD = ("equal", "refused", "not text", "not built")
 _ELSEWHERE = {

@@ -110,7 +110,10 @@ class Staged:
         encode_options = {k: v for k, v in inputs.items() if k in encodes and k not in _OURS}
         takes = "negative_prompt" in inspect.signature(self.built.cls.__call__).parameters
         negative = {} if case.negative is None or not takes else {"negative_prompt": case.negative}
-        cond = self.pipe.encode(case.prompt, **negative, **encode_options)
+        pictures = {_NAMES[k]: _tensors(v) for k, v in inputs.items() if k in _NAMES}
+        images = {"images": pictures.pop("image")} if "image" in encodes and "image" in pictures else {}
+        strength = {"strength": inputs["strength"]} if "image" in pictures and "strength" in inputs else {}
+        cond = self.pipe.encode(case.prompt, **negative, **images, **encode_options)
         self._check()
         self.stage = "sample"
         calls = inspect.signature(self.built.cls.__call__).parameters
@@ -123,6 +126,8 @@ class Staged:
             steps=inputs["num_inference_steps"],
             guidance=case.guidance if guidance_name(self.built.cls) else None,
             strategy=case.strategy,
+            **pictures,
+            **strength,
             **options,
         )
         self._check()
@@ -139,8 +144,15 @@ class Staged:
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
-    "do_classifier_free_guidance",
+    "do_classifier_free_guidance", "image", "mask_image", "last_image", "strength",
 }  # fmt: skip
+_NAMES = {"image": "image", "mask_image": "mask", "last_image": "last_image"}  # by those of diffusers
+
+
+def _tensors(pictures: Any) -> list[torch.Tensor]:
+    """PIL's pictures as Ballast takes them."""
+    pictures = pictures if isinstance(pictures, list) else [pictures]
+    return [torch.from_numpy(np.asarray(one, dtype=np.float32) / 255) for one in pictures]
 
 
 def _for_sampling(name: str, cls: Any) -> bool:
