@@ -120,8 +120,8 @@ class Staged:
         options = {k: v for k, v in inputs.items() if k in calls and _for_sampling(k, self.built.cls)}
         latents = self.pipe.sample(
             cond,
-            width=inputs.get("width"),
-            height=inputs.get("height"),
+            width=None if self.pipe.own_size else inputs.get("width"),
+            height=None if self.pipe.own_size else inputs.get("height"),
             frames=inputs.get("num_frames", inputs.get("frames")),
             steps=inputs["num_inference_steps"],
             guidance=case.guidance if guidance_name(self.built.cls) else None,
