@@ -18,11 +18,12 @@ import tiny
 import torch
 from ballast.memory import manager, simulated
 from ballast.memory.host import management as host
+from ballast.memory.planning.fit import sizes_of
+from ballast.memory.planning.planner import window_bytes
 from ballast.memory.simulated import card as cards
 from ballast.memory.simulated.tensor import SimTensor
 from ballast.memory.units import reader
 from ballast.pipelines.staged import StagedPipeline
-from budgets import ram_for_windows
 from places import ROOT
 
 KINDS = ("operator", "allocation", "copy", "read", "block")
@@ -84,6 +85,13 @@ def raised_at(kind: str, at: int, error: BaseException) -> Iterator[None]:
     """Let the n-th pass of a kind of point from now raise."""
     with _armed(kind, _Point(at, error)):
         yield
+
+
+def ram_for_windows(folder: Path) -> int:
+    """RAM in which each model of a folder can be run from disk, whatever the order of its calls, and hardly more."""
+    pipe = ballast.open_pipeline(folder, device="sim")
+    units = (*pipe.encoders, *pipe.denoisers, pipe.decoder)
+    return int(1.3 * max(window_bytes(sizes_of(unit), "streamed") for unit in units))
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ballast.memory.units import reader
 from ballast.pipelines.staged import StagedPipeline
-from budgets import ram_for_windows
+from fault_points import ram_for_windows
 from newbie_folders import official
 from places import ROOT
 from safetensors import safe_open
