@@ -227,7 +227,8 @@ class Stager:
         self._windows.remove(window)
         self._windows.append(window)
         if window.fill:
-            window.fill.error = window.fill.error or CancelledError()  # nobody waits for it
+            window.fill.error = window.fill.error or CancelledError()  # nobody waits for it, unless it failed
+            window.fill.place = None  # each knows the other, and would wait for the collector
         fill = window.fill = _Fill(piece, window, window.fill)
         nbytes = sum(part.stored_bytes for part in parts if isinstance(part, Extent))
         fill.read = self._queues.read(nbytes, window.copied)
