@@ -72,6 +72,8 @@ def test_small_differences_are_none_and_pieces_that_trade_seconds_are_one() -> N
     assert not differs(LOADS, replace(equal, seconds=(1.1, 2.9, 2.1)))
     assert differs(LOADS, replace(equal, seconds=(3.0, 1.0, 2.0)))
     assert differs(LOADS, replace(equal, before_seconds=0.9))
+    at_once = replace(LOADS, pieces=tuple(replace(p, seconds=0.0) for p in LOADS.pieces), before_seconds=0.0)
+    assert not differs(at_once, equal)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.floats(0, 1e6)), max_size=20), st.floats(0, 1e6))
@@ -269,7 +271,7 @@ def test_runs_learn_what_their_forecast_did_not_know(
     name: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The third call goes by what the second took, and so do plans and runs from then on, also of later processes."""
-    expected, changed, faster = None, 0, 0
+    expected, changed = None, 0
     for h2d_gbps in (0.002, 0.005, 0.01):
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / f"{h2d_gbps}"))
@@ -292,5 +294,4 @@ def test_runs_learn_what_their_forecast_did_not_know(
                 assert steps[-1] == pytest.approx(steady, rel=0.02), "within the run as after it"
                 assert steps[-1] <= 1.01 * steps[0]
                 changed += before.streamed != plan.streamed
-                faster += steps[0] > 1.02 * steps[-1]
     assert changed, "what stays is another choice"
