@@ -29,7 +29,13 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> Folders:
     root = tmp_path_factory.mktemp("pictured")
-    return lambda name: tiny_folders(name) if name in tiny.FAMILIES else tiny_pictured.save(name, root / name)
+
+    def folder(name: str) -> Path:
+        if name in tiny.FAMILIES:
+            return tiny_folders(name)
+        return root / name if (root / name).is_dir() else tiny_pictured.save(name, root / name)
+
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +68,21 @@ def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: 
         for record, stage in zip(records, planned, strict=True):
             assert record.peak_bytes <= stage.peak_vram_bytes <= 1.05 * record.peak_bytes, (strategy, stage.name)
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("name", ["qwen_edit", "hunyuan_video_i2v"])
+def test_what_an_encoder_sees_is_planned(name: str, folders: Folders, sim: ModuleType) -> None:
+    """Before anything is encoded: the picture's tokens in the encoder, and in all that follows, as they are run."""
+    run: dict[str, Any] = {"width": 48, "height": 32, "steps": 2, "frames": 9 if "video" in name else None}
+    with tiny_pictured.without_videos():
+        pipe = ballast.open_pipeline(folders(name), device="sim", vram="1GB")
+        plan = pipe.plan(prompt="a boat", negative_prompt="grey", images=ONE, **run)
+        before = len(manager("sim").timeline.stages)
+        pipe.decode(pipe.sample(pipe.encode("a boat", "grey", images=ONE), **run))
+    records = list(manager("sim").timeline.stages)[before:]
+    assert [record.name for record in records] == [stage.name for stage in plan.stages]
+    for record, stage in zip(records, plan.stages, strict=True):
+        assert record.peak_bytes <= stage.peak_vram_bytes <= 1.05 * record.peak_bytes, stage.name
 
 
 def test_references_count(folders: Folders) -> None:
