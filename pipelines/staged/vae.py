@@ -76,7 +76,9 @@ class VaeStages(StageRunner):
             splits=not any(isinstance(value, torch.Tensor) for value in given.values()),
         )
 
-    def _vae_forecasts(self, method: Method, given: Mapping[str, Any], room_bytes: int, encode: Call) -> VaeForecasts:
+    def _vae_forecasts(
+        self, method: Method, given: Mapping[str, Any], room_bytes: int, encode: Call = run_encoder
+    ) -> VaeForecasts:
         if method == "encode":
             way_of = {"by": getattr(encode, "__name__", type(encode).__name__)}
             return VaeForecasts(

@@ -50,7 +50,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 9 if keep else 3  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 9 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()
@@ -131,7 +131,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
         manager("sim").free()
         assert sim.stats().allocated_bytes == 0, way
     assert ended.keys() <= {f"{error.__name__} {how}" for error in ERRORS for how in ("raised", "not needed")}
-    assert all(ended[f"{error.__name__} raised"] >= 0.8 * POINTS for error in ERRORS), ended
+    assert all(ended[f"{error.__name__} raised"] >= 0.7 * POINTS for error in ERRORS), ended
 
 
 @pytest.mark.parametrize("way", WAYS)

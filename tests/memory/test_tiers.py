@@ -137,7 +137,7 @@ def clock(sim: ModuleType) -> float:
     return float(sim.clock.default_stream.ready)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=2, max_size=5), st.data())
 def test_budgets_change_between_runs_and_in_the_middle(
     bench: Bench, sim: ModuleType, runs: list[tuple[float, float, bool]], data: st.DataObject

@@ -24,7 +24,7 @@ from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.decoding.rescue import DecodeError, load_latents, save_latents
-from ballast.pipelines.planning.plans import _plan_decoding
+from ballast.pipelines.planning.plans import _plan_vae
 from conftest import HOST
 from host import page, run_node
 from safetensors.torch import load_file, save_file
@@ -161,7 +161,7 @@ def test_tiles_are_told_where_one_looks(
     forecasts = pipe._vae_forecasts("decode", {}, 0)
     budget = pipe.decoder.size_bytes + forecasts.tiles(z).units["vae"].peak_bytes
     assert budget < pipe.decoder.size_bytes + forecasts.whole(z).units["vae"].peak_bytes
-    planned = _plan_decoding(pipe._vae_run("decode", {}, budget, planned=True), z, budget, 2**40, ASSUMED)
+    planned = _plan_vae("decode", pipe._vae_run("decode", {}, budget, planned=True), z, budget, 2**40, ASSUMED)
     assert planned.note == told and planned.peak_vram_bytes <= budget
     opened = in_host.open()
     opened.vram_bytes = budget
@@ -228,7 +228,7 @@ def test_copies_of_weights_in_ram_make_room_for_maps(
     taken = ways_taken(monkeypatch)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert taken == [("in stripes", 1)]
-    assert encoder.host_bytes == 0 and encoder.tier == "disk"
+    assert encoder.host_bytes < held and not encoder.in_ram, "whole pieces of it have gone"
 
 
 def test_cpu_takes_no_more_ram_than_there_is(

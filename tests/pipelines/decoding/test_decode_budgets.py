@@ -17,7 +17,7 @@ import torch
 from ballast.memory import simulated
 from ballast.memory.manager import manager
 from ballast.memory.rates import ASSUMED
-from ballast.pipelines.planning.plans import _plan_decoding
+from ballast.pipelines.planning.plans import _plan_vae
 
 Folders = Callable[[str], Path]
 
@@ -50,7 +50,7 @@ def work_of(name: str, pipe: Any, size: tuple[int, int], method: str) -> tuple[C
 def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], given: Any, more: dict) -> tuple:
     """Plan and run within a budget, and hold one against the other. Returns the way, and the result."""
     pipe.vram_bytes = budget
-    planned = _plan_decoding(pipe._vae_run(method, more, budget, planned=True), given, budget, 2**40, ASSUMED)
+    planned = _plan_vae(method, pipe._vae_run(method, more, budget, planned=True), given, budget, 2**40, ASSUMED)
     manager("sim").timeline.clear()
     gc.collect()
     simulated.reset_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -133,6 +134,8 @@ def test_repackaged_single_files_are_the_same(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Plans of miniFlux, with 64 GB of RAM, at assumed rates."""
+    if not os.environ.get("BALLAST_SOAK"):
+        pytest.skip("takes two minutes: in make check")
     root = tmp_path_factory.mktemp("full")
     made = full_size.build_pyramid(root / FOLDER)
     pipe = ballast.open_pipeline(made, device="cpu", cache_dir=root / "cache")
