@@ -59,7 +59,7 @@ def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VaeForecasts, "stripes", lambda *_: None)
 
 
-SOME = ("flux", "hidream", "hunyuan_video15", "lumina2", "qwenimage", "sana", "wan")
+SOME = ("flux", "hidream", "lumina2", "qwenimage", "sana", "wan")
 
 
 @pytest.mark.usefixtures("sampling_alone")
@@ -134,7 +134,7 @@ for plan in plans:
 """
 
 
-@pytest.mark.parametrize("name", full_size.FULL_SIZE if os.environ.get("BALLAST_SOAK") else ["flux"])
+@pytest.mark.parametrize("name", full_size.FULL_SIZE if os.environ.get("BALLAST_SOAK") else [])
 def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path: Path) -> None:
     """Three budgets at once, in a process of its own, with less than 2 GB of RAM."""
     folder = full_size.build(name, tmp_path / name)
@@ -174,6 +174,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
         assert (plan.placement == "resident") == (sizes.total_bytes + forecast.units[name].peak_bytes <= vram)
 
 
+@pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make check")
 @pytest.mark.usefixtures("sampling_alone")
 def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
