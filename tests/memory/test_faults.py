@@ -106,6 +106,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
     """Out of the device's operators, allocations and copies, of file reads, of the host's question at each block."""
     random_ = random.Random(stage)
     ended: Counter[str] = Counter()
+    tried: Counter[str] = Counter()
     turns = [(error, way, kind) for error in ERRORS for way in WAYS for kind in KINDS]
     for way, opening in WAYS.items():
         run = Run.of(FAST, tiny_folders(FAST), **opening)
@@ -120,6 +121,7 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
                 at = random_.randint(1, totals[kind])
                 if run.pipe.keep:
                     manager("sim").free()
+                tried[error.__name__] += 1
                 ended[f"{error.__name__} {run.broken(stage, kind, at, error)}"] += 1
                 where = (way, kind, at, error.__name__)
                 assert not run.left_over(), where
@@ -131,7 +133,9 @@ def test_error_at_any_point_comes_out_as_itself_and_leaves_nothing(
         manager("sim").free()
         assert sim.stats().allocated_bytes == 0, way
     assert ended.keys() <= {f"{error.__name__} {how}" for error in ERRORS for how in ("raised", "not needed")}
-    assert all(ended[f"{error.__name__} raised"] >= 0.7 * POINTS for error in ERRORS), ended
+    # What has room in RAM is not read from disk, so that a stage may have fewer points.
+    assert all(tried[error.__name__] >= 0.75 * POINTS for error in ERRORS), tried
+    assert all(ended[f"{error.__name__} raised"] >= 0.8 * tried[error.__name__] for error in ERRORS), ended
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -327,7 +327,10 @@ def test_what_takes_no_picture_says_so(tiny_folders: Folders, folders: Folders) 
         wan.sample(wan.encode("a boat"), steps=1, image=ONE)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "qwenimage", "wan_i2v", "ltx", "cogvideox_i2v"])
+HALVES = ["flux", "sd3", "qwenimage", "wan_i2v", "ltx", "cogvideox_i2v"]
+
+
+@pytest.mark.parametrize("name", [*HALVES, "kontext"] if os.environ.get("BALLAST_SOAK") else HALVES)
 def test_half_precision_runs(name: str, folders: Folders) -> None:
     """The VAE stays in float32: what it makes of a picture comes in the type of the picture that it was asked for."""
     task = next(task for task in TASKS.values() if task.folder == name)
