@@ -15,7 +15,6 @@ from typing import Any
 import ballast
 import diffusers
 import pytest
-import tiny
 import torch
 from ballast.memory import manager
 from diffusers import DiffusionPipeline
@@ -121,14 +120,7 @@ def _without_videos() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> Folders:
-    root = tmp_path_factory.mktemp("pictured")
-
-    def folder(name: str) -> Path:
-        if name in tiny.FAMILIES:
-            return tiny_folders(name)
-        return root / name if (root / name).is_dir() else tiny_pictured.save(name, root / name)
-
-    return folder
+    return tiny_pictured.folders_in(tmp_path_factory.mktemp("pictured"), tiny_folders)
 
 
 def stock(task: Task, folder: Path) -> torch.Tensor:

@@ -197,3 +197,14 @@ def save(name: str, folder: Path) -> Path:
     """Write the pipeline in the diffusers layout, with no weight that is zero, and return the folder."""
     tiny.seeded(BUILDERS[name])().save_pretrained(folder, safe_serialization=True)
     return folder
+
+
+def folders_in(root: Path, tiny_folders: Callable[[str], Path]) -> Callable[[str], Path]:
+    """The folder of a tiny family, or of one of these, made when it is first asked for."""
+
+    def folder(name: str) -> Path:
+        if name in tiny.FAMILIES:
+            return tiny_folders(name)
+        return root / name if (root / name).is_dir() else save(name, root / name)
+
+    return folder
