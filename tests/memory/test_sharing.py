@@ -77,14 +77,17 @@ def clean(sim: ModuleType) -> Iterator[None]:
     _elsewhere.clear()
 
 
+def pages_in_ram() -> int:
+    """All that lies in RAM, windows included, but for what other tests have left there."""
+    return sum(pages.nbytes for address, pages in hostbuffer._pages.items() if address not in _elsewhere)
+
+
 def check_books(sim: ModuleType) -> None:
     """What the manager says is what there is, between runs."""
     report = manager("sim").report()
     assert report.resident_bytes == sim.stats().allocated_bytes
     gaps = 256 * sum(len(list(slots(unit.module))) for unit in manager("sim").units())
-    # All that lies in RAM, windows included, but for what other tests have left there.
-    pages = sum(pages.nbytes for address, pages in hostbuffer._pages.items() if address not in _elsewhere)
-    assert report.host_bytes <= pages <= report.host_bytes + gaps
+    assert report.host_bytes <= pages_in_ram() <= report.host_bytes + gaps
     keys = [unit.key for unit in manager("sim").units()]
     assert len(set(keys)) == len(keys)
     assert not any(unit.leased for unit in report.units)
@@ -207,7 +210,7 @@ def test_ram_budget_holds_in_every_placement(
     held: list[int] = []
 
     def note(*_: Any) -> None:
-        held.append(sum(pages.nbytes for pages in hostbuffer._pages.values()))
+        held.append(pages_in_ram())
         assert manager("sim").report().host_bytes <= 2_500_000
 
     for _ in range(2):
