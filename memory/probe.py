@@ -24,7 +24,7 @@ log = logging.getLogger("ballast")
 COPY_BYTES = 256 * 2**20
 _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
 _MUCH_FASTER = 1.5
-_KEYS = ("pinned", "paged", "operations")
+_KEYS = ("pinned", "paged", "operations", "memory")
 
 _lock = threading.Lock()
 
@@ -39,7 +39,7 @@ def rates(device: torch.device) -> Rates:
         card = simulated_card.card
         h2d = card._rates["h2d"]
         disk = card.disk or ASSUMED.disk_bytes_per_second
-        return Rates(h2d, h2d, disk, card.flops or math.inf, "simulated")
+        return Rates(h2d, h2d, disk, card.flops or math.inf, "simulated", math.inf, 0.0)  # it times products only
     if device.type not in ("cuda", "xpu"):
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
     key = card_of(device)
@@ -52,7 +52,7 @@ def rates(device: torch.device) -> Rates:
     # Clearly faster, since copies from paged memory overlap with nothing.
     if "pinned" in found and paged >= _MUCH_FASTER * pinned:
         hostbuffer.leave_paged(device)
-    return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured")
+    return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured", found["memory"])
 
 
 def card_of(device: torch.device) -> str:
@@ -67,11 +67,12 @@ def known_rates(device: torch.device) -> Rates:
     """What `rates` tells, without measuring: assumed where that was not done yet."""
     if device.type == simulated.DEVICE_TYPE:
         return rates(device)
-    found = speeds.remembered(card_of(device), ("paged", "operations"))
+    found = speeds.remembered(card_of(device), ("paged", "operations", "memory"))
     disk = speeds.disk_rate()
     if device.type not in ("cuda", "xpu") or not found:
         return replace(ASSUMED, disk_bytes_per_second=disk)
-    return Rates(found.get("pinned", found["paged"]), found["paged"], disk, found["operations"], "measured")
+    pinned = found.get("pinned", found["paged"])
+    return Rates(pinned, found["paged"], disk, found["operations"], "measured", found["memory"])
 
 
 # Measuring
@@ -103,6 +104,8 @@ def _measure(device: torch.device) -> dict[str, float]:
     elif hostbuffer.pin(host, device):
         found["pinned"] = COPY_BYTES / _seconds(copy, accelerator)
         hostbuffer.unpin(host)
+    first, second = target.chunk(2)
+    found["memory"] = COPY_BYTES / _seconds(lambda: first.copy_(second), accelerator)  # half is read, half written
     x = torch.ones(_TOKENS, _WIDTH, dtype=torch.bfloat16, device=device)
     weight = torch.ones(_INNER, _WIDTH, dtype=torch.bfloat16, device=device)
     seconds = _seconds(lambda: torch.nn.functional.linear(x, weight), accelerator)

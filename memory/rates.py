@@ -8,13 +8,19 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second to the device and from disk, and operations per second of a transformer's large products."""
+    """Bytes per second to the device and from disk, and operations per second of a transformer's large products.
+
+    Decoding goes by the bytes per second of the device's own memory, read and written, and the least that a kernel
+    takes.
+    """
 
     pinned_bytes_per_second: float
     paged_bytes_per_second: float
     disk_bytes_per_second: float
     operations_per_second: float
     source: Literal["measured", "simulated", "assumed"] = "assumed"
+    memory_bytes_per_second: float = 300e9
+    kernel_seconds: float = 4e-6
 
 
 # A card of the middle class behind PCIe 4 x16, and a good SSD: for plans made on a machine that has neither.

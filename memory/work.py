@@ -89,7 +89,8 @@ class WorkBook:
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
         more_bytes = max(0, work.live_bytes - work.forecast.live_bytes)
-        return max(0, work.forecast.working_bytes + seen.above.get(work.kind, 0) - more_bytes)
+        decoding_bytes = sizes_of(unit).decoding_bytes
+        return max(0, work.forecast.working_bytes + decoding_bytes + seen.above.get(work.kind, 0) - more_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int) -> None:
         """Note what one call took beside the weights. A call that was run in parts would have taken that many times."""
@@ -97,7 +98,8 @@ class WorkBook:
         measured_bytes *= work.attempt.parts
         if work.forecast and work.kind not in seen.most:
             # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
-            seen.above[work.kind] = max(0, measured_bytes - work.forecast.first_bytes)
+            expected = work.forecast.first_bytes + sizes_of(unit).decoding_bytes
+            seen.above[work.kind] = max(0, measured_bytes - expected)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
     def computed(self, unit: ManagedModel, work: Work, measured: Measured) -> None:

@@ -74,6 +74,17 @@ class Codec(ABC):
         """The most that decoding holds on the device at once, beside the parts and the result."""
         return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
 
+    @property
+    def row_parts(self) -> tuple[int, ...] | None:
+        """Elements of each part that are of one row, 0 of a part that is of all rows; None if rows do not lie apart."""
+        return None
+
+    def of_rows(self: C, rows: int) -> C:
+        """The codec of so many of the rows. ValueError where rows do not lie apart."""
+        if self.row_parts is None:
+            raise ValueError(f"{self.name} of {self.shape} has no rows that lie apart.")
+        return replace(self, shape=(rows, *self.shape[1:]))
+
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the weight into `out`, a contiguous tensor of `shape` (or as many elements) and `dtype`.
 

@@ -35,6 +35,7 @@ _PLAIN = _FLOATS | _FP8 | _WHOLE | {"BOOL": torch.bool}
 _SCALES = {name: dtype for name, dtype in _FLOATS.items() if name != "F64"}
 
 _WEIGHT_SCALES = ("weight_scale", "scale_weight")
+SCALES = tuple(f".{end}" for end in _WEIGHT_SCALES)
 _OF_ACTIVATIONS = (".input_scale", ".scale_input")
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # that the metadata of some writers leaves out
 _STRANGERS = {  # by the ends of names that only they write

@@ -85,6 +85,12 @@ class Gguf(Codec):
         return (Part("blocks", torch.uint8, self.count // kind.weights * kind.nbytes),)
 
     @property
+    def row_parts(self) -> tuple[int, ...]:
+        """The bytes of a row."""
+        kind = _BY_NAME[self.kind]
+        return (self.count // max(1, self.shape[0]) // kind.weights * kind.nbytes,)
+
+    @property
     def workspace_bytes(self) -> int:
         """That of a chunk, and the shifts and tables."""
         return min(self.count, CHUNK_WEIGHTS) * _BY_NAME[self.kind].chunk_bytes + 4096

@@ -23,6 +23,11 @@ class Raw(Codec):
         """The tensor itself."""
         return (Part("weight", self.stored, self.count),)
 
+    @property
+    def row_parts(self) -> tuple[int, ...] | None:
+        """The values of a row."""
+        return (self.count // self.shape[0],) if self.shape and self.shape[0] else None
+
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(parts[0])
 

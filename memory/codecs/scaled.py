@@ -7,14 +7,16 @@ the result first, which costs up to two units in the last place of bf16; in floa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from . import raw
 from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles
+
+S = TypeVar("S", bound="Scaled")
 
 _LEAST_SCALE = 1e-30  # of a row of zeros
 
@@ -41,6 +43,15 @@ class Scaled(Codec):
     def parts(self) -> tuple[Part, ...]:
         """The values, then their scales."""
         return Part("weight", self.stored, self.count), Part("scale", self.scale_type, self.scales)
+
+    @property
+    def row_parts(self) -> tuple[int, ...] | None:
+        """The values of a row, and its scale where it has one."""
+        return (self.count // self.rows, int(self.scales > 1)) if self.shape and self.rows > 1 else None
+
+    def of_rows(self: S, rows: int) -> S:
+        """So many of the rows, with their scales."""
+        return replace(self, shape=(rows, *self.shape[1:]), scales=rows if self.scales > 1 else 1)
 
     @property
     def workspace_bytes(self) -> int:

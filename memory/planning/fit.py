@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..sizes import format_bytes
-from ..units.pieces import CallOrder, divide, nbytes_of
+from ..units.pieces import CallOrder, decoding_bytes, divide, encoded, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .planner import PieceSize, UnitSizes, least_weights, window_bytes
@@ -79,9 +79,16 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
         sizes = UnitSizes(
             total_bytes=unit.size_bytes,
             table_bytes=nbytes_of(tables),
-            fixed_bytes=nbytes_of(divided.rest),
+            fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
+            decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
+            decoding_bytes=decoding_bytes(places),
             pieces=tuple(
-                PieceSize(piece.packed_bytes, piece.held_bytes, tuple(owner.path for owner in piece.owners))
+                PieceSize(
+                    piece.packed_bytes,
+                    piece.held_bytes,
+                    tuple(owner.path for owner in piece.owners),
+                    tuple(codec for _, codec in encoded(piece.slots)),
+                )
                 for piece in divided.pieces
                 if piece.called
             ),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..codecs.codec import Codec
+from ..codecs.cost import cost_of
 from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
@@ -22,11 +24,19 @@ from .tiers import held_in_ram
 
 @dataclass(frozen=True)
 class PieceSize:
-    """A piece's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of."""
+    """A piece's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
+
+    `codecs` are how those are stored that are decoded at each call.
+    """
 
     packed_bytes: int
     held_bytes: int
     paths: tuple[str, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+
+    def decode_seconds(self, rates: Rates) -> float:
+        """What decoding takes of a call."""
+        return sum(cost_of(codec).seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for codec in self.codecs)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,9 @@ class UnitSizes:
     """The weights of a unit, in bytes.
 
     `pieces` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
-    `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`.
+    `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
+    which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Decoding
+    takes `decoding_bytes` besides for a moment.
     """
 
     total_bytes: int
@@ -42,11 +54,13 @@ class UnitSizes:
     pieces: tuple[PieceSize, ...]
     table_bytes: int = 0
     tensor_bytes: int = 0
+    decoded_bytes: int = 0
+    decoding_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
         """What is on the device if all is that can be."""
-        return self.total_bytes - self.table_bytes
+        return self.total_bytes - self.table_bytes + self.decoded_bytes
 
     @property
     def least_streamed_bytes(self) -> int:
@@ -63,7 +77,9 @@ class UnitSizes:
         before, operations = _by_piece(self.pieces, work)
         call_rate = max(1, work.calls) * rates.operations_per_second
         pieces = zip(self.pieces, operations, strict=True)
-        loads = tuple(PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate) for p, done in pieces)
+        loads = tuple(
+            PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate + p.decode_seconds(rates)) for p, done in pieces
+        )
         return Loads(loads, rate, before / call_rate, from_disk)
 
     def ram_pieces(self, found: Arrangement, ram_bytes: int) -> frozenset[int]:
@@ -197,6 +213,8 @@ def make_plan(
     forecast = sizes.loads(work, rates)
     loads = measured_loads(forecast, measured)
     compute = work.operations / max(1, work.calls) / rates.operations_per_second
+    compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
+    work = replace(work, working_bytes=work.working_bytes + sizes.decoding_bytes)
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)

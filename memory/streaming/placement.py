@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..units.calls import Forward, interpose
+from ..units.encoding import Source
 from ..units.loading import find_stored
-from ..units.pieces import CallOrder, Owner, divide
+from ..units.pieces import CallOrder, Owner, divide, encoded, nbytes_of
 from ..units.structure import Slot, slots
 from ..units.tables import LookUp, rows_of
-from ..units.weights import Stored
 from ..vocabulary import PlacementName
+from .decoding import Workspace, decode
 from .queues import Queues
 from .ring import Piece
 from .strays import clear_strays
@@ -51,7 +53,7 @@ class Placement:
         self,
         module: nn.Module,
         device: torch.device,
-        source: Mapping[str, Stored] | None = None,
+        source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
     ) -> None:
         self.module = module
@@ -64,6 +66,8 @@ class Placement:
         divided = divide(module, self.host_slots, self.calls)
         self._pieces = [Piece.of(weights) for weights in divided.pieces]
         self._tables, self._rest = divided.tables, divided.rest
+        self._encoded = [owner for owner in divided.owners if encoded(owner.slots)]
+        self._workspace = Workspace(self._encoded, device)
         self._undo: list[Callable[[], None]] = []
         on_disk = source is not None and any(slot.tensor.is_meta for slot in self.host_slots)
         found = find_stored(module, source or {}) if on_disk else {}
@@ -135,6 +139,7 @@ class Placement:
             for slot in self.host_slots:
                 slot.restore()
             self._remove()
+            self._workspace.close()
             self.resident_bytes = 0
             clear_strays(self.module, self.device)
 
@@ -148,15 +153,16 @@ class Placement:
             self._undo.append(interpose(table.module, functools.partial(self._look_up, table)))
 
     def _look_up(self, table: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        weight = table.slots[0].tensor
+        (slot,) = table.slots
+        weight = slot.tensor
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
-            rows = rows_of(weight, self._found.get(id(weight)), ids.cpu()).to(self.device)
+            rows = rows_of(slot, self._found.get(id(weight)), ids.cpu()).to(self.device)
             self._bytes_in += rows.nbytes
             self._bytes_read += rows.nbytes * weight.is_meta
             return rows
 
-        with LookUp(weight, fetch):
+        with LookUp(slot.holder[slot.key], fetch):
             return forward(*args, **kwargs)
 
     def _move(self, moving: list[Slot]) -> None:
@@ -171,6 +177,42 @@ class Placement:
             slot.set(copies[id(slot.tensor)])
         self.resident_bytes += came
         self._bytes_in += came
+
+    def _move_rest(self) -> None:
+        """Bring what is in no piece, and decode it for good: who reads it is not known."""
+        self._move(self._rest)
+        self.resident_bytes += self._decode_rest() - nbytes_of([slot for slot, _ in encoded(self._rest)])
+
+    def _decode_rest(self) -> int:
+        """The bytes of what it has decoded."""
+        decoded: dict[int, nn.Parameter] = {}
+        for slot, codec in encoded(self._rest):
+            if id(slot.tensor) not in decoded:
+                assert slot.here is not None
+                decoded[id(slot.tensor)] = decode(codec, slot.here)
+            slot.here, slot.holder[slot.key] = None, decoded[id(slot.tensor)]
+        return sum(tensor.nbytes for tensor in decoded.values())
+
+    def _decode_calls(self) -> None:
+        """Let the calls of modules with encoded weights see these decoded."""
+        self._workspace.open()
+        self.resident_bytes += self._workspace.nbytes
+        for owner in self._encoded:
+            self._undo.append(interpose(owner.module, functools.partial(self._decoded, owner)))
+
+    def _decoded(self, owner: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        with self._workspace.decoded(owner):
+            return self._kept(forward(*args, **kwargs))
+
+    def _kept(self, result: Any) -> Any:
+        """What a module gave, without views of its weights, which others will take the place of."""
+        if isinstance(result, torch.Tensor):
+            return result.clone() if self._passes(result) else result
+        return tree_map_only(torch.Tensor, self._kept, result)
+
+    def _passes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies where other weights come to."""
+        return self._workspace.holds(tensor)
 
     @contextlib.contextmanager
     def _windows(self) -> Iterator[None]:
@@ -206,10 +248,12 @@ class Resident(Placement):
 
     def _place(self) -> None:
         with self._windows():
-            self._move([*self._rest, *(slot for piece in self._pieces for slot in piece.slots)])
+            self._move_rest()
+            self._move([slot for piece in self._pieces for slot in piece.slots])
         for piece in self._pieces:
             piece.resident = True
         self._place_tables()
+        self._decode_calls()
 
     def shrink(self, bytes: int) -> int:
         before = self.resident_bytes
@@ -237,5 +281,24 @@ class Resident(Placement):
 
 
 class Cpu(Placement):
+    """The unit runs where its weights are. Encoded ones are decoded there, those of one module at a time."""
+
     name = "cpu"
     on_device = False
+    _decoded_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self._decoded_bytes
+
+    def _place(self) -> None:
+        for slot, _ in encoded(self.host_slots):
+            slot.here = slot.tensor
+        self._decoded_bytes = self._decode_rest()
+        self._tables = [table for table in self._tables if encoded(table.slots)]
+        self._place_tables()
+        self._decode_calls()
+        self._decoded_bytes, self.resident_bytes = self._decoded_bytes + self.resident_bytes, 0
+
+    def _remove(self) -> None:
+        self._decoded_bytes = 0

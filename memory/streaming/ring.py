@@ -39,9 +39,7 @@ class Piece(PieceWeights):
             host, views = pack(tensors)
             replaced = {id(old): new for old, new in zip(tensors, views, strict=True)}
             for slot in self.slots:
-                if slot.holder[slot.key] is slot.tensor:
-                    slot.holder[slot.key] = replaced[id(slot.tensor)]
-                slot.tensor = replaced[id(slot.tensor)]
+                slot.keep(replaced[id(slot.tensor)])
             self.host = host
             self.pin(device)
 
@@ -92,7 +90,12 @@ class Place:
         with torch.inference_mode(False), torch.no_grad():
             places = zip(tensors, layout(tensors)[0], strict=True)
             made = {id(tensor): place_of(self.memory, offset, tensor) for tensor, offset in places}
-            return [(slot.holder, slot.key, made[id(slot.tensor)]) for slot in self.piece.slots]
+            return [
+                (slot.holder, slot.key, made[id(slot.tensor)])
+                if slot.shown is None
+                else (vars(slot), "here", made[id(slot.tensor)])
+                for slot in self.piece.slots
+            ]
 
 
 class Ring:

@@ -21,6 +21,7 @@ from ..host import management as host
 from ..planning.ring import WINDOWS
 from ..speeds import observe_disk
 from ..units import hostbuffer
+from ..units.encoding import Source, extents
 from ..units.reader import BATCH_BYTES, READERS, batches, piece_of, read_batch
 from ..units.reader import Piece as Extent
 from ..units.weights import Stored
@@ -336,18 +337,21 @@ class Stager:
         self._changed.notify_all()
 
 
-def parts_of(piece: Piece, found: Mapping[int, Stored]) -> list[Part]:
+def parts_of(piece: Piece, found: Mapping[int, Source]) -> list[Part]:
     """What makes up a piece: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
 
     A piece that is packed already comes from its buffer in RAM.
     """
     if piece.host is not None:
         return [(piece, i * BATCH_BYTES) for i, piece in enumerate(piece.host.split(BATCH_BYTES))]
+    parts: list[Part] = []
     tensors = piece.tensors()
-    return [
-        piece_of(found[id(tensor)], tensor.dtype, at) if id(tensor) in found else (tensor, at)
-        for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True)
-    ]
+    for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True):
+        if id(tensor) in found:
+            parts += [piece_of(stored, tensor.dtype, at + begin) for stored, begin in extents(found[id(tensor)])]
+        else:
+            parts.append((tensor, at))
+    return parts
 
 
 def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ..errors import is_out_of_memory
 from ..host import management as host
@@ -24,8 +23,8 @@ from ..planning.measured import Measured
 from ..planning.solver import Arrangement, Loads, arrange, least_bytes
 from ..sizes import format_bytes
 from ..units.calls import Forward, interpose
-from ..units.pieces import CallOrder, Owner, nbytes_of
-from ..units.weights import Stored
+from ..units.encoding import Source
+from ..units.pieces import CallOrder, Owner, plain_bytes_of
 from .order import Order
 from .placement import Placement, outside_inference
 from .ring import Piece, Place, Ring
@@ -55,7 +54,7 @@ class Streamed(Placement):
         module: nn.Module,
         device: torch.device,
         weights_bytes: int = 0,
-        source: Mapping[str, Stored] | None = None,
+        source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
         loads: Loads | None = None,
     ) -> None:
@@ -67,7 +66,7 @@ class Streamed(Placement):
         self._steady = False  # the last call has brought everything, and ended well
         self._called = [piece for piece in self._pieces if piece.called]
         self._loads = self._located(loads or Loads.even(self._called))
-        self._fixed_bytes = nbytes_of(self._rest)
+        self._fixed_bytes = plain_bytes_of(self._rest) + self._workspace.nbytes
         least = self._least_bytes()
         if 0 < weights_bytes < least:
             raise ValueError(
@@ -168,10 +167,11 @@ class Streamed(Placement):
 
     def _place(self) -> None:
         self._supply.open()
-        self._move(self._rest)
+        self._move_rest()
         self._supply.prepare(self._streaming())
         self._settle()
         self._place_tables()
+        self._decode_calls()
         for piece in self._pieces:
             for owner in piece.owners:
                 self._undo.append(interpose(owner.module, functools.partial(self._gate, piece, owner)))
@@ -234,11 +234,8 @@ class Streamed(Placement):
         if self._unsettled:
             self._settle()
 
-    def _kept(self, result: Any) -> Any:
-        """What a module gave, without views of its weights, which others will take the place of."""
-        if isinstance(result, torch.Tensor):
-            return result.clone() if self._ring and self._ring.holds(result) else result
-        return tree_map_only(torch.Tensor, self._kept, result)
+    def _passes(self, tensor: torch.Tensor) -> bool:
+        return super()._passes(tensor) or bool(self._ring and self._ring.holds(tensor))
 
     def _fetch(self, piece: Piece) -> None:
         """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""

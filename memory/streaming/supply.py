@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ..errors import release_frames
 from ..planning.ring import WINDOWS
 from ..units import hostbuffer
+from ..units.encoding import Source, extents
 from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
 from .queues import Queues
@@ -25,7 +26,7 @@ class Supply:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], queues: Queues, on_disk: Mapping[int, Stored], tensor_bytes: int
+        self, pieces: Sequence[Piece], queues: Queues, on_disk: Mapping[int, Source], tensor_bytes: int
     ) -> None:
         self._pieces = pieces
         self._queues = queues
@@ -62,7 +63,9 @@ class Supply:
         fresh = {id(t): torch.empty_like(t, device=device) for t in wanted if id(t) in self._on_disk}
         try:
             if fresh and self._stager:
-                self._stager.bring([(self._on_disk[key], tensor) for key, tensor in fresh.items()])
+                self._stager.bring(
+                    [pair for key, tensor in fresh.items() for pair in _targets(self._on_disk[key], tensor)]
+                )
         except BaseException as error:
             fresh.clear()
             release_frames(error)  # whoever shows the error would hold the tensors
@@ -131,3 +134,10 @@ class Supply:
             given_up[-1].unpin()
         self._stager, self.reach = stager, WINDOWS
         return True
+
+
+def _targets(source: Source, tensor: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
+    """What is read for a tensor, each with the part of it where that goes."""
+    for stored, begin in extents(source):
+        whole = isinstance(source, Stored)
+        yield stored, tensor if whole else tensor[begin : begin + stored.shape[0]]

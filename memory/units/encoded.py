@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..codecs import comfy
-from ..codecs.codec import Codec, Part
+from ..codecs.codec import Part
 from ..codecs.gguf import codec_of
+from .encoding import EncodedWeight, Source
 from .gguf import read_gguf_header
 from .weights import Stamp, Stored, read_header
 
-
-@dataclass(frozen=True)
-class EncodedWeight:
-    """A weight as it is stored: its codec, and where each part that the codec names lies, flat."""
-
-    codec: Codec
-    parts: tuple[Stored, ...]
+_BYTES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 
 def encoded_weights(path: Path, dtype: torch.dtype) -> dict[str, EncodedWeight]:
@@ -35,6 +29,26 @@ def encoded_weights(path: Path, dtype: torch.dtype) -> dict[str, EncodedWeight]:
     if path.suffix.lower() == ".gguf":
         return dict(_of_gguf(path, dtype))
     return _of_safetensors(path, dtype)
+
+
+def is_encoded(path: Path) -> bool:
+    """Whether a file holds weights in another form than plain tensors of 16 bits and more. Raises as `read_header`."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    header = read_header(path)
+    return any(name.endswith((*comfy.SCALES, comfy.NOTE)) or entry["dtype"] in _BYTES for name, entry in header.items())
+
+
+def shapes_in(path: Path) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of a safetensors or GGUF file. Raises as `encoded_weights` does."""
+    if path.suffix.lower() == ".gguf":
+        return [tensor.shape for tensor in read_gguf_header(path).tensors.values()]
+    return [tuple(entry["shape"]) for entry in read_header(path).values()]
+
+
+def sources_of(path: Path, dtype: torch.dtype) -> dict[str, Source]:
+    """The same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
+    return {name: weight.stored() or weight for name, weight in encoded_weights(path, dtype).items()}
 
 
 def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeight]]:

@@ -9,28 +9,37 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .pieces import CallOrder, divide, unique
 from .reader import piece_of, read
 from .structure import slots
-from .weights import Stored
 
 
-def find_stored(module: nn.Module, stored: Mapping[str, Stored]) -> dict[int, Stored] | None:
-    """Where each parameter lies, by its `id`; None if one is not found under its own name with its own shape.
+def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, Source] | None:
+    """Where each parameter lies, by the `id` of what the host holds of it; None if one is not found under its own name
+    with its own shape.
 
     Of tied parameters one name must be found. If several are, their values may differ, and the answer is None too.
     """
-    found: dict[int, Stored] = {}
+    found: dict[int, Source] = {}
     parameters = list(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters:
         if (at := stored.get(name)) is not None:
-            plain = can_pack(parameter) and parameter.is_contiguous() and at.shape == parameter.shape
-            castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
-            if not (plain and castable) or id(parameter) in found:
+            key = id(host_tensor(parameter))
+            if not _holds(at, parameter) or key in found:
                 return None
-            found[id(parameter)] = at
-    return found if all(id(parameter) in found for _, parameter in parameters) else None
+            found[key] = at
+    return found if all(id(host_tensor(parameter)) in found for _, parameter in parameters) else None
+
+
+def _holds(at: Source, parameter: torch.Tensor) -> bool:
+    encoding = encoding_of(parameter)
+    if isinstance(at, EncodedWeight):
+        return encoding is not None and encoding.codec.parts == at.codec.parts
+    plain = can_pack(parameter) and parameter.is_contiguous() and at.shape == parameter.shape
+    castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
+    return encoding is None and plain and castable
 
 
 Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
@@ -38,7 +47,7 @@ Look = Callable[[int], None]  # called now and then with the bytes read so far; 
 
 def load_stored(
     module: nn.Module,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, Source],
     look: Look = lambda read: None,
     calls: CallOrder | None = None,
     pieces: Collection[int] | None = None,
@@ -72,13 +81,15 @@ def load_stored(
         for tensor, offset in zip(tensors, offsets, strict=True):
             view = new[id(tensor)] = place_of(buffer, offset, tensor)
             if id(tensor) in found:
-                jobs.append((piece_of(found[id(tensor)], tensor.dtype, offset), buffer))
+                jobs += [
+                    (piece_of(at, tensor.dtype, offset + begin), buffer) for at, begin in extents(found[id(tensor)])
+                ]
             else:
                 view.copy_(tensor)  # a buffer, which the module has already
     read(jobs, look)
     for slot in places:
         if id(slot.tensor) in new:
-            slot.holder[slot.key] = new[id(slot.tensor)]
+            slot.keep(new[id(slot.tensor)])
     return True
 
 

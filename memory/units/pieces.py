@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .hostbuffer import can_pack, layout
+from ..codecs.codec import Codec
+from .hostbuffer import ALIGNMENT_BYTES, can_pack, layout
 from .structure import Slot, block_lists, is_called, own_slots, slots
 
 # Modules that read their children's weights themselves, so that these must come along with them.
@@ -74,6 +75,11 @@ class Division:
     tables: list[Owner]
     rest: list[Slot]
 
+    @property
+    def owners(self) -> list[Owner]:
+        """The modules of all pieces."""
+        return [owner for piece in self.pieces for owner in piece.owners]
+
 
 def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> Division:
     """Divide a module that is to be placed; the pieces are in the order of their calls, `host_slots` all its weights.
@@ -82,7 +88,7 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
     tensors, buffers that are in no file, the weights that are read elsewhere, and the few tensors that a module with
     others inside has for itself.
     """
-    limit = largest_run_bytes(nbytes_of(host_slots))
+    limit, table_limit = largest_run_bytes(nbytes_of(host_slots)), largest_run_bytes(plain_bytes_of(host_slots))
     here = {(id(slot.holder), slot.key): slot for slot in host_slots}
     owners = [
         Owner(path, owner, [here[id(slot.holder), slot.key] for slot in own])
@@ -92,7 +98,7 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
     holders = Counter(key for owner in owners for key in {id(slot.tensor) for slot in owner.slots})
     taken = {id(slot) for owner in owners for slot in owner.slots}
     holders.update(id(slot.tensor) for slot in host_slots if id(slot) not in taken)
-    looked_up = [owner for owner in owners if _is_table(owner, limit)]
+    looked_up = [owner for owner in owners if _is_table(owner, table_limit)]
     of_tables = Counter(id(owner.slots[0].tensor) for owner in looked_up)
     tables = [owner for owner in looked_up if holders[key := id(owner.slots[0].tensor)] == of_tables[key]]
     plain = [o for o in owners if all(holders[id(s.tensor)] == 1 and can_pack(s.tensor) for s in o.slots)]
@@ -118,6 +124,32 @@ def unique(own: Sequence[Slot]) -> list[torch.Tensor]:
 def nbytes_of(own: Sequence[Slot]) -> int:
     """The bytes of the tensors in places; shared ones count once."""
     return sum(tensor.nbytes for tensor in unique(own))
+
+
+def encoded(own: Sequence[Slot]) -> list[tuple[Slot, Codec]]:
+    """The places of encoded parameters, each with how it is stored."""
+    return [(slot, codec) for slot in own if (codec := slot.codec)]
+
+
+def plain_bytes_of(own: Sequence[Slot]) -> int:
+    """The bytes of the tensors in places when all are decoded; shared ones count once."""
+    return sum({id(slot.tensor): slot.plain_bytes for slot in own}.values())
+
+
+def workspace_bytes(owners: Sequence[Owner]) -> int:
+    """What the decoded weights of any one of the modules take at most, each at an aligned byte."""
+    decoded = ({id(slot.tensor): codec.decoded_bytes for slot, codec in encoded(owner.slots)} for owner in owners)
+    return max((sum(map(aligned, each.values())) for each in decoded), default=0)
+
+
+def decoding_bytes(own: Sequence[Slot]) -> int:
+    """What decoding any one of the tensors in places takes for a moment, beside its bytes and its result."""
+    return max((codec.workspace_bytes for _, codec in encoded(own)), default=0)
+
+
+def aligned(nbytes: int) -> int:
+    """So many bytes, and the gap behind them."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
@@ -159,8 +191,9 @@ def _is_table(owner: Owner, limit: int) -> bool:
     module = owner.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or len(owner.slots) != 1:
         return False
-    tensor = owner.slots[0].tensor
-    return can_pack(tensor) and tensor.nbytes >= limit
+    slot = owner.slots[0]
+    has_rows = slot.codec is None or slot.codec.row_parts is not None
+    return can_pack(slot.tensor) and has_rows and slot.plain_bytes >= limit
 
 
 class _FirstCalls:

@@ -9,24 +9,59 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..codecs.codec import Codec
+from .encoding import encoding_of
+
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
 
 
 @dataclass
 class Slot:
-    """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`."""
+    """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`.
+
+    `tensor` is the host's. Of an encoded parameter that is its bytes: the module holds `shown`, and what `here` of the
+    bytes is on the device.
+    """
 
     holder: dict[str, Any]
     key: str
     tensor: torch.Tensor
+    shown: torch.Tensor | None = None
+    here: torch.Tensor | None = None
+
+    @property
+    def codec(self) -> Codec | None:
+        """How an encoded parameter is stored."""
+        encoding = encoding_of(self.shown) if self.shown is not None else None
+        return encoding.codec if encoding else None
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the parameter or buffer as the module's code sees it."""
+        return (self.tensor if self.shown is None else self.shown).nbytes
 
     def set(self, tensor: torch.Tensor) -> None:
+        """Let a device's copy of the host's tensor be used."""
+        if self.shown is not None:
+            self.here = tensor
+            return
         if isinstance(self.tensor, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=False)
         self.holder[self.key] = tensor
 
     def restore(self) -> None:
-        self.holder[self.key] = self.tensor
+        """Let the module hold what it does without a device."""
+        self.holder[self.key] = self.tensor if self.shown is None else self.shown
+        self.here = None
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let another be the host's tensor from now on. What is in use on a device stays so."""
+        encoding = encoding_of(self.shown) if self.shown is not None else None
+        if encoding:
+            encoding.flat = tensor
+        elif self.holder[self.key] is self.tensor:
+            self.holder[self.key] = tensor
+        self.tensor = tensor
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:
@@ -39,7 +74,9 @@ def own_slots(module: nn.Module) -> Iterator[Slot]:
     """The parameters and buffers that a module holds itself, without those of its children."""
     for holder in (module._parameters, module._buffers):
         for key, tensor in holder.items():
-            if tensor is not None:
+            if tensor is not None and (encoding := encoding_of(tensor)):
+                yield Slot(holder, key, encoding.flat, tensor)
+            elif tensor is not None:
                 yield Slot(holder, key, tensor)
 
 

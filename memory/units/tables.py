@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,12 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..codecs.codec import Codec
+from ..codecs.raw import Raw
+from .encoding import Source, split
 from .hostbuffer import allocate
-from .reader import batches, piece_of, read_batch
+from .reader import Job, batches, piece_of, read_batch
+from .structure import Slot
 from .weights import Stored
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]  # rows on the device, by ids on one dimension
@@ -39,24 +43,56 @@ def _of(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> tuple[
     return input, weight
 
 
-def rows_of(table: torch.Tensor, stored: Stored | None, ids: torch.Tensor) -> torch.Tensor:
+def rows_of(table: Slot, source: Source | None, ids: torch.Tensor) -> torch.Tensor:
     """The rows of a table on the CPU, by ids on one dimension: from RAM or, of a table on `meta`, from its file.
 
     Raises OSError or ValueError, in one line that names the file; IndexError for an id that there is no row of.
     """
-    if not table.is_meta:
-        return functional.embedding(ids, table)
-    assert stored is not None
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.shape[0]:
-        raise IndexError(f"an id is out of the range of {table.shape[0]} rows.")
+    shown = table.tensor if table.shown is None else table.shown
+    count, width = shown.shape
+    if not table.tensor.is_meta and table.codec is None:
+        return functional.embedding(ids, table.tensor)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise IndexError(f"an id is out of the range of {count} rows.")
     wanted, places = ids.unique(return_inverse=True)
-    flat = allocate(max(1, wanted.numel() * table.shape[1] * table.dtype.itemsize))
-    row_bytes = table.shape[1] * stored.dtype.itemsize
-    jobs = []
-    for i, row in enumerate(wanted.tolist()):
-        one = replace(stored, offset=stored.offset + row * row_bytes, shape=(1, table.shape[1]))
-        jobs.append((piece_of(one, table.dtype, i * table.shape[1] * table.dtype.itemsize), flat))
+    stored = table.codec or Raw(
+        (count, width), shown.dtype, source.dtype if isinstance(source, Stored) else shown.dtype
+    )
+    codec = stored.of_rows(wanted.numel())
+    if table.tensor.is_meta:
+        assert source is not None
+        parts = _read_rows(stored, source, wanted.tolist())
+    else:
+        parts = _rows(stored, split(stored, table.tensor), wanted)
+    rows = torch.empty(codec.shape, dtype=codec.dtype)
+    with torch.no_grad():
+        codec.decode(parts, rows)
+    return rows[places]
+
+
+def _rows(codec: Codec, parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> list[torch.Tensor]:
+    """Of each part what is of the wanted rows."""
+    assert codec.row_parts is not None
+    pairs = zip(parts, codec.row_parts, strict=True)
+    return [part.view(-1, each)[wanted].view(-1) if each else part for part, each in pairs]
+
+
+def _read_rows(codec: Codec, source: Source, wanted: Sequence[int]) -> list[torch.Tensor]:
+    """The same from the file."""
+    assert codec.row_parts is not None
+    jobs: list[Job] = []
+    found = []
+    places = (source,) if isinstance(source, Stored) else source.parts
+    for place, part, each in zip(places, codec.parts, codec.row_parts, strict=True):
+        nbytes = each * part.dtype.itemsize
+        flat = allocate(max(1, nbytes * len(wanted) if each else part.nbytes))
+        runs = [(row * nbytes, i * nbytes) for i, row in enumerate(wanted)] if each else [(0, 0)]
+        for begin, at in runs:
+            size = nbytes if each else part.nbytes
+            one = replace(place, offset=place.offset + begin, dtype=torch.uint8, shape=(size,))
+            jobs.append((piece_of(one, torch.uint8, at), flat))
+        count = each * len(wanted) if each else part.count
+        found.append(flat[: count * part.dtype.itemsize].view(part.dtype))
     for batch in batches(jobs):
         read_batch(batch)
-    rows = flat[: wanted.numel() * table.shape[1] * table.dtype.itemsize].view(table.dtype)
-    return rows.view(-1, table.shape[1])[places]
+    return found

@@ -19,10 +19,11 @@ from torch import nn
 
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
+from .encoding import Source, mark_encoded
 from .loading import Interruptible, find_stored, load_stored
 from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
-from .weights import Stored, is_unchanged
+from .weights import is_unchanged
 
 # To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
 building = threading.RLock()
@@ -68,7 +69,7 @@ class ManagedModel:
         build: Callable[[], nn.Module],
         read: Callable[[], nn.Module] | None = None,
         label: str = "",
-        stored: Callable[[], Mapping[str, Stored]] | None = None,
+        stored: Callable[[], Mapping[str, Source]] | None = None,
         key: Hashable = None,
     ) -> None:
         if role not in ROLES:
@@ -106,11 +107,17 @@ class ManagedModel:
         """The one module object of this unit, whatever its tier."""
         with building:
             if self._module is None:
-                module = _apart(self._build).eval()
+                module = _apart(self._build_encoded).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
         return self._module
+
+    def _build_encoded(self) -> nn.Module:
+        module = self._build()
+        if self._stored:
+            mark_encoded(module, self._stored())
+        return module
 
     def skeleton(self) -> nn.Module:
         """The structure once more, with parameters on `meta`, for a run on shapes.
@@ -241,7 +248,7 @@ class ManagedModel:
     def _pieces(self) -> list[PieceWeights]:
         return divide(self.module, list(slots(self.module)), self.calls).pieces
 
-    def source(self) -> Mapping[str, Stored] | None:
+    def source(self) -> Mapping[str, Source] | None:
         """Where the weights lie in files, for `Streamed` to run from there without a `load`.
 
         None where only `load` can read them. Raises ValueError if a file is damaged.
@@ -290,12 +297,12 @@ class ManagedModel:
         """Put all weights on `meta` but those in the `staying` places."""
         stay = {id(slot.tensor) for slot in staying}
         left: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        for slot in slots(self.module):
+        for slot in list(slots(self.module)):
             if id(slot.tensor) in stay:
                 continue
             if id(slot.tensor) not in left:
-                left[id(slot.tensor)] = _without_weights(slot.tensor)
-            slot.holder[slot.key] = left[id(slot.tensor)]
+                left[id(slot.tensor)] = _without_weights(slot)
+            slot.keep(left[id(slot.tensor)])
 
     def _host_slots(self) -> Iterator[Slot]:
         return iter(self.placement.host_slots) if self.placement else slots(self.module)
@@ -317,9 +324,12 @@ def _located(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
 
 
-def _without_weights(tensor: torch.Tensor) -> torch.Tensor:
+def _without_weights(slot: Slot) -> torch.Tensor:
     """What stays of a tensor on the disk tier: a parameter's shape, a buffer's values without the block around them."""
+    tensor = slot.tensor
     with torch.inference_mode(False), torch.no_grad():
+        if slot.shown is not None:
+            return torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...memory.files import one_line
-from ...memory.units.weights import read_header
+from ...memory.units.encoded import shapes_in
 
 _CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
 _SMALL = 2**22  # elements; two of that size make no more than a GB or so of anything
@@ -37,9 +37,9 @@ def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
     """
     from accelerate import init_empty_weights
 
-    entries = [entry for path in files for entry in read_header(path).values()]
-    elements = sum(math.prod(entry["shape"]) for entry in entries)
-    limits = _Limits(_CALLS + _CALLS_PER_TENSOR * len(entries), max(_TABLES_BYTES, 8 * elements))
+    shapes = [shape for path in files for shape in shapes_in(path)]
+    elements = sum(map(math.prod, shapes))
+    limits = _Limits(_CALLS + _CALLS_PER_TENSOR * len(shapes), max(_TABLES_BYTES, 8 * elements))
     with one_line(where, f"built as {name}"), init_empty_weights(include_buffers=False), limits:
         yield
 

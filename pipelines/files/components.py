@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ...memory.files import check_links, one_line, read_json
+from ...memory.units.encoded import is_encoded, sources_of
+from ...memory.units.encoding import Source
 from ...memory.units.unit import ManagedModel
 from ...memory.units.weights import (
-    Stored,
     check_unchanged,
     file_identity,
     find_weights,
@@ -28,6 +29,7 @@ from ...memory.vocabulary import Role
 from .building import on_meta, only_tiled
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
+_DECODED = torch.bfloat16  # what quantised weights are made into where nothing else is asked for
 _LONGEST_TEXT = 2**24  # tokens
 _ENDLESS = int(1e30)  # transformers' own word for a tokenizer without a limit
 
@@ -80,16 +82,24 @@ class Component:
 
     @cached_property
     def files(self) -> tuple[list[Path], str | None]:
-        """The weight files, checked to be whole, and their variant."""
+        """The weight files, checked to be whole, and their variant. One GGUF file will do where there is no other."""
+        ggufs = sorted(path for path in self.folder.glob("*.gguf") if path.is_file())
+        if len(ggufs) == 1 and not list(self.folder.glob("*.safetensors")):
+            return ggufs, None
         found = find_weights(self.folder)
         for path in found[0]:
             read_header(path)
         return found
 
     @cached_property
+    def is_encoded(self) -> bool:
+        """Whether weights are stored in another form than plain tensors, and so are decoded when they are used."""
+        return any(is_encoded(path) for path in self.files[0])
+
+    @cached_property
     def run_dtype(self) -> torch.dtype:
         """The type that the weights run in."""
-        return self.dtype or stored_dtype(self.files[0])
+        return self.dtype or (_DECODED if self.is_encoded else stored_dtype(self.files[0]))
 
     def identity(self) -> list[str]:
         """Digests of the files that the component is made of, for cache keys."""
@@ -119,9 +129,11 @@ class Component:
         return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: places)
 
     @cached_property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, Source]:
         """Where the weights lie, by the names that the module may have for them."""
-        found = stored_tensors(self.files[0])
+        found: dict[str, Source] = {}
+        for path in self.files[0]:
+            found |= sources_of(path, self.run_dtype) if self.is_encoded else stored_tensors([path])
         # Saved with a head, or by another class: LlamaForCausalLM has all that LlamaModel has under `model.`.
         prefix = f"{getattr(self.cls, 'base_model_prefix', '')}."
         return {name.removeprefix(prefix): at for name, at in found.items()} | found
@@ -148,7 +160,8 @@ class Component:
             if parameter.is_floating_point():
                 fp32 = not keep.isdisjoint(name.split("."))
                 parameter.data = parameter.data.to(torch.float32 if fp32 else self.run_dtype)
-        stored = read_tensors(self.files[0], [name for name, _ in module.named_buffers()])
+        plain = [path for path in self.files[0] if path.suffix == ".safetensors"]
+        stored = read_tensors(plain, [name for name, _ in module.named_buffers()])
         for name, value in stored.items():
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._buffers[key] = value.to(self.run_dtype) if value.is_floating_point() else value
@@ -160,6 +173,8 @@ class Component:
         for place in self.stored.values():
             check_unchanged(place.path, place.stamp)
         self._check_shapes()
+        if self.is_encoded:  # and yet not read as it lies
+            self._refuse_missing()
         dtype_argument = "dtype" if issubclass(self.cls, PreTrainedModel) else "torch_dtype"
         with one_line(self.folder, f"read as {self.cls.__name__}"):
             module, info = self.cls.from_pretrained(  # type: ignore[attr-defined]
@@ -177,6 +192,15 @@ class Component:
                 "Download it again, or check that the folder holds this model."
             )
         return module
+
+    def _refuse_missing(self) -> None:
+        missing = sorted(name for name, _ in self._build().named_parameters() if name not in self.stored)
+        what = (
+            f"lacks {len(missing)} weights of {self.cls.__name__}, such as {missing[0]}"
+            if missing
+            else (f"holds weights that {self.cls.__name__} cannot be run with as they lie")
+        )
+        raise ValueError(f"{self.files[0][0]} {what}. Get another file, or check that it is of this model.")
 
     def _check_shapes(self) -> None:
         """Raise ValueError for weights of other shapes than the config says, which the libraries report at length."""

@@ -20,7 +20,7 @@ from ballast.memory.units.weights import stored_tensors
 from safetensors.torch import save_file
 
 CUDA = torch.device("cuda:0")
-FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12}
+FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,8 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_simulated_card_is_as_fast_as_it_was_made(sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=12, tflops=3)
-    assert probe.rates(torch.device("sim:0")) == Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated")
+    expected = Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated", math.inf, 0.0)
+    assert probe.rates(torch.device("sim:0")) == expected
     sim.enable(total="1GB")
     assert probe.rates(torch.device("sim:0")).operations_per_second == math.inf
 
@@ -61,7 +62,7 @@ def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
 
 
 def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured")
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9)
     assert probe.rates(CUDA) == probe.rates(CUDA) == expected
     another_process(monkeypatch)
     assert probe.rates(CUDA) == expected
@@ -139,7 +140,7 @@ def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.
         monkeypatch.setattr(probe, name, 64)
     found = probe._try_to_measure(torch.device("sim:0"))
     assert found is not None
-    assert found.keys() == {"pinned", "paged", "operations"}
+    assert found.keys() == {"pinned", "paged", "operations", "memory"}
     assert all(value > 0 for value in found.values())
     assert sim.stats().allocated_bytes == 0
 

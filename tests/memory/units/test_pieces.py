@@ -14,7 +14,7 @@ from ballast.memory.planning.forecast import UnitForecast
 from ballast.memory.streaming.placement import Resident
 from ballast.memory.units import pieces
 from ballast.memory.units.pieces import CallOrder, Division, divide
-from ballast.memory.units.structure import slots
+from ballast.memory.units.structure import Slot, slots
 from ballast.memory.units.tables import rows_of
 from ballast.memory.units.weights import stored_tensors
 from hypothesis import given
@@ -230,9 +230,10 @@ def test_id_out_of_range_is_an_error_from_disk_too(tmp_path: Path) -> None:
     save_file({"table": table}, tmp_path / "a.safetensors")
     stored = stored_tensors([tmp_path / "a.safetensors"])["table"]
     ids = torch.tensor([9, 0, 9, 4])
-    assert torch.equal(rows_of(table.to("meta"), stored, ids), table[ids])
+    on_disk, in_ram = (Slot({}, "weight", each) for each in (table.to("meta"), table))
+    assert torch.equal(rows_of(on_disk, stored, ids), table[ids])
     for wrong in (-1, 10):
         with pytest.raises(IndexError):
-            rows_of(table.to("meta"), stored, torch.tensor([wrong]))
+            rows_of(on_disk, stored, torch.tensor([wrong]))
         with pytest.raises(IndexError):
-            rows_of(table, None, torch.tensor([wrong]))
+            rows_of(in_ram, None, torch.tensor([wrong]))

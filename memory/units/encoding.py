@@ -1,0 +1,111 @@
+"""Parameters whose weights are held as they are stored: encoded, and decoded for the time of a call.
+
+The module shows an empty parameter on `meta`, of the shape and the type that it has when decoded, since models ask for
+these. What the host holds of it is one flat tensor of bytes, which moves and is counted as any other weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..codecs.codec import Codec, Part
+from .weights import Stamp, Stored
+
+_ATTRIBUTE = "_ballast_encoded"
+_PART_ALIGNMENT = 16  # bytes: of any type that parts have
+
+
+@dataclass(frozen=True)
+class EncodedWeight:
+    """A weight as it is stored: its codec, and where each part that the codec names lies, flat."""
+
+    codec: Codec
+    parts: tuple[Stored, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the decoded weight."""
+        return self.codec.shape
+
+    @property
+    def path(self) -> Path:
+        """The file that it lies in."""
+        return self.parts[0].path
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """The file's when its header was read."""
+        return self.parts[0].stamp
+
+    def stored(self) -> Stored | None:
+        """The same as a plain tensor, if it is stored as one; floats of 8 bits are only ever read as they are."""
+        if self.codec.name != "raw" or (self.parts[0].dtype.is_floating_point and self.parts[0].dtype.itemsize == 1):
+            return None
+        return replace(self.parts[0], shape=self.codec.shape)
+
+
+Source = Stored | EncodedWeight  # where a weight lies in files
+
+
+@dataclass(eq=False)
+class Encoding:
+    """How a parameter is stored, and the bytes that the host holds of it, on `meta` where they are not in RAM."""
+
+    codec: Codec
+    flat: torch.Tensor
+
+
+def extents(source: Source) -> Iterator[tuple[Stored, int]]:
+    """What is read of files for a weight, each with the byte of the host's tensor where it goes."""
+    if isinstance(source, Stored):
+        yield source, 0
+        return
+    for place, part, (begin, _) in zip(source.parts, source.codec.parts, part_spans(source.codec)[0], strict=True):
+        yield replace(place, dtype=torch.uint8, shape=(part.nbytes,)), begin
+
+
+def part_spans(codec: Codec) -> tuple[list[tuple[int, int]], int]:
+    """From which byte to which each part lies in the flat tensor, and how long that is."""
+    spans, end = [], 0
+    for part in codec.parts:
+        spans.append((end, end + part.nbytes))
+        end += -(-part.nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return spans, end
+
+
+def split(codec: Codec, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of an encoded weight, as views into its flat tensor."""
+    parts: list[tuple[Part, tuple[int, int]]] = list(zip(codec.parts, part_spans(codec)[0], strict=True))
+    return [flat[begin:end].view(part.dtype) for part, (begin, end) in parts]
+
+
+def encoding_of(tensor: torch.Tensor) -> Encoding | None:
+    """How a module's tensor is stored, if it is an encoded parameter."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What the host holds of a module's tensor: the tensor itself or, of an encoded parameter, its bytes."""
+    encoding = encoding_of(tensor)
+    return encoding.flat if encoding else tensor
+
+
+def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
+    """Let the parameters of a module on `meta` be encoded that are stored so.
+
+    Raises ValueError, in one line that names the file and the weight, for one that does not hold its parameter.
+    """
+    for name, parameter in module.named_parameters():
+        weight = stored.get(name)
+        if isinstance(weight, EncodedWeight) and encoding_of(parameter) is None:
+            try:
+                codec = weight.codec.fitted(tuple(parameter.shape), parameter.dtype)
+            except ValueError as error:
+                raise ValueError(f"{weight.path} does not fit its config.json: {name}: {error}") from error
+            flat = torch.empty(part_spans(codec)[1], dtype=torch.uint8, device="meta")
+            setattr(parameter, _ATTRIBUTE, Encoding(codec, flat))
