@@ -2,109 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import ballast
-import gguf
 import pytest
 import torch
 from ballast.memory import manager
-from ballast.memory.codecs import fp8, int8
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.units.encoded import encoded_weights
-from ballast.memory.units.encoding import EncodedWeight
-from gguf import GGMLQuantizationType as Type
-from gguf import quants
+from encoded_folders import WRITERS, Pair
+from fault_points import Run
 from places import ROOT
-from safetensors.torch import load_file, save_file
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 Folders = Callable[[str], Path]
-BF16 = torch.bfloat16
-
-
-def is_quantised(name: str, value: torch.Tensor) -> bool:
-    return name.endswith(".weight") and value.ndim == 2 and value.shape[1] % 32 == 0
-
-
-def write_gguf(kind: Type, file: Path, weights: dict[str, torch.Tensor]) -> Path:
-    writer = gguf.GGUFWriter(path := file.with_name("model.gguf"), "flux")
-    for name, value in weights.items():
-        values = value.float().numpy()
-        if is_quantised(name, value):
-            writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file.unlink()
-    return path
-
-
-def write_scaled(codec: Any, kind: str, file: Path, weights: dict[str, torch.Tensor]) -> Path:
-    found: dict[str, torch.Tensor] = {}
-    for name, value in weights.items():
-        if not is_quantised(name, value):
-            found[name] = value
-            continue
-        made, (values, scales) = codec.encode(value.to(BF16))
-        layer = name.removesuffix(".weight")
-        found |= {name: values.view(made.shape), f"{layer}.weight_scale": scales.view(-1, 1)}
-        note = json.dumps({"format": kind}).encode()
-        found[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
-    save_file(found, file, metadata={"format": "pt"})
-    return file
-
-
-def write_cast(file: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """Floats of 8 bits without scales."""
-    save_file({name: value.to(torch.float8_e4m3fn) for name, value in weights.items()}, file)
-    return file
-
-
-WRITERS: dict[str, Callable[[Path, dict[str, torch.Tensor]], Path]] = {
-    "q8_0": lambda *args: write_gguf(Type.Q8_0, *args),
-    "q4_0": lambda *args: write_gguf(Type.Q4_0, *args),
-    "int8": lambda *args: write_scaled(int8, "int8_tensorwise", *args),
-    "fp8": lambda *args: write_scaled(fp8, "float8_e4m3fn", *args),
-    "fp8 without scales": write_cast,
-}
-
-
-def decoded(weight: EncodedWeight) -> torch.Tensor:
-    parts = []
-    for at in weight.parts:
-        with at.path.open("rb") as file:
-            file.seek(at.offset)
-            count = at.shape[0]
-            parts.append(torch.frombuffer(bytearray(file.read(count * at.dtype.itemsize)), dtype=at.dtype))
-    out = torch.empty(weight.codec.shape, dtype=weight.codec.dtype)
-    weight.codec.decode(parts, out)
-    return out.to(BF16)
-
-
-class Pair:
-    """A folder whose weights are encoded, and one of the plain weights that they are decoded to."""
-
-    def __init__(self, folder: Path, parts: list[str], how: str, root: Path) -> None:
-        self.encoded = Path(shutil.copytree(folder, root / "encoded"))
-        self.plain = Path(shutil.copytree(folder, root / "plain"))
-        for part in parts:
-            (file,) = (self.encoded / part).glob("*.safetensors")
-            made = WRITERS[how](file, load_file(file))
-            values = {name: decoded(weight) for name, weight in encoded_weights(made, BF16).items()}
-            (file,) = (self.plain / part).glob("*.safetensors")
-            save_file(values, file, metadata={"format": "pt"})
-
-    def open(self, encoded: bool = True, device: str = "sim", **more: Any) -> Any:
-        return ballast.open_pipeline(self.encoded if encoded else self.plain, device=device, dtype="bf16", **more)
+POINTS = 20 if os.environ.get("BALLAST_SOAK") else 3  # of each stage
 
 
 @pytest.mark.parametrize("how", list(WRITERS))
@@ -175,3 +90,23 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
         stage = manager("sim").timeline.stages[-1]
         assert stage.peak_bytes <= plan.peak_vram_bytes <= min(one.vram_bytes, 1.05 * stage.peak_bytes)
         assert sim.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "from disk"])
+def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path, sim: ModuleType) -> None:
+    pair = Pair(ROOT / "demo" / "shapes", ["transformer", "text_encoder"], "q8_0", tmp_path)
+    ways: dict[str, dict[str, Any]] = {
+        "resident": {},
+        "streamed": {"strategy": "streamed", "tight": True},
+        "from disk": {"from_disk": True, "tight": True},
+    }
+    run = Run.of("demo", pair.encoded, **ways[way])
+    for stage in ("encode", "sample"):
+        sim.reset_stats()
+        run(stage)
+        for count in random.Random(way).sample(range(1, sim.stats().allocation_count + 1), POINTS):
+            with sim.fail_after(count):
+                result = run(stage)
+            assert run.is_same(stage, result), (way, stage, count)
+            assert not run.left_over(), (way, stage, count)
+            assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
