@@ -331,7 +331,10 @@ class Residents:
         return fitting_placements(self.work.demand(unit), room, free, stated=self.budget.vram_limit is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
-        return self.work.demand(unit).weights_to_hold(kind, self._room_bytes(unit))
+        room = self._room_bytes(unit)
+        if kind == "resident":  # to decode some for good nothing has to go
+            room = self.budget.vram_bytes - sum(u.resident_bytes for u in self.units() if u is not unit)
+        return self.work.demand(unit).weights_to_hold(kind, room)
 
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
         """What a unit wants, with the RAM that there was for it where that does not hold all, or is `short` now."""
@@ -343,7 +346,7 @@ class Residents:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
         if kind == "cpu":
             return
-        need = self._weights(unit, kind)
+        need = self._weights(unit, kind) if kind == "streamed" else self.work.demand(unit).least_weights(kind)
         working = self.work.working_bytes(unit)
         self._shrink_for(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
@@ -372,7 +375,7 @@ class Residents:
 
     def _complete(self, unit: ManagedModel) -> None:
         """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
-        if isinstance(unit.placement, Resident) and unit.resident_bytes < sizes_of(unit).resident_bytes:
+        if isinstance(unit.placement, Resident) and not unit.placement.is_whole:
             self._make_room(unit, "resident")
             unit.placement.complete()
             self._came(unit, "place")

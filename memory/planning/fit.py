@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..sizes import format_bytes
-from ..units.pieces import CallOrder, decoding_bytes, divide, encoded, nbytes_of, plain_bytes_of, workspace_bytes
+from ..units.pieces import CallOrder, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import slots
 from ..units.unit import ManagedModel
+from .decoded import decoded_for_good
 from .planner import PieceSize, UnitSizes, least_weights, window_bytes
 from .solver import Arrangement, Loads, arrange
 
@@ -47,11 +48,15 @@ class Demand:
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
         """The weights that a placement is to hold on the device.
 
-        Streaming takes its share of the room that the work leaves, and the least as long as the work is not known.
+        Streaming takes its share of the room that the work leaves, and the least as long as the work is not known; so
+        does what is resident, as far as there is something to decode for good.
         """
         least = self.least_weights(kind)
-        if kind != "streamed" or not self.working_bytes:
+        if kind == "cpu" or not self.working_bytes:
             return least
+        if kind == "resident":
+            room = int(self.share * max(0, room_bytes - self.working_bytes - least))
+            return least + decoded_for_good(self.sizes.pieces, room)[1]
         most = max(least, min(self.sizes.resident_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 
@@ -87,7 +92,8 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
                     piece.packed_bytes,
                     piece.held_bytes,
                     tuple(owner.path for owner in piece.owners),
-                    tuple(codec for _, codec in encoded(piece.slots)),
+                    piece.codecs,
+                    piece.plain_bytes,
                 )
                 for piece in divided.pieces
                 if piece.called

@@ -15,6 +15,7 @@ from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
+from .decoded import decoded_for_good
 from .forecast import UnitForecast
 from .measured import Measured, measured_loads
 from .ring import WINDOWS
@@ -26,13 +27,14 @@ from .tiers import held_in_ram
 class PieceSize:
     """A piece's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
 
-    `codecs` are how those are stored that are decoded at each call.
+    `codecs` are how those are stored that are decoded at each call; decoded, all have `plain_bytes`.
     """
 
     packed_bytes: int
     held_bytes: int
     paths: tuple[str, ...] = ()
     codecs: tuple[Codec, ...] = ()
+    plain_bytes: int = 0
 
     def decode_seconds(self, rates: Rates) -> float:
         """What decoding takes of a call."""
@@ -222,9 +224,13 @@ def make_plan(
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
             found = arrange(loads, room - sizes.fixed_bytes)
+            seconds = compute
             if placement == "resident":
-                found = Arrangement(0, (), least - sizes.fixed_bytes, 0, 0.0)
-            candidate = _candidate(placement, sizes, work, rates, compute, found, steps, idle_bytes, in_ram_bytes)
+                room = max(0, budget_bytes - work.peak_bytes - least)
+                decoded, more_bytes = decoded_for_good(sizes.pieces, room)
+                found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
+                seconds -= sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
+            candidate = _candidate(placement, sizes, work, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
             made.append(
                 _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
                 if streams_from_disk

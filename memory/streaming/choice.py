@@ -13,12 +13,13 @@ from .stream import Streamed
 def make_placement(
     unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int, loads: Loads | None = None
 ) -> Placement:
-    """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device if it is streamed.
+    """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device.
 
     What is not in RAM comes from disk. `loads` say what its pieces compute.
     """
     source = None if unit.in_ram else unit.source()
     if kind == "streamed":
         return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads)
-    kinds: dict[str, type[Placement]] = {"resident": Resident, "cpu": Cpu}
-    return kinds[kind](unit.module, device, source, unit.calls)
+    if kind == "resident":
+        return Resident(unit.module, device, source, unit.calls, weights_bytes)
+    return Cpu(unit.module, device, source, unit.calls)

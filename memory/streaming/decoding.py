@@ -45,17 +45,19 @@ class Workspace:
 
     @contextmanager
     def decoded(self, owner: Owner) -> Iterator[None]:
-        """Let a module hold its encoded weights decoded, from the bytes that are `here` of them."""
+        """Let a module hold its encoded weights decoded, from the bytes that are `here` of them.
+
+        Those of which there are none here are decoded already.
+        """
         if id(owner) not in self._views:
             self._views[id(owner)] = self._make_views(owner)
-        views = self._views[id(owner)]
+        views = [view for view in self._views[id(owner)] if view[0].here is not None]
         try:
             with torch.no_grad():
                 done: dict[int, Any] = {}
                 for slot, codec, view in views:
                     if id(view) not in done:
-                        assert slot.here is not None
-                        codec.decode(split(codec, slot.here), view.detach())
+                        codec.decode(split(codec, slot.here), view.detach())  # type: ignore[arg-type]
                         done[id(view)] = slot
                     slot.holder[slot.key] = view
             yield

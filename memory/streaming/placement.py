@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..planning.decoded import decoded_for_good
 from ..units.calls import Forward, interpose
 from ..units.encoding import Source
 from ..units.loading import find_stored
@@ -181,17 +182,7 @@ class Placement:
     def _move_rest(self) -> None:
         """Bring what is in no piece, and decode it for good: who reads it is not known."""
         self._move(self._rest)
-        self.resident_bytes += self._decode_rest() - nbytes_of([slot for slot, _ in encoded(self._rest)])
-
-    def _decode_rest(self) -> int:
-        """The bytes of what it has decoded."""
-        decoded: dict[int, nn.Parameter] = {}
-        for slot, codec in encoded(self._rest):
-            if id(slot.tensor) not in decoded:
-                assert slot.here is not None
-                decoded[id(slot.tensor)] = decode(codec, slot.here)
-            slot.here, slot.holder[slot.key] = None, decoded[id(slot.tensor)]
-        return sum(tensor.nbytes for tensor in decoded.values())
+        self.resident_bytes += _decode(self._rest) - nbytes_of([slot for slot, _ in encoded(self._rest)])
 
     def _decode_calls(self) -> None:
         """Let the calls of modules with encoded weights see these decoded."""
@@ -237,14 +228,44 @@ class Placement:
     def _give_up(self, piece: Piece) -> None:
         """Let a piece stay no longer."""
         piece.restore()
-        piece.resident = False
-        self.resident_bytes -= piece.held_bytes
+        self.resident_bytes -= piece.resident_bytes
+        piece.resident = piece.decoded = False
+
+
+def _decode(slots: Sequence[Slot]) -> int:
+    """Decode for good what of the encoded parameters is on the device. Returns the bytes of the plain tensors."""
+    decoded: dict[int, nn.Parameter] = {}
+    for slot, codec in encoded(slots):
+        if id(slot.tensor) not in decoded:
+            assert slot.here is not None
+            decoded[id(slot.tensor)] = decode(codec, slot.here)
+        slot.here, slot.holder[slot.key] = None, decoded[id(slot.tensor)]
+    return sum(tensor.nbytes for tensor in decoded.values())
 
 
 class Resident(Placement):
-    """All weights on the device. Between calls pieces may leave; `complete` must bring them back before the next."""
+    """All weights on the device. Between calls pieces may leave; `complete` must bring them back before the next.
+
+    Of encoded pieces those are decoded for good that there is room for, within `weights_bytes` in all.
+    """
 
     name = "resident"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        source: Mapping[str, Source] | None = None,
+        calls: CallOrder | None = None,
+        weights_bytes: int = 0,
+    ) -> None:
+        super().__init__(module, device, source, calls)
+        self._weights_bytes = weights_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces are there."""
+        return all(piece.resident for piece in self._pieces)
 
     def _place(self) -> None:
         with self._windows():
@@ -254,6 +275,12 @@ class Resident(Placement):
             piece.resident = True
         self._place_tables()
         self._decode_calls()
+        called = [piece for piece in self._pieces if piece.called]
+        for i in sorted(decoded_for_good(called, self._weights_bytes - self.resident_bytes)[0]):
+            before = called[i].resident_bytes
+            _decode(called[i].slots)
+            called[i].decoded = True
+            self.resident_bytes += called[i].resident_bytes - before
 
     def shrink(self, bytes: int) -> int:
         before = self.resident_bytes
@@ -264,7 +291,7 @@ class Resident(Placement):
 
     def grow(self, bytes: int) -> int:
         before = self.resident_bytes
-        if all(piece.resident for piece in self._pieces):
+        if self.is_whole:
             return 0
         with outside_inference(), self._windows():
             for piece in self._pieces:
@@ -277,7 +304,7 @@ class Resident(Placement):
 
     def _remove(self) -> None:
         for piece in self._pieces:
-            piece.resident = False
+            piece.resident = piece.decoded = False
 
 
 class Cpu(Placement):
@@ -294,7 +321,7 @@ class Cpu(Placement):
     def _place(self) -> None:
         for slot, _ in encoded(self.host_slots):
             slot.here = slot.tensor
-        self._decoded_bytes = self._decode_rest()
+        self._decoded_bytes = _decode(self._rest)
         self._tables = [table for table in self._tables if encoded(table.slots)]
         self._place_tables()
         self._decode_calls()

@@ -24,8 +24,14 @@ class Piece(PieceWeights):
     pinned: bool = False  # it is, so that copies from it are asynchronous
     parts: Sequence[Any] | None = None  # what a `Stager` makes it up of, if it comes through one
     resident: bool = False
+    decoded: bool = False  # for good, while it is resident
     place: Place | None = None  # in the ring
     undo: list[Callable[[], Any]] = field(default_factory=list)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What it takes as long as it is resident."""
+        return self.plain_bytes if self.decoded else self.held_bytes
 
     @classmethod
     def of(cls, weights: PieceWeights) -> Piece:

@@ -61,6 +61,16 @@ class PieceWeights:
         """The host's weights and buffers, each once."""
         return unique(self.slots)
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the tensors when all are decoded."""
+        return plain_bytes_of(self.slots)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """How those are stored that are not plain, each once."""
+        return tuple({id(slot.tensor): codec for slot, codec in encoded(self.slots)}.values())
+
     def restore(self) -> None:
         """Let the modules hold the host's tensors."""
         for slot in self.slots:

@@ -80,16 +80,20 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
     pipe = pair.open()
     cond = pipe.encode("a red circle")
     expected = pair.open(encoded=False).sample(cond, **size)
-    most = pipe.plan(**size, cond=cond, strategy="resident").sampling.peak_vram_bytes
     least = pipe.plan(**size, cond=cond, vram=1).sampling.peak_vram_bytes
-    assert least < most
-    for share in (0.0, 0.5, 1.0):
-        one = pipe.within(vram=least + int(share * (most - least)))
+    whole = pipe.plan(**size, cond=cond, vram=1, strategy="resident").sampling.peak_vram_bytes
+    decoded = pipe.plan(**size, cond=cond, strategy="resident").sampling.peak_vram_bytes
+    assert least < whole < decoded
+    peaks = []
+    for vram in (least, (least + whole) // 2, whole, (whole + decoded) // 2, decoded):
+        one = pipe.within(vram=vram)
         plan = one.plan(**size, cond=cond).sampling
+        assert plan.placement == ("resident" if vram >= whole else "streamed")
         assert torch.equal(one.sample(cond, **size), expected)
-        stage = manager("sim").timeline.stages[-1]
-        assert stage.peak_bytes <= plan.peak_vram_bytes <= min(one.vram_bytes, 1.05 * stage.peak_bytes)
+        peaks.append(peak := manager("sim").timeline.stages[-1].peak_bytes)
+        assert peak <= plan.peak_vram_bytes <= min(vram, 1.05 * peak)
         assert sim.stats().allocated_bytes == 0
+    assert peaks == sorted(set(peaks)), "what there is room for is used"
 
 
 @pytest.mark.parametrize("way", ["resident", "streamed", "from disk"])

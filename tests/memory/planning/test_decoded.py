@@ -1,0 +1,51 @@
+"""What is decoded for good: never over the room, more with more room, the same each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from ballast.memory.codecs import int8
+from ballast.memory.codecs.codec import Codec
+from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.planning.decoded import decoded_for_good
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True)
+class Piece:
+    held_bytes: int
+    plain_bytes: int
+    codecs: tuple[Codec, ...]
+
+
+def piece(kind: str, rows: int) -> Piece:
+    shape = (rows, 256)
+    plain = rows * 512
+    if kind == "plain":
+        return Piece(plain, plain, ())
+    numbers = {entry.name: entry for entry in TYPES.values()}
+    made = int8.planned(shape, torch.bfloat16) if kind == "int8" else codec_of(numbers[kind], shape, torch.bfloat16)
+    return Piece(made.stored_bytes, plain, (made,))
+
+
+pieces = st.lists(st.builds(piece, st.sampled_from(["plain", "int8", "Q8_0", "Q4_K"]), st.integers(1, 40)), max_size=12)
+
+
+@given(pieces, st.integers(0, 200_000), st.integers(0, 200_000))
+def test_within_the_room_and_more_with_more(found: list[Piece], one: int, other: int) -> None:
+    less, more = sorted((one, other))
+    few, few_bytes = decoded_for_good(found, less)
+    many, many_bytes = decoded_for_good(found, more)
+    assert few_bytes <= less and many_bytes <= more and few <= many
+    assert few_bytes == sum(found[i].plain_bytes - found[i].held_bytes for i in few)
+    assert all(found[i].codecs for i in many)
+    assert decoded_for_good(found, less) == (few, few_bytes)
+
+
+def test_what_costs_most_for_its_bytes_comes_first() -> None:
+    found = [piece("int8", 8), piece("Q4_K", 8)]
+    room = found[1].plain_bytes - found[1].held_bytes
+    assert decoded_for_good(found, room)[0] == {1}, "a block of Q4_K takes a dozen kernels, int8 one"
+    assert decoded_for_good(found, 10 * room)[0] == {0, 1}
