@@ -84,7 +84,9 @@ class Component:
     def files(self) -> tuple[list[Path], str | None]:
         """The weight files, checked to be whole, and their variant. One GGUF file will do where there is no other."""
         ggufs = sorted(path for path in self.folder.glob("*.gguf") if path.is_file())
-        if len(ggufs) == 1 and not list(self.folder.glob("*.safetensors")):
+        if ggufs and not list(self.folder.glob("*.safetensors")):
+            if len(ggufs) > 1:
+                raise ValueError(f"{self.folder} has {len(ggufs)} GGUF files. Leave the one that is to be used.")
             return ggufs, None
         found = find_weights(self.folder)
         for path in found[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from ballast.memory.planning.fit import sizes_of
 from encoded_folders import WRITERS, Pair
 from fault_points import Run
 from places import ROOT
+from safetensors.torch import load_file, save_file
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 Folders = Callable[[str], Path]
@@ -114,3 +116,40 @@ def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path
             assert run.is_same(stage, result), (way, stage, count)
             assert not run.left_over(), (way, stage, count)
             assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
+
+
+def without(file: Path, end: str) -> None:
+    weights = load_file(file)
+    del weights[next(name for name in sorted(weights) if name.endswith(end))]
+    save_file(weights, file)
+
+
+def noted(file: Path) -> None:
+    weights = load_file(file)
+    name = next(name for name in sorted(weights) if name.endswith(".comfy_quant"))
+    save_file(weights | {name: torch.tensor(list(b'{"format": "int3"}'), dtype=torch.uint8)}, file)
+
+
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "cut": ("q8_0", lambda file: file.write_bytes(file.read_bytes()[:-100]), "damaged header"),
+    "of a new version": ("q8_0", lambda file: file.write_bytes(b"GGUF" + b"\xff" * 100), "GGUF of version"),
+    "two": ("q8_0", lambda file: shutil.copy(file, file.with_name("b.gguf")), "has 2 GGUF files"),
+    "no scale": ("int8", lambda file: without(file, ".weight_scale"), "weight_scale is missing"),
+    "unknown": ("int8", noted, "'int3'; Ballast decodes float8_e4m3fn"),
+    "missing": ("int8", lambda file: without(file, ".bias"), "lacks 1 weights of FluxTransformer2DModel, such as "),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_files_get_one_line_and_nothing_stays(
+    case: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    how, spoil, words = BAD[case]
+    pair = Pair(tiny_folders("flux"), ["transformer"], how, tmp_path)
+    (file,) = (file for file in (pair.encoded / "transformer").iterdir() if file.name != "config.json")
+    spoil(file)
+    with pytest.raises(ValueError, match=words) as why:
+        pipe = pair.open()
+        pipe.sample(pipe.encode("a red boat"), **SIZE)
+    assert str(file.parent) in str(why.value) and "\n" not in str(why.value)
+    assert sim.stats().allocated_bytes == 0
