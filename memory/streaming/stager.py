@@ -22,7 +22,7 @@ from ..planning.ring import WINDOWS
 from ..speeds import observe_disk
 from ..units import hostbuffer
 from ..units.encoding import Source, extents
-from ..units.reader import BATCH_BYTES, READERS, batches, piece_of, read_batch
+from ..units.reader import BATCH_BYTES, READERS, batches, pieces_of, read_batch
 from ..units.reader import Piece as Extent
 from ..units.weights import Stored
 from .queues import Queues
@@ -295,7 +295,7 @@ class Stager:
         for stored, target in sorted(targets, key=lambda item: (item[0].path, item[0].offset)):
             flat = target.reshape(-1).view(torch.uint8)
             most = self.nbytes // target.dtype.itemsize * stored.dtype.itemsize
-            for piece in piece_of(stored, target.dtype, 0).split(most):
+            for piece in (part for run in pieces_of(stored, target.dtype, 0) for part in run.split(most)):
                 size = piece.count * target.dtype.itemsize
                 if chunk.end + size > self.nbytes:
                     yield chunk
@@ -347,10 +347,11 @@ def parts_of(piece: Piece, found: Mapping[int, Source]) -> list[Part]:
     parts: list[Part] = []
     tensors = piece.tensors()
     for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True):
-        if id(tensor) in found:
-            parts += [piece_of(stored, tensor.dtype, at + begin) for stored, begin in extents(found[id(tensor)])]
-        else:
+        if id(tensor) not in found:
             parts.append((tensor, at))
+            continue
+        for stored, begin in extents(found[id(tensor)]):
+            parts += pieces_of(stored, tensor.dtype, at + begin)
     return parts
 
 

@@ -66,7 +66,8 @@ def extents(source: Source) -> Iterator[tuple[Stored, int]]:
         yield source, 0
         return
     for place, part, (begin, _) in zip(source.parts, source.codec.parts, part_spans(source.codec)[0], strict=True):
-        yield replace(place, dtype=torch.uint8, shape=(part.nbytes,)), begin
+        runs = tuple((offset, count * place.dtype.itemsize) for offset, count in place.runs)
+        yield replace(place, dtype=torch.uint8, shape=(part.nbytes,), runs=runs), begin
 
 
 def part_spans(codec: Codec) -> tuple[list[tuple[int, int]], int]:

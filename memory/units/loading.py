@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .pieces import CallOrder, divide, unique
-from .reader import piece_of, read
+from .reader import pieces_of, read
 from .structure import slots
 
 
@@ -81,9 +81,8 @@ def load_stored(
         for tensor, offset in zip(tensors, offsets, strict=True):
             view = new[id(tensor)] = place_of(buffer, offset, tensor)
             if id(tensor) in found:
-                jobs += [
-                    (piece_of(at, tensor.dtype, offset + begin), buffer) for at, begin in extents(found[id(tensor)])
-                ]
+                for at, begin in extents(found[id(tensor)]):
+                    jobs += [(piece, buffer) for piece in pieces_of(at, tensor.dtype, offset + begin)]
             else:
                 view.copy_(tensor)  # a buffer, which the module has already
     read(jobs, look)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,11 +75,16 @@ Job = tuple[Piece, torch.Tensor]  # and the buffer that it goes to
 
 
 def piece_of(stored: Stored, dtype: torch.dtype, at: int) -> Piece:
-    """A whole tensor, to byte `at` of a buffer."""
-    count = 1
-    for size in stored.shape:
-        count *= size
-    return Piece(stored.path, stored.offset, count, stored.dtype, dtype, at, stored.stamp)
+    """A whole tensor, to byte `at` of a buffer. It lies in one run."""
+    (piece,) = pieces_of(stored, dtype, at)
+    return piece
+
+
+def pieces_of(stored: Stored, dtype: torch.dtype, at: int) -> Iterator[Piece]:
+    """A whole tensor, to byte `at` of a buffer: one piece for each run that it lies in."""
+    for offset, count in stored.runs or ((stored.offset, prod(stored.shape)),):
+        yield Piece(stored.path, offset, count, stored.dtype, dtype, at, stored.stamp)
+        at += count * dtype.itemsize
 
 
 def batches(jobs: Iterable[Job]) -> list[list[Job]]:

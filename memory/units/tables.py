@@ -84,6 +84,7 @@ def _read_rows(codec: Codec, source: Source, wanted: Sequence[int]) -> list[torc
     found = []
     places = (source,) if isinstance(source, Stored) else source.parts
     for place, part, each in zip(places, codec.parts, codec.row_parts, strict=True):
+        assert not place.runs, "rows of a table lie in one run"
         nbytes = each * part.dtype.itemsize
         flat = allocate(max(1, nbytes * len(wanted) if each else part.nbytes))
         runs = [(row * nbytes, i * nbytes) for i, row in enumerate(wanted)] if each else [(0, 0)]

@@ -60,7 +60,8 @@ Stamp = tuple[int, int]  # bytes of a file, and when it was last written to
 class Stored:
     """Where a tensor lies in a file: contiguous, from `offset` bytes after the start of the file.
 
-    `stamp` is the file's when its header was read.
+    `stamp` is the file's when its header was read. What does not lie in one run lies in several, which follow each
+    other in the tensor: `runs` has the offset of each, the first in `offset` too, and how many elements it has.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stamp: Stamp | None = None
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
