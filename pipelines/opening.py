@@ -14,6 +14,7 @@ from .families.hidream import HiDreamPipeline
 from .families.newbie import NewbiePipeline, is_newbie
 from .families.pyramid_flow import PyramidFlowPipeline, is_pyramid
 from .files.components import read_model_index
+from .files.single.given import GivenFiles
 from .generic import GenericPipeline
 from .staged import StagedPipeline
 
@@ -23,7 +24,7 @@ FAMILIES: dict[str, type[StagedPipeline]] = {
     "NewbiePipeline": NewbiePipeline,
     "PyramidFlow": PyramidFlowPipeline,
 }
-_COMMON = ("folder", "dtype", "shared")  # arguments of every family's class
+_COMMON = ("folder", "dtype", "files", "shared")  # arguments of every family's class
 
 
 def open_pipeline(
@@ -35,19 +36,24 @@ def open_pipeline(
     *,
     keep: bool = False,
     cache_dir: str | Path | None = None,
+    base: str | Path | None = None,
     **family: Any,
 ) -> StagedPipeline:
-    """Open a diffusers pipeline folder, or NewBie's. Reads configs and file headers, no weights.
+    """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
+    For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
+    has all else; weights of its transformer need not be there.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
-    folder = Path(path).expanduser()
+    folder, shared = Path(path).expanduser(), {}
+    if base is not None:
+        folder, shared["files"] = Path(base).expanduser(), _given(folder)
     name = _family(folder)
     cls: Any = FAMILIES.get(name, GenericPipeline)
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
@@ -55,13 +61,22 @@ def open_pipeline(
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
     cache = shared_cache(Path(cache_dir) if cache_dir else None)
     try:
-        return cls(folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **family)
+        return cls(folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **shared, **family)
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.
         raise ValueError(
             f"{folder} cannot be opened: its configs lack something, or contradict each other "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}). Download them again."
         ) from error
+
+
+def _given(path: Path) -> GivenFiles:
+    """The files beside a base. FileNotFoundError or ValueError for what is no single file."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}. Put it back, or name another.")
+    return GivenFiles(path)
 
 
 def _family(path: Path) -> str:
@@ -72,7 +87,8 @@ def _family(path: Path) -> str:
     if path.is_file():
         refuse_pickle(path)
         raise ValueError(
-            f"{path} holds no transformer of NewBie or of Pyramid-Flow. Give that, or a pipeline's folder."
+            f"{path} is a file of one model, which is no whole pipeline. Give base as well: the diffusers folder of "
+            "that model, for its text encoders, VAE, tokenizers and scheduler."
         )
     return read_model_index(path)["_class_name"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -145,11 +145,7 @@ class Component:
         from transformers import PreTrainedModel
 
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
-            if issubclass(self.cls, PreTrainedModel):
-                config = self.cls.config_class.from_pretrained(self.folder)  # type: ignore[union-attr]
-                module = self.cls._from_config(config, dtype=self.run_dtype)
-            else:
-                module = self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined]
+            module = self._structure()
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())
@@ -162,12 +158,24 @@ class Component:
             if parameter.is_floating_point():
                 fp32 = not keep.isdisjoint(name.split("."))
                 parameter.data = parameter.data.to(torch.float32 if fp32 else self.run_dtype)
-        plain = [path for path in self.files[0] if path.suffix == ".safetensors"]
-        stored = read_tensors(plain, [name for name, _ in module.named_buffers()])
+        stored = self._read_buffers([name for name, _ in module.named_buffers()])
         for name, value in stored.items():
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._buffers[key] = value.to(self.run_dtype) if value.is_floating_point() else value
         return module.requires_grad_(False)
+
+    def _structure(self) -> nn.Module:
+        """The module as its config says."""
+        from transformers import PreTrainedModel
+
+        if issubclass(self.cls, PreTrainedModel):
+            config: Any = self.cls.config_class.from_pretrained(self.folder)  # type: ignore[union-attr]
+            return self.cls._from_config(config, dtype=self.run_dtype)
+        return self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined, no-any-return]
+
+    def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Those of the named buffers that the files have."""
+        return read_tensors([path for path in self.files[0] if path.suffix == ".safetensors"], names)
 
     def _read(self) -> nn.Module:
         from transformers import PreTrainedModel
@@ -247,11 +255,16 @@ def pipeline_class(name: str) -> type:
 
 
 def read_components(
-    folder: Path, index: dict[str, Any], dtype: torch.dtype | None, elsewhere: Mapping[str, Path] | None = None
+    folder: Path,
+    index: dict[str, Any],
+    dtype: torch.dtype | None,
+    elsewhere: Mapping[str, Path] | None = None,
+    given: Mapping[str, Callable[[Component], Component]] | None = None,
 ) -> dict[str, Component]:
     """The components that a folder's index names, each with its class and its files found.
 
-    They lie in folders of their names, or `elsewhere`.
+    They lie in folders of their names, or `elsewhere`. What `given` makes of a component takes its place: its weights
+    lie in no folder.
     """
     found = {}
     for name, entry in index.items():
@@ -273,6 +286,8 @@ def read_components(
                     f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
                     "Get the plain ones."
                 )
+            if name in (given or {}):
+                component = (given or {})[name](component)
             check_runs(component.run_dtype, path)
         else:
             check_settings(path, model)

@@ -18,6 +18,8 @@ from torch import nn
 from ..encoding.conditioning import Conditioning
 from ..encoding.listening import encoder_title
 from ..files.components import Component, names_class, parse_dtype, pipeline_class, read_components, read_model_index
+from ..files.recognition import title_of
+from ..files.single.given import GivenFiles
 from ..planning.forecasts import quietly
 from ..sampling.picture_sizes import PictureSizes
 from ..staged import OnStep, StagedPipeline, as_stock
@@ -49,11 +51,14 @@ class StockParts(StagedPipeline):
     answers = Answers()  # of what saw them
     own_size = False  # whether it draws the size of its picture, whatever it is asked for
 
-    def __init__(self, folder: Path, dtype: str | torch.dtype = "auto", **shared: Any) -> None:
+    def __init__(
+        self, folder: Path, dtype: str | torch.dtype = "auto", *, files: GivenFiles | None = None, **shared: Any
+    ) -> None:
         index, elsewhere = self._contents(folder)
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
-        found = read_components(folder, index, parse_dtype(dtype), elsewhere)
+        given = files.components() if files else {}
+        found = read_components(folder, index, parse_dtype(dtype), elsewhere, given)
         self.components = {name: self._adapted(component) for name, component in found.items()}
         self._tools: dict[str, Any] = {}
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not names_class(v)}
@@ -73,14 +78,15 @@ class StockParts(StagedPipeline):
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         super().__init__(folder, **shared)
         self.edits = edits(self.pipeline_class)
-        self.title = own_words(index, "_title") or self.title
+        self.title = own_words(index, "_title") or (title_of(files.transformer) if files else self.title)
         self.knows = own_words(index, "_knows")
         returned = returned_names(self.pipeline_class.encode_prompt)
         self.takes_negative = "negative_prompt" in self._encode_prompt or any(
             f"negative_{name}" in self._call for name in returned
         )
         self._check_complete(index)
-        units = [self._claim(c, folder.name) for c in self.components.values() if c.is_module]
+        label = files.transformer.stem if files else folder.name
+        units = [self._claim(c, label) for c in self.components.values() if c.is_module]
         self._units = {unit.name: unit for unit in units}
         self.encoders = [unit for unit in units if unit.role == "text_encoder"]
         self.denoisers = [u for u in units if u.role in ("transformer", "other") and u.name not in SEEING]

@@ -1,0 +1,129 @@
+"""A component whose weights lie in a single file, beside a base: the folder that has its config and all else."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ....memory.units.hostbuffer import allocate
+from ....memory.units.reader import pieces_of, read
+from ....memory.units.unit import building
+from ....memory.units.weights import Stored, file_identity, stamps_of
+from ..components import Component
+from .contents import SingleFile, type_of
+
+
+@dataclass(frozen=True)
+class FileComponent(Component):
+    """A component of which `single` has all weights. Loading is strict: each one is there, and none is left over."""
+
+    single: SingleFile = None  # type: ignore[assignment]  # it follows fields that have defaults
+
+    @cached_property
+    def files(self) -> tuple[list[Path], str | None]:
+        """The one file; it has no variant."""
+        return [self.single.path], None
+
+    @cached_property
+    def run_dtype(self) -> torch.dtype:
+        """The type that the weights run in."""
+        return self.dtype or type_of(self.single.path)
+
+    def identity(self) -> list[str]:
+        """Digests of the file and of the config."""
+        return [file_identity(self.single.path), self._config_text]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Says which model it is: what its file is, and how it is run."""
+        return self.name, self.cls, self.run_dtype, self._config_text, stamps_of([self.single.path])
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """Where each parameter lies. ValueError for one that is missing, left over, or of another shape."""
+        with building:
+            module = self._build()
+        path, places, what = self.single.path, self.single.places, self.cls.__name__
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        if missing := sorted(parameters.keys() - places.keys()):
+            raise ValueError(
+                f"{path} lacks {len(missing)} weights of {what}, such as {missing[0]}. Get the whole model."
+            )
+        if surplus := sorted(places.keys() - parameters.keys() - buffers.keys()):
+            raise ValueError(
+                f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
+                "It is of another model: get the plain one."
+            )
+        for name, tensor in {**parameters, **{name: buffers[name] for name in buffers if name in places}}.items():
+            if places[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{path} has {name} as {list(places[name].shape)} where {what} has {list(tensor.shape)}: it is of "
+                    f"another model than {self.folder.parent}. Give that model's folder as base."
+                )
+        return {name: self.single.stored(name) for name in parameters}
+
+    def _structure(self) -> nn.Module:
+        return self.cls.from_config(dict(self.config))  # type: ignore[attr-defined, no-any-return]
+
+    def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
+        return {name: _tensor(self.single.stored(name)) for name in names if name in self.single.places}
+
+    def _read(self) -> NoReturn:
+        path = self.single.path
+        raise ValueError(f"{path} holds weights that cannot be read as {self.run_dtype}. Get the plain model.")
+
+    @property
+    def _config_text(self) -> str:
+        return json.dumps(self.config, sort_keys=True, default=str)
+
+
+def transformer_component(base: Component, single: SingleFile) -> FileComponent:
+    """The transformer of `base`, with the weights of a file, and as deep and wide as these are.
+
+    ValueError, in one line, where the file is of another model.
+    """
+    if base.cls.__name__ not in single.layout.classes:
+        raise ValueError(
+            f"{single.path} is {single.layout.title}, but {base.folder.parent} has a {base.cls.__name__}. "
+            "Give the folder of that model as base."
+        )
+    config = _completed(base.cls, base.config)
+    told = single.layout.told(single.shapes, config)
+    for name, value in told.items():
+        if name not in single.layout.sizes and not _same(value, config.get(name)):
+            raise ValueError(
+                f"{single.path} has {name} = {value}, where {base.folder / 'config.json'} has {config.get(name)}: it "
+                f"is another {single.layout.title}. Give that model's folder as base."
+            )
+    made = {**base.config, **{name: value for name, value in told.items() if name in single.layout.sizes}}
+    return FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single)
+
+
+def _completed(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of the class; what follows from another value is given that."""
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    completed = {**defaults, **config}
+    if completed.get("out_channels", 0) is None:
+        completed["out_channels"] = completed.get("in_channels")
+    return completed
+
+
+def _same(one: Any, other: Any) -> bool:
+    pair = [list(each) if isinstance(each, tuple) else each for each in (one, other)]
+    return bool(pair[0] == pair[1])
+
+
+def _tensor(at: Stored) -> torch.Tensor:
+    """A small tensor from its file."""
+    flat = allocate(max(1, at.dtype.itemsize * torch.Size(at.shape).numel()))
+    read([(piece, flat) for piece in pieces_of(at, at.dtype, 0)])
+    return flat[: at.dtype.itemsize * torch.Size(at.shape).numel()].view(at.dtype).view(at.shape)

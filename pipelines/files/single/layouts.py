@@ -1,0 +1,74 @@
+"""How models lie in single files: by which names one is known, and who turns these into diffusers' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .rows import Convert, Rows, Widths, traced
+
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+
+
+class Shapes(dict[str, Shape]):
+    """The shapes of a model's weights by their names."""
+
+    def count(self, start: str) -> int:
+        """How many blocks there are whose names begin so, and go on with a number."""
+        numbers = (name.removeprefix(start).partition(".")[0] for name in self if name.startswith(start))
+        return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of model: the classes of diffusers that run it, and how its files are known and read.
+
+    A file has the `original` names, all of those given, or diffusers' `plain` ones. `converter` is a function of
+    `diffusers.loaders.single_file_utils`; None where the names are the same. `told` gives the config values that the
+    shapes tell, by diffusers' names and with what else the config says; those in `sizes` may be other than a base's:
+    of a model that was made smaller. `unread` are names in original files that no class has a place for.
+    """
+
+    title: str
+    classes: tuple[str, ...]
+    original: tuple[str, ...]
+    plain: tuple[str, ...]
+    converter: str | None
+    told: Callable[[Shapes, Config], dict[str, Any]]
+    sizes: frozenset[str]
+    widths: Callable[[Shapes], Widths] | None = None
+    unread: tuple[str, ...] = ()
+
+    def places(self, shapes: Mapping[str, Rows]) -> dict[str, Rows]:
+        """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
+
+        ValueError, in a few words, for what is missing.
+        """
+        places = dict(shapes)
+        if self.is_original(shapes):
+            if self.widths:
+                widths = self.widths(Shapes({name: rows.shape for name, rows in shapes.items()}))
+                places = {name: Rows(rows.shape, rows.runs, widths) for name, rows in places.items()}
+            places = traced(places, self._convert())
+        return {name: rows for name, rows in places.items() if name not in self.unread}
+
+    def is_original(self, names: Mapping[str, Any]) -> bool:
+        """Whether a file of this kind has the original names."""
+        return all(name in names for name in self.original)
+
+    def _convert(self) -> Convert:
+        if self.converter is None:
+            return dict
+        from diffusers.loaders import single_file_utils
+
+        return getattr(single_file_utils, self.converter)  # type: ignore[no-any-return]
+
+
+def layout_of(names: Mapping[str, Any], layouts: Sequence[Layout]) -> Layout | None:
+    """The first of the layouts that has these names."""
+    for layout in layouts:
+        if any(marks and all(name in names for name in marks) for marks in (layout.original, layout.plain)):
+            return layout
+    return None

@@ -1,0 +1,99 @@
+"""A pipeline opened from the one file of its transformer, in every layout, against the stock pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ballast.pipelines.files.components import read_components, read_model_index
+from ballast.pipelines.files.single.component import FileComponent
+from ballast.pipelines.files.single.given import GivenFiles
+from original_names import ORIGINALS, converted, original
+from single_files import base_of, state_of, transformer_file
+
+Folders = Callable[[str], Path]
+COMFY = "model.diffusion_model."
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what the tests of this file share."""
+    return tmp_path_factory.mktemp("kept")
+
+
+def component(path: Path, base: Path, dtype: torch.dtype | None = None) -> FileComponent:
+    index = {"transformer": read_model_index(base)["transformer"]}
+    found = read_components(base, index, dtype, None, GivenFiles(path).components())["transformer"]
+    assert isinstance(found, FileComponent)
+    return found
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_original_names_are_those_that_diffusers_converts(name: str, tiny_folders: Folders) -> None:
+    state = state_of(tiny_folders(name))
+    back = converted(name, original(name, state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in state.items())
+
+
+@pytest.mark.parametrize("layout", ["original", "comfy", "plain"])
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_every_layout_gives_the_same_weights(
+    name: str, layout: str, tiny_folders: Folders, tmp_path: Path, kept: Path
+) -> None:
+    """Bit for bit, of a module with the config of the folder."""
+    folder = tiny_folders(name)
+    prefix = COMFY if layout == "comfy" else ""
+    path = transformer_file(name, folder, tmp_path / "model.safetensors", prefix, layout == "plain")
+    found = component(path, base_of(folder, kept / name))
+    unit = found.unit("")
+    unit.load()
+    state = unit.module.state_dict()
+    expected = state_of(folder)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+    index = {"transformer": read_model_index(folder)["transformer"]}
+    assert _plain(unit.module.config) == _plain(read_components(folder, index, None)["transformer"]._build().config)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_a_file_runs_as_the_stock_pipeline_does(
+    name: str, tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType
+) -> None:
+    """Streamed from disk, and resident: equal latents, and nothing left on the device."""
+    folder = tiny_folders(name)
+    path = transformer_file(name, folder, tmp_path / "my-model.safetensors", COMFY)
+    expected, _ = tiny.stock(folder)
+    pipe, encode, sample, _ = tiny.stages(name, path, "sim", base=base_of(folder, kept / name), ram=130_000)
+    cond = encode()
+    for strategy in ("streamed", "resident"):
+        torch.testing.assert_close(sample(cond, strategy=strategy), expected.float(), atol=1e-5, rtol=0)
+        assert sim.stats().allocated_bytes == 0
+        assert not pipe.denoisers[0].in_ram
+    assert pipe.title == "my-model"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_type_of_the_file_is_kept(dtype: torch.dtype, tiny_folders: Folders, tmp_path: Path, kept: Path) -> None:
+    folder = tiny_folders("flux")
+
+    def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    path = transformer_file("flux", folder, tmp_path / "model.safetensors", change=halved)
+    for asked in (None, torch.float32):
+        unit = component(path, base_of(folder, kept / "flux"), asked).unit("")
+        unit.load()
+        for key, tensor in state_of(folder).items():
+            found = unit.module.state_dict()[key]
+            assert found.dtype == (asked or dtype)
+            assert torch.equal(found, tensor.to(dtype).to(found.dtype)), key
