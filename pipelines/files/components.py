@@ -145,7 +145,7 @@ class Component:
         from transformers import PreTrainedModel
 
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
-            module = self._structure()
+            module: Any = self._structure()
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())

@@ -156,6 +156,187 @@ def _wan(state: State) -> State:
     return made
 
 
+def _flux2(state: State) -> State:
+    state = dict(state)
+    single = {name: state.pop(name) for name in list(state) if name.startswith("single_transformer_blocks.")}
+    single = _renamed(
+        single,
+        {
+            "attn.to_qkv_mlp_proj": "linear1",
+            "attn.to_out": "linear2",
+            "attn.norm_q.weight": "norm.query_norm.scale",
+            "attn.norm_k.weight": "norm.key_norm.scale",
+        },
+    )
+    _swap(state, "norm_out.linear")
+    names = {
+        "norm_out.linear": "final_layer.adaLN_modulation.1",
+        "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+        "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+        "_modulation_img.linear": "_modulation_img.lin",
+        "_modulation_txt.linear": "_modulation_txt.lin",
+        "single_stream_modulation.linear": "single_stream_modulation.lin",
+        "ff.linear_in": "img_mlp.0",
+        "ff.linear_out": "img_mlp.2",
+        "ff_context.linear_in": "txt_mlp.0",
+        "ff_context.linear_out": "txt_mlp.2",
+    }
+    return _flux_streams(_renamed(state, names) | single)
+
+
+def _z_image(state: State) -> State:
+    state = dict(state)
+    _join(state, ("attention.to_q.weight", "attention.to_k.weight", "attention.to_v.weight"), "attention.qkv.weight")
+    names = {
+        "all_final_layer.2-1.": "final_layer.",
+        "all_x_embedder.2-1.": "x_embedder.",
+        "attention.to_out.0": "attention.out",
+        "attention.norm_k": "attention.k_norm",
+        "attention.norm_q": "attention.q_norm",
+    }
+    return _renamed(state, names)
+
+
+def _lumina2(state: State) -> State:
+    state = dict(state)
+    _join(state, ("attn.to_q", "attn.to_k", "attn.to_v"), "attention.qkv")
+    names = {
+        "time_caption_embed.caption_embedder": "cap_embedder",
+        "time_caption_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_caption_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "norm_out.linear_1": "final_layer.adaLN_modulation.1",
+        "norm_out.linear_2": "final_layer.linear",
+        "norm1.linear.": "adaLN_modulation.1.",
+        "ffn_norm1": "FFN1",
+        "ffn_norm2": "FFN2",
+        "norm1.norm.": "attention_norm1.",
+        ".norm1.": ".attention_norm1.",
+        ".norm2.": ".attention_norm2.",
+        "FFN1": "ffn_norm1",
+        "FFN2": "ffn_norm2",
+        "attn.norm_k": "attention.k_norm",
+        "attn.norm_q": "attention.q_norm",
+        "attn.to_out.0.": "attention.out.",
+        "linear_1": "w1",
+        "linear_2": "w2",
+        "linear_3": "w3",
+    }
+    made = _renamed(state, names)
+    return made | {"norm_final.weight": torch.ones(made["x_embedder.weight"].shape[0])}
+
+
+def _ltx(state: State) -> State:
+    names = {"proj_in": "patchify_proj", "time_embed": "adaln_single", "norm_q": "q_norm", "norm_k": "k_norm"}
+    return _renamed(state, names)
+
+
+def _hunyuan_video(state: State) -> State:
+    state = dict(state)
+    _swap(state, "norm_out.linear")
+    single = {name: state.pop(name) for name in list(state) if name.startswith("single_transformer_blocks.")}
+    _join(single, ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear1")
+    names = {"single_transformer_blocks": "single_blocks", "proj_out": "linear2", "norm.linear": "modulation.linear"}
+    single = _renamed(single, names | {"attn.norm_q": "q_norm", "attn.norm_k": "k_norm"})
+    text = {name: state.pop(name) for name in list(state) if name.startswith("context_embedder.")}
+    _join(text, ("attn.to_q", "attn.to_k", "attn.to_v"), "self_attn_qkv")
+    names = {
+        "token_refiner.refiner_blocks": "individual_token_refiner.blocks",
+        "norm_out.linear": "adaLN_modulation.1",
+        "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "time_text_embed.text_embedder": "c_embedder",
+        "context_embedder.proj_in": "txt_in.input_embedder",
+        "context_embedder": "txt_in",
+        "attn.to_out.0": "self_attn_proj",
+        "ff.net.0.proj": "mlp.fc1",
+        "ff.net.2": "mlp.fc2",
+    }
+    text = _renamed(text, names)
+    _join(state, ("attn.to_q", "attn.to_k", "attn.to_v"), "img_attn_qkv")
+    _join(state, ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), "txt_attn_qkv")
+    names = {
+        "x_embedder": "img_in",
+        "time_text_embed.timestep_embedder.linear_1": "time_in.mlp.0",
+        "time_text_embed.timestep_embedder.linear_2": "time_in.mlp.2",
+        "time_text_embed.guidance_embedder.linear_1": "guidance_in.mlp.0",
+        "time_text_embed.guidance_embedder.linear_2": "guidance_in.mlp.2",
+        "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+        "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+        "transformer_blocks": "double_blocks",
+        "attn.norm_q": "img_attn_q_norm",
+        "attn.norm_k": "img_attn_k_norm",
+        "attn.to_out.0": "img_attn_proj",
+        "attn.norm_added_q": "txt_attn_q_norm",
+        "attn.norm_added_k": "txt_attn_k_norm",
+        "attn.to_add_out": "txt_attn_proj",
+        "norm1.linear": "img_mod.linear",
+        "norm1_context.linear": "txt_mod.linear",
+        "ff.net.0.proj": "img_mlp.fc1",
+        "ff.net.2": "img_mlp.fc2",
+        "ff_context.net.0.proj": "txt_mlp.fc1",
+        "ff_context.net.2": "txt_mlp.fc2",
+        "norm_out.linear": "final_layer.adaLN_modulation.1",
+        "proj_out": "final_layer.linear",
+    }
+    return _renamed(state, names) | single | text
+
+
+def _auraflow(state: State) -> State:
+    state = dict(state)
+    _swap(state, "norm_out.linear")
+    single = {name: state.pop(name) for name in list(state) if name.startswith("single_transformer_blocks.")}
+    feed = {"linear_1": "c_fc1", "linear_2": "c_fc2", "out_projection": "c_proj"}
+    ones = {"attn.to_q": "attn.w1q", "attn.to_k": "attn.w1k", "attn.to_v": "attn.w1v", "attn.to_out.0": "attn.w1o"}
+    names = {"single_transformer_blocks": "single_layers", "norm1.linear": "modCX.1", ".ff.": ".mlp."}
+    single = _renamed(single, names | ones | feed)
+    names = {
+        "pos_embed.pos_embed": "positional_encoding",
+        "pos_embed.proj": "init_x_linear",
+        "time_step_proj.linear_1": "t_embedder.mlp.0",
+        "time_step_proj.linear_2": "t_embedder.mlp.2",
+        "context_embedder": "cond_seq_linear",
+        "joint_transformer_blocks": "double_layers",
+        "norm1.linear": "modX.1",
+        "norm1_context.linear": "modC.1",
+        ".ff.": ".mlpX.",
+        ".ff_context.": ".mlpC.",
+        "norm_out.linear": "modF.1",
+        "proj_out": "final_linear",
+        "attn.add_q_proj": "attn.w1q",
+        "attn.add_k_proj": "attn.w1k",
+        "attn.add_v_proj": "attn.w1v",
+        "attn.to_add_out": "attn.w1o",
+    }
+    two = {ours: theirs.replace("w1", "w2") for ours, theirs in ones.items()}
+    return _renamed(state, names | two | feed) | single
+
+
+def _sana(state: State) -> State:
+    state = dict(state)
+    _join(state, ("attn1.to_q", "attn1.to_k", "attn1.to_v"), "attn.qkv")
+    _join(state, ("attn2.to_k", "attn2.to_v"), "cross_attn.kv_linear")
+    state["final_layer.scale_shift_table"] = state.pop("scale_shift_table")
+    names = {
+        "patch_embed.proj": "x_embedder.proj",
+        "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "time_embed.linear": "t_block.1",
+        "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+        "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+        "caption_norm": "attention_y_norm",
+        "transformer_blocks": "blocks",
+        "attn1.to_out.0": "attn.proj",
+        "attn2.to_q": "cross_attn.q_linear",
+        "attn2.to_out.0": "cross_attn.proj",
+        "ff.conv_inverted": "mlp.inverted_conv.conv",
+        "ff.conv_depth": "mlp.depth_conv.conv",
+        "ff.conv_point": "mlp.point_conv.conv",
+    }
+    made = _renamed(state, {**names})
+    made = {name.replace("proj_out", "final_layer.linear"): tensor for name, tensor in made.items()}
+    return made | {"pos_embed": torch.zeros(1, 4, 32), "y_embedder.y_embedding": torch.zeros(300, 16)}
+
+
 # By the name of the family: its inverse, its converter, and numbers in that one for those of the tiny model.
 _Numbers = Mapping[int, int]
 ORIGINALS: dict[str, tuple[Callable[[State], State], str, _Numbers]] = {
@@ -164,6 +345,14 @@ ORIGINALS: dict[str, tuple[Callable[[State], State], str, _Numbers]] = {
     "sd3": (_sd3, "convert_sd3_transformer_checkpoint_to_diffusers", {}),
     "wan": (_wan, "convert_wan_transformer_to_diffusers", {}),
     "qwenimage": (dict, "", {}),
+    "flux2_klein": (_flux2, "convert_flux2_transformer_checkpoint_to_diffusers", {}),
+    "zimage": (_z_image, "convert_z_image_transformer_checkpoint_to_diffusers", {}),
+    "lumina2": (_lumina2, "convert_lumina2_to_diffusers", {2304: 24, 768: 8}),
+    "ltx": (_ltx, "convert_ltx_transformer_checkpoint_to_diffusers", {}),
+    "hunyuan_video": (_hunyuan_video, "convert_hunyuan_video_transformer_to_diffusers", {3072: 32}),
+    "auraflow": (_auraflow, "convert_auraflow_transformer_checkpoint_to_diffusers", {}),
+    "sana": (_sana, "convert_sana_transformer_to_diffusers", {}),
+    "hidream": (dict, "convert_hidream_transformer_to_diffusers", {}),
 }
 
 

@@ -104,6 +104,100 @@ def _qwen_image(shapes: Shapes, config: Config) -> dict[str, Any]:
     return told | ({"zero_cond_t": True} if _ZERO_TIME in shapes else {})
 
 
+def _z_image(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["all_x_embedder.2-1.weight"]
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    return {
+        "n_layers": shapes.count("layers."),
+        "n_refiner_layers": shapes.count("noise_refiner."),
+        "dim": width,
+        "n_heads": shapes["layers.0.attention.to_q.weight"][0] // head,
+        "n_kv_heads": shapes["layers.0.attention.to_k.weight"][0] // head,
+        "in_channels": inputs // 4,
+        "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
+    }
+
+
+def _lumina2(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["x_embedder.weight"]
+    head = shapes["layers.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("layers."),
+        "num_refiner_layers": shapes.count("noise_refiner."),
+        "hidden_size": width,
+        "num_attention_heads": shapes["layers.0.attn.to_q.weight"][0] // head,
+        "num_kv_heads": shapes["layers.0.attn.to_k.weight"][0] // head,
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "cap_feat_dim": shapes["time_caption_embed.caption_embedder.1.weight"][1],
+    }
+
+
+def _ltx(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_attention_heads": shapes["proj_in.weight"][0] // config["attention_head_dim"],
+        "in_channels": shapes["proj_in.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0],
+        "caption_channels": shapes["caption_projection.linear_1.weight"][1],
+        "cross_attention_dim": shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+    }
+
+
+def _hunyuan_video(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, frames, patch, _ = shapes["x_embedder.proj.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_single_layers": shapes.count("single_transformer_blocks."),
+        "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // (patch**2 * frames),
+        "patch_size": patch,
+        "patch_size_t": frames,
+        "text_embed_dim": shapes["context_embedder.proj_in.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def _auraflow(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["pos_embed.proj.weight"]
+    return {
+        "num_mmdit_layers": shapes.count("joint_transformer_blocks."),
+        "num_single_dit_layers": shapes.count("single_transformer_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pos_embed_max_size": shapes["pos_embed.pos_embed"][1],
+    }
+
+
+def _sana(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // patch**2,
+        "patch_size": patch,
+        "caption_channels": shapes["caption_projection.linear_1.weight"][1],
+    }
+
+
+def _hidream(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["x_embedder.proj.weight"]
+    return {
+        "num_layers": shapes.count("double_stream_blocks."),
+        "num_single_layers": shapes.count("single_stream_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "text_emb_dim": shapes["p_embedder.pooled_embedder.linear_1.weight"][1],
+        "num_routed_experts": shapes.count("single_stream_blocks.0.block.ff_i.experts."),
+    }
+
+
 def _after(width: str) -> Any:
     """Widths of what begins with three projections as wide as that weight."""
 
@@ -112,6 +206,12 @@ def _after(width: str) -> Any:
         return lambda rows: (size, size, size, rows - 3 * size)
 
     return widths
+
+
+def _grouped(shapes: Shapes) -> Widths:
+    """Queries, and keys and values of fewer heads."""
+    size = shapes["x_embedder.weight"][0]
+    return lambda rows: (size, (rows - size) // 2, (rows - size) // 2)
 
 
 _ZERO_TIME = "__index_timestep_zero__"  # an empty tensor that ComfyUI's files have: the references are at time 0
@@ -173,5 +273,73 @@ LAYOUTS = (
         _qwen_image,
         frozenset(_DEPTH),
         unread=(_ZERO_TIME,),
+    ),
+    Layout(
+        "Z-Image",
+        ("ZImageTransformer2DModel",),
+        ("layers.0.adaLN_modulation.0.weight", "x_embedder.weight", "cap_embedder.1.weight"),
+        ("layers.0.adaLN_modulation.0.weight", "all_x_embedder.2-1.weight"),
+        "convert_z_image_transformer_checkpoint_to_diffusers",
+        _z_image,
+        frozenset({"n_layers", "n_refiner_layers", "dim", "n_heads", "n_kv_heads"}),
+        unread=("norm_final.weight",),
+    ),
+    Layout(
+        "Lumina Image 2.0",
+        ("Lumina2Transformer2DModel",),
+        ("layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight", "cap_embedder.0.weight"),
+        ("time_caption_embed.caption_embedder.0.weight", "layers.0.attn.to_q.weight"),
+        "convert_lumina2_to_diffusers",
+        _lumina2,
+        frozenset({"num_layers", "num_refiner_layers", "hidden_size", "num_attention_heads", "num_kv_heads"}),
+        widths=_grouped,
+        unread=("norm_final.weight",),
+    ),
+    Layout(
+        "LTX-Video",
+        ("LTXVideoTransformer3DModel",),
+        ("patchify_proj.weight", "adaln_single.linear.weight", "caption_projection.linear_1.weight"),
+        ("proj_in.weight", "time_embed.linear.weight", "caption_projection.linear_1.weight"),
+        "convert_ltx_transformer_checkpoint_to_diffusers",
+        _ltx,
+        frozenset({"num_layers"}),
+    ),
+    Layout(
+        "HunyuanVideo",
+        ("HunyuanVideoTransformer3DModel",),
+        ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight", "double_blocks.0.img_attn_qkv.weight"),
+        ("context_embedder.proj_in.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+        "convert_hunyuan_video_transformer_to_diffusers",
+        _hunyuan_video,
+        frozenset({*_DEPTH, "num_refiner_layers"}),
+        widths=_after("img_in.proj.weight"),
+    ),
+    Layout(
+        "AuraFlow",
+        ("AuraFlowTransformer2DModel",),
+        ("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight"),
+        ("register_tokens", "joint_transformer_blocks.0.attn.add_q_proj.weight"),
+        "convert_auraflow_transformer_checkpoint_to_diffusers",
+        _auraflow,
+        frozenset({"num_mmdit_layers", "num_single_dit_layers", "pos_embed_max_size"}),
+    ),
+    Layout(
+        "Sana",
+        ("SanaTransformer2DModel",),
+        ("blocks.0.cross_attn.kv_linear.weight", "y_embedder.y_proj.fc1.weight"),
+        ("patch_embed.proj.weight", "caption_norm.weight", "transformer_blocks.0.ff.conv_inverted.weight"),
+        "convert_sana_transformer_to_diffusers",
+        _sana,
+        frozenset({"num_layers"}),
+        unread=("pos_embed", "y_embedder.y_embedding"),
+    ),
+    Layout(
+        "HiDream-I1",
+        ("HiDreamImageTransformer2DModel",),
+        ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight"),
+        (),
+        "convert_hidream_transformer_to_diffusers",
+        _hidream,
+        frozenset({"num_layers", "num_single_layers"}),
     ),
 )
