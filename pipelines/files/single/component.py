@@ -104,7 +104,14 @@ def transformer_component(base: Component, single: SingleFile) -> FileComponent:
                 f"is another {single.layout.title}. Give that model's folder as base."
             )
     made = {**base.config, **{name: value for name, value in told.items() if name in single.layout.sizes}}
-    return FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single)
+    return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single))
+
+
+def _checked(component: FileComponent) -> FileComponent:
+    """The same, of which all weights are there. Before anything else is opened: half a pipeline is none."""
+    if not component.stored:
+        raise ValueError(f"{component.single.path} holds no weights. Download it again.")
+    return component
 
 
 def _completed(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Which sizes a file may have: those it says itself, where all else fits the base; and what it costs in RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from ballast.pipelines.files.components import read_components, read_model_index
+from ballast.pipelines.files.single.given import GivenFiles
+from original_names import original
+from places import ROOT
+from safetensors.torch import save_file
+from single_files import base_of
+
+Folders = Callable[[str], Path]
+
+# A family, other config values, and whether a base without them will do.
+VARIANTS: list[tuple[str, dict[str, Any], bool]] = [
+    ("flux", {"num_layers": 1, "num_single_layers": 2}, True),
+    ("flux", {"num_attention_heads": 3}, True),
+    ("flux", {"guidance_embeds": False}, False),
+    ("flux", {"in_channels": 48, "out_channels": 16}, False),
+    ("sd3", {"dual_attention_layers": [0, 1]}, True),
+    ("sd3", {"qk_norm": None, "num_layers": 2}, True),
+    ("wan", {"num_layers": 2, "ffn_dim": 40, "num_attention_heads": 1}, True),
+    ("wan", {"image_dim": 20, "added_kv_proj_dim": 24}, False),
+    ("wan", {"in_channels": 36}, False),
+    ("chroma", {"approximator_layers": 2}, True),
+    ("lumina2", {"hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2}, True),
+    ("hunyuan_video", {"num_attention_heads": 3}, True),
+    ("ltx", {"attention_head_dim": 16}, False),
+]
+
+
+def variant(name: str, changes: dict[str, Any], folder: Path, at: Path) -> tuple[Path, torch.nn.Module]:
+    """The original file of a family's transformer with another config, and that transformer."""
+    config = json.loads((folder / "transformer" / "config.json").read_text("utf-8")) | changes
+    cls: Any = getattr(diffusers, config["_class_name"])
+    torch.manual_seed(0)
+    made = cls.from_config(config)
+    save_file(original(name, made.state_dict()), at)
+    return at, made
+
+
+@pytest.mark.parametrize(("name", "changes", "fits"), VARIANTS)
+def test_sizes_come_from_the_file(
+    name: str, changes: dict[str, Any], fits: bool, tiny_folders: Folders, tmp_path: Path
+) -> None:
+    base = base_of(tiny_folders(name), tmp_path / "base")
+    path, made = variant(name, changes, tiny_folders(name), tmp_path / "model.safetensors")
+    index = {"transformer": read_model_index(base)["transformer"]}
+    if not fits:
+        with pytest.raises(ValueError, match="Give that model's folder as base") as caught:
+            read_components(base, index, None, None, GivenFiles(path).components())
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+        # With a base that says so, it is read.
+        config = base / "transformer" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | changes), "utf-8")
+    found = read_components(base, index, None, None, GivenFiles(path).components())["transformer"]
+    unit = found.unit("")
+    unit.load()
+    state = unit.module.state_dict()
+    assert state.keys() == made.state_dict().keys()
+    assert all(torch.equal(state[key], tensor) for key, tensor in made.state_dict().items())
+    for key, value in changes.items():
+        ours = unit.module.config[key]
+        assert (list(ours) if isinstance(ours, tuple) else ours) == value
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, {support!r})
+from import_pack import import_pack
+import_pack()
+from ballast.pipelines.files.components import read_components, read_model_index
+from ballast.pipelines.files.single.given import GivenFiles
+import diffusers
+def peak(what):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+base, path = Path({base!r}), Path({path!r})
+index = {{"transformer": read_model_index(base)["transformer"]}}
+diffusers.FluxTransformer2DModel.from_config, diffusers.loaders.single_file_utils
+before = peak("VmRSS")
+unit = read_components(base, index, None, None, GivenFiles(path).components())["transformer"].unit("")
+unit.load()
+print(peak("VmHWM") - before, unit.size_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_opening_takes_the_ram_of_the_file(tiny_folders: Folders, tmp_path: Path) -> None:
+    """A file of 200 MB, most of it in joined projections: at most a tenth more than that, at any time."""
+    base = base_of(tiny_folders("flux"), tmp_path / "base")
+    path, _ = variant(
+        "flux", {"num_attention_heads": 36, "num_layers": 4}, tiny_folders("flux"), tmp_path / "m.safetensors"
+    )
+    script = MEASURE.format(support=str(ROOT / "tests" / "support"), base=str(base), path=str(path))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    peak, size = map(int, ran.stdout.split())
+    assert size > 150e6
+    assert peak <= 1.1 * path.stat().st_size, f"{peak / 1e6:.0f} MB for {path.stat().st_size / 1e6:.0f} MB"
