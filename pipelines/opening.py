@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def open_pipeline(
     keep: bool = False,
     cache_dir: str | Path | None = None,
     base: str | Path | None = None,
+    text_encoders: Sequence[str | Path] = (),
+    vae: str | Path | None = None,
     **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
@@ -45,15 +48,24 @@ def open_pipeline(
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
-    has all else; weights of its transformer need not be there.
+    has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
+    `text_encoders` in any order, of which each encoder takes the one that fits it, and `vae`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
-    folder, shared = Path(path).expanduser(), {}
+    folder = Path(path).expanduser()
+    shared: dict[str, Any] = {}
     if base is not None:
-        folder, shared["files"] = Path(base).expanduser(), _given(folder)
+        shared["files"] = _given(folder, text_encoders, vae)
+        folder = Path(base).expanduser()
+    elif text_encoders:
+        raise ValueError(
+            "text_encoders are files beside a base. Give base as well: the diffusers folder of that model."
+        )
+    elif vae is not None:
+        family["vae"] = vae  # of a family that has such a file
     name = _family(folder)
     cls: Any = FAMILIES.get(name, GenericPipeline)
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
@@ -70,13 +82,16 @@ def open_pipeline(
         ) from error
 
 
-def _given(path: Path) -> GivenFiles:
+def _given(path: Path, text_encoders: Sequence[str | Path], vae: str | Path | None) -> GivenFiles:
     """The files beside a base. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}. Put it back, or name another.")
-    return GivenFiles(path)
+    encoders = tuple(Path(each).expanduser() for each in text_encoders)
+    found = Path(vae).expanduser() if vae is not None else None
+    for each in (path, *encoders, *([found] if found else [])):
+        if not each.is_file():
+            raise FileNotFoundError(f"there is no file {each}. Put it back, or name another.")
+    return GivenFiles(path, encoders, found)
 
 
 def _family(path: Path) -> str:

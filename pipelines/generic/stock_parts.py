@@ -57,8 +57,10 @@ class StockParts(StagedPipeline):
         index, elsewhere = self._contents(folder)
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
-        given = files.components() if files else {}
+        given = files.components(index) if files else {}
         found = read_components(folder, index, parse_dtype(dtype), elsewhere, given)
+        if files:
+            files.check_read(found.values())
         self.components = {name: self._adapted(component) for name, component in found.items()}
         self._tools: dict[str, Any] = {}
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not names_class(v)}

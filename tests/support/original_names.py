@@ -337,6 +337,65 @@ def _sana(state: State) -> State:
     return made | {"pos_embed": torch.zeros(1, 4, 32), "y_embedder.y_embedding": torch.zeros(300, 16)}
 
 
+def original_vae(state: State, blocks: int = 4) -> State:
+    """The tensors of an `AutoencoderKL` as the files of latent diffusion have them."""
+    names = {
+        "conv_norm_out": "norm_out",
+        "mid_block.attentions.0.group_norm": "mid.attn_1.norm",
+        "mid_block.attentions.0.to_q": "mid.attn_1.q",
+        "mid_block.attentions.0.to_k": "mid.attn_1.k",
+        "mid_block.attentions.0.to_v": "mid.attn_1.v",
+        "mid_block.attentions.0.to_out.0": "mid.attn_1.proj_out",
+        "mid_block.resnets.0": "mid.block_1",
+        "mid_block.resnets.1": "mid.block_2",
+        "downsamplers.0.conv": "downsample.conv",
+        "upsamplers.0.conv": "upsample.conv",
+        "conv_shortcut": "nin_shortcut",
+        "down_blocks": "down",
+        **{f"up_blocks.{i}": f"up.{blocks - 1 - i}" for i in range(blocks)},
+        "resnets": "block",
+    }
+    made = _renamed(state, names)
+    kernels = [name for name in made if ".attn_1." in name and name.endswith(".weight") and made[name].ndim == 2]
+    return made | {name: made[name][:, :, None, None] for name in kernels}
+
+
+def original_wan_vae(state: State) -> State:
+    """The tensors of an `AutoencoderKLWan` of four levels with two residual blocks each, as Wan's own file has them."""
+    ends = {
+        "norm1.gamma": "residual.0.gamma",
+        "conv1.": "residual.2.",
+        "norm2.gamma": "residual.3.gamma",
+        "conv2.": "residual.6.",
+        "conv_shortcut": "shortcut",
+    }
+    middle = {
+        "mid_block.resnets.0": "middle.0",
+        "mid_block.attentions.0": "middle.1",
+        "mid_block.resnets.1": "middle.2",
+    }
+    made = {}
+    for name, tensor in state.items():
+        new = name
+        if name.startswith("decoder.up_blocks."):
+            _, _, block, kind, number, *rest = name.split(".")
+            place = 4 * int(block) + (3 if kind == "upsamplers" else int(number))
+            new = ".".join(["decoder.upsamples", str(place), *rest])
+        new = new.replace("encoder.down_blocks.", "encoder.downsamples.")
+        for ours, theirs in middle.items():
+            new = new.replace(ours, theirs)
+        if "downsamples" in new or "upsamples" in new or "middle" in new:
+            for ours, theirs in ends.items():
+                new = new.replace("." + ours, "." + theirs)
+        for side in ("encoder", "decoder"):
+            new = new.replace(f"{side}.conv_in", f"{side}.conv1").replace(f"{side}.norm_out", f"{side}.head.0")
+            new = new.replace(f"{side}.conv_out", f"{side}.head.2")
+        if new.startswith("quant_conv"):
+            new = new.replace("quant_conv", "conv1")
+        made[new.replace("post_quant_conv", "conv2")] = tensor
+    return made
+
+
 # By the name of the family: its inverse, its converter, and numbers in that one for those of the tiny model.
 _Numbers = Mapping[int, int]
 ORIGINALS: dict[str, tuple[Callable[[State], State], str, _Numbers]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +17,11 @@ from ....memory.units.hostbuffer import allocate
 from ....memory.units.reader import pieces_of, read
 from ....memory.units.unit import building
 from ....memory.units.weights import Stored, file_identity, stamps_of
+from ..building import on_meta
 from ..components import Component
 from .contents import SingleFile, type_of
+from .encoders import read_encoder
+from .layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class FileComponent(Component):
         return {name: self.single.stored(name) for name in parameters}
 
     def _structure(self) -> nn.Module:
+        from transformers import PreTrainedModel
+
+        if issubclass(self.cls, PreTrainedModel):
+            return super()._structure()
         return self.cls.from_config(dict(self.config))  # type: ignore[attr-defined, no-any-return]
 
     def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
@@ -90,21 +97,43 @@ def transformer_component(base: Component, single: SingleFile) -> FileComponent:
 
     ValueError, in one line, where the file is of another model.
     """
-    if base.cls.__name__ not in single.layout.classes:
-        raise ValueError(
-            f"{single.path} is {single.layout.title}, but {base.folder.parent} has a {base.cls.__name__}. "
-            "Give the folder of that model as base."
-        )
+    layout = _layout_for(base, single)
     config = _completed(base.cls, base.config)
-    told = single.layout.told(single.shapes, config)
+    told = layout.told(single.shapes, config)
     for name, value in told.items():
-        if name not in single.layout.sizes and not _same(value, config.get(name)):
+        if name not in layout.sizes and not _same(value, config.get(name)):
             raise ValueError(
                 f"{single.path} has {name} = {value}, where {base.folder / 'config.json'} has {config.get(name)}: it "
-                f"is another {single.layout.title}. Give that model's folder as base."
+                f"is another {single.title}. Give that model's folder as base."
             )
-    made = {**base.config, **{name: value for name, value in told.items() if name in single.layout.sizes}}
+    made = {**base.config, **{name: value for name, value in told.items() if name in layout.sizes}}
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single))
+
+
+def vae_component(base: Component, single: SingleFile) -> FileComponent:
+    """The VAE of `base`, with the weights of a file. ValueError, in one line, where the file is of another one."""
+    _layout_for(base, single)
+    return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
+
+
+def encoder_component(base: Component, path: Path) -> FileComponent:
+    """A text encoder of `base`, with the weights of a file. ValueError, in one line, where the file is of another."""
+    dtype = base.dtype or type_of(path)
+    with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
+        module: Any = replace(base, dtype=dtype)._structure()
+    module.tie_weights()
+    single = read_encoder(path, module, dtype)
+    return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
+
+
+def _layout_for(base: Component, single: SingleFile) -> Layout:
+    assert single.layout is not None
+    if base.cls.__name__ not in single.layout.classes:
+        raise ValueError(
+            f"{single.path} is {single.title}, but {base.folder.parent} has a {base.cls.__name__}. "
+            "Give the folder of that model as base."
+        )
+    return single.layout
 
 
 def _checked(component: FileComponent) -> FileComponent:

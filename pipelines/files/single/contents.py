@@ -3,76 +3,94 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from ....memory.codecs.raw import Raw
 from ....memory.units.encoded import EncodedWeight, encoded_weights
 from ....memory.units.weights import Stored, refuse_pickle, stored_dtype
-from .layouts import Layout, Shapes, layout_of
+from .layouts import Config, Layout, Shapes, layout_of
 from .rows import Rows, left_over, whole
 
-# Before the names of a transformer in files that ComfyUI writes, and in those of others.
-_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.")
-_OTHERS = (  # before those of the other models in a file that holds a whole pipeline
-    "first_stage_model.", "vae.", "text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.",
-    "vocoder.",
-)  # fmt: skip
+# Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
+_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.")
+_OF_VAES = ("first_stage_model.", "vae.")
+_OF_OTHERS = ("text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.", "vocoder.")
+_PREFIXES = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES}
+_ANY = (*_OF_TRANSFORMERS, *_OF_VAES, *_OF_OTHERS)
 log = logging.getLogger("ballast")
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A model in a file: its layout, where each parameter lies by diffusers' names, and the weights by the file's."""
+    """A model in a file: what it is, where each parameter lies by the library's names, and the file's own weights."""
 
     path: Path
-    layout: Layout
+    title: str
     places: Mapping[str, Rows]
     weights: Mapping[str, EncodedWeight]
-    shapes: Shapes  # by diffusers' names, and of what no class has a place for by the file's
+    shapes: Shapes  # by the library's names, and of what no class has a place for by the file's
+    layout: Layout | None = None
 
     def stored(self, name: str) -> Stored:
         """Where a parameter lies. ValueError for one that is quantised."""
         return placed(self.places[name], self.weights)
 
 
-def read_single(path: Path, layouts: Sequence[Layout], what: str, dtype: torch.dtype) -> SingleFile:
+def read_single(
+    path: Path, layouts: Sequence[Layout], what: str, dtype: torch.dtype, config: Config = MappingProxyType({})
+) -> SingleFile:
     """The model in a file that one of the layouts knows. Reads no weights.
 
-    `what` says in errors what was looked for, and `dtype` is what quantised weights become. FileNotFoundError, or
-    ValueError in one line, for a file that is damaged, of an unknown kind, or lacks a weight or has one too many.
+    `what` is looked for: the transformer, or the VAE. Quantised weights become `dtype`; `config` is for converters.
+    FileNotFoundError, or ValueError in one line, for a file that is damaged, of an unknown kind, or lacks a weight or
+    has one too many.
     """
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
-    for prefix in _PREFIXES:
-        own = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
-        layout = layout_of(own, layouts)
-        if layout is not None:
-            break
-    else:
-        known = ", ".join(layout.title for layout in layouts)
-        first = ", ".join(sorted(weights)[:2]) or "nothing"
-        raise ValueError(f"{path} holds no {what} that is known here: it has {first}. Known are {known}.")
-    own = {name: full for name, full in own.items() if not full.startswith(_OTHERS)}
+    layout, own = _recognised(path, weights, layouts, what)
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
-        places = layout.places(rows)
+        places = layout.places(rows, config)
     except ValueError as error:
         raise ValueError(f"{path} is no whole {layout.title}: {error}. Get the whole model.") from error
-    unread = {own[name] for name in layout.unread if name in own}
-    _note_others(path, layout, left := [name for name in _left(weights, places) if name not in unread])
-    if surplus := sorted(name for name in left if not name.startswith(_OTHERS)):
+    shapes = Shapes({name: at.shape for name, at in places.items()})
+    shapes.update({name: rows[name].shape for name in layout.unread if name in rows})
+    spent = {own[name] for name in layout.unread if name in own}
+    left = left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
+    _refuse_left(path, layout, sorted(set(left) - spent), set(own.values()))
+    return SingleFile(path, layout.title, places, weights, shapes, layout)
+
+
+def _recognised(
+    path: Path, weights: Mapping[str, EncodedWeight], layouts: Sequence[Layout], what: str
+) -> tuple[Layout, dict[str, str]]:
+    """The layout of a file, and the names of its weights by those without their prefix."""
+    for prefix in ("", *_PREFIXES[what]):
+        named = (name for name in weights if name.startswith(prefix) and (prefix or not name.startswith(_ANY)))
+        own = {name.removeprefix(prefix): name for name in named}
+        if layout := layout_of(own, layouts):
+            return layout, own
+    known, first = ", ".join(layout.title for layout in layouts), ", ".join(sorted(weights)[:2]) or "nothing"
+    raise ValueError(f"{path} holds no {what} that is known here: it has {first}. Known are {known}.")
+
+
+def _refuse_left(path: Path, layout: Layout, left: Sequence[str], own: Collection[str]) -> None:
+    """Raise ValueError for weights of the model that nothing reads, and say which other models are not read."""
+    others = [name for name in left if name not in own and name.startswith(_ANY)]
+    if surplus := [name for name in left if name not in others]:
         raise ValueError(
             f"{path} holds {len(surplus)} weights that {layout.title} has no place for, such as {surplus[0]}. "
             "It is of another model: get the plain one."
         )
-    shapes = Shapes({name: at.shape for name, at in places.items()})
-    shapes.update({name: rows[name].shape for name in layout.unread if name in rows})
-    return SingleFile(path, layout, places, weights, shapes)
+    if others:
+        parts = ", ".join(sorted({name.partition(".")[0] for name in others}))
+        log.info("Ballast: of %s only the %s is read, not its %s", path, layout.title, parts)
 
 
 def type_of(path: Path) -> torch.dtype:
@@ -98,12 +116,3 @@ def placed(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Stored:
     if len({weights[run.name].parts[0].dtype for run in rows.runs}) > 1:
         raise ValueError(f"{first.path}: {rows.runs[0].name} is joined with weights of another type")
     return replace(first, offset=runs[0][0], shape=rows.shape, runs=tuple(runs) if len(runs) > 1 else ())
-
-
-def _left(weights: Mapping[str, EncodedWeight], places: Mapping[str, Rows]) -> Iterable[str]:
-    return left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
-
-
-def _note_others(path: Path, layout: Layout, left: Iterable[str]) -> None:
-    if parts := sorted({name.partition(".")[0] for name in left if name.startswith(_OTHERS)}):
-        log.info("Ballast: of %s only the %s is read, not its %s", path, layout.title, ", ".join(parts))

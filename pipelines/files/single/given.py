@@ -2,31 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..components import Component
-from .component import transformer_component
+from .component import FileComponent, encoder_component, transformer_component, vae_component
 from .contents import read_single, type_of
 from .transformers import LAYOUTS
+from .vaes import VAES
 
-_TRANSFORMER = "transformer"
+_ENCODER, _TRANSFORMER, _VAE = "text_encoder", "transformer", "vae"
+Maker = Callable[[Component], Component]
 
 
 @dataclass(frozen=True)
 class GivenFiles:
-    """Single files of the transformer and, if given, of other parts."""
+    """Single files: of the transformer and, if given, of text encoders and of the VAE."""
 
     transformer: Path
+    text_encoders: tuple[Path, ...] = ()
+    vae: Path | None = None
 
-    def components(self) -> dict[str, Callable[[Component], Component]]:
+    def components(self, index: Mapping[str, Any]) -> dict[str, Maker]:
         """What makes of a component of the base, by its name, the same with its weights from the file given for it.
 
-        It raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or not of that model.
+        It raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or not of that model. Of the
+        encoders' files each encoder takes the first that fits it.
         """
-        return {_TRANSFORMER: self._transformer}
+        left = list(self.text_encoders)
+        makers: dict[str, Maker] = {_TRANSFORMER: self._transformer}
+        if self.vae:
+            makers[_VAE] = partial(_vae, self.vae)
+        if left:
+            makers |= {name: partial(_encoder, left) for name in index if name.startswith(_ENCODER)}
+        return makers
+
+    def check_read(self, found: Iterable[Component]) -> None:
+        """Raise ValueError, in one line, for a file that is no part of the pipeline."""
+        parts = list(found)
+        read = {part.single.path for part in parts if isinstance(part, FileComponent)}
+        encoders = [part for part in parts if part.is_module and part.role == _ENCODER]
+        for path in self.text_encoders:
+            if path not in read:
+                raise ValueError(_fits_none(path, [part for part in encoders if not isinstance(part, FileComponent)]))
+        if self.vae and self.vae not in read:
+            raise ValueError(f"{self.vae} is given as vae, and the base has none. Leave vae out.")
 
     def _transformer(self, base: Component) -> Component:
         single = read_single(self.transformer, LAYOUTS, "transformer", base.dtype or type_of(self.transformer))
         return transformer_component(base, single)
+
+
+def _vae(path: Path, base: Component) -> Component:
+    return vae_component(base, read_single(path, VAES, "VAE", base.dtype or type_of(path), base.config))
+
+
+def _encoder(left: list[Path], base: Component) -> Component:
+    """An encoder with the weights of the first of the files that fits it, which is taken from them; else the base's."""
+    reasons = []
+    for path in left:
+        try:
+            made = encoder_component(base, path)
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        left.remove(path)
+        return made
+    try:
+        base.files  # noqa: B018  # which are looked for then
+    except FileNotFoundError as error:
+        raise ValueError(" ".join([f"{error} None of the files given fits it:", *reasons])) from error
+    return base
+
+
+def _fits_none(path: Path, encoders: Iterable[Component]) -> str:
+    said = []
+    for base in encoders:
+        try:
+            encoder_component(base, path)
+        except ValueError as error:
+            said.append(str(error))
+    return " ".join([f"{path} fits no text encoder that the base has and no other file is for.", *said])

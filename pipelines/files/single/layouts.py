@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .rows import Convert, Rows, Widths, traced
@@ -41,7 +42,7 @@ class Layout:
     widths: Callable[[Shapes], Widths] | None = None
     unread: tuple[str, ...] = ()
 
-    def places(self, shapes: Mapping[str, Rows]) -> dict[str, Rows]:
+    def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
 
         ValueError, in a few words, for what is missing.
@@ -51,19 +52,19 @@ class Layout:
             if self.widths:
                 widths = self.widths(Shapes({name: rows.shape for name, rows in shapes.items()}))
                 places = {name: Rows(rows.shape, rows.runs, widths) for name, rows in places.items()}
-            places = traced(places, self._convert())
+            places = traced(places, self._convert(config))
         return {name: rows for name, rows in places.items() if name not in self.unread}
 
     def is_original(self, names: Mapping[str, Any]) -> bool:
         """Whether a file of this kind has the original names."""
         return all(name in names for name in self.original)
 
-    def _convert(self) -> Convert:
+    def _convert(self, config: Config) -> Convert:
         if self.converter is None:
             return dict
         from diffusers.loaders import single_file_utils
 
-        return getattr(single_file_utils, self.converter)  # type: ignore[no-any-return]
+        return partial(getattr(single_file_utils, self.converter), config=config)
 
 
 def layout_of(names: Mapping[str, Any], layouts: Sequence[Layout]) -> Layout | None:

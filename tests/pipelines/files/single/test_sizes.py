@@ -59,12 +59,12 @@ def test_sizes_come_from_the_file(
     index = {"transformer": read_model_index(base)["transformer"]}
     if not fits:
         with pytest.raises(ValueError, match="Give that model's folder as base") as caught:
-            read_components(base, index, None, None, GivenFiles(path).components())
+            read_components(base, index, None, None, GivenFiles(path).components(index))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
         # With a base that says so, it is read.
         config = base / "transformer" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | changes), "utf-8")
-    found = read_components(base, index, None, None, GivenFiles(path).components())["transformer"]
+    found = read_components(base, index, None, None, GivenFiles(path).components(index))["transformer"]
     unit = found.unit("")
     unit.load()
     state = unit.module.state_dict()
@@ -92,7 +92,7 @@ base, path = Path({base!r}), Path({path!r})
 index = {{"transformer": read_model_index(base)["transformer"]}}
 diffusers.FluxTransformer2DModel.from_config, diffusers.loaders.single_file_utils
 before = peak("VmRSS")
-unit = read_components(base, index, None, None, GivenFiles(path).components())["transformer"].unit("")
+unit = read_components(base, index, None, None, GivenFiles(path).components(index))["transformer"].unit("")
 unit.load()
 print(peak("VmHWM") - before, unit.size_bytes)
 """

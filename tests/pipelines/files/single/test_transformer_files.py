@@ -28,7 +28,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def component(path: Path, base: Path, dtype: torch.dtype | None = None) -> FileComponent:
     index = {"transformer": read_model_index(base)["transformer"]}
-    found = read_components(base, index, dtype, None, GivenFiles(path).components())["transformer"]
+    found = read_components(base, index, dtype, None, GivenFiles(path).components(index))["transformer"]
     assert isinstance(found, FileComponent)
     return found
 

@@ -1,0 +1,76 @@
+"""Text encoders in single files: transformers' names, with or without the prefixes that tools leave out or put before.
+
+The weights of one are found by what is left of both names without those prefixes. Files often hold more than an encoder
+does: a head, a tower for pictures, a tokenizer. That is not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ....memory.units.encoded import encoded_weights
+from ....memory.units.weights import refuse_pickle
+from .contents import SingleFile
+from .layouts import Shapes
+from .rows import whole
+
+_PREFIX = re.compile(r"(?:(?:text_encoders?(?:\.\w+)?|transformer|model|language_model|text_model)\.)*")
+# What text encoders do without, by the beginnings of names without prefixes.
+_UNREAD = (
+    "lm_head.", "logit_scale", "text_projection.", "visual.", "vision_model.", "visual_projection.", "decoder.",
+    "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "spiece_model", "tokenizer_json",
+)  # fmt: skip
+log = logging.getLogger("ballast")
+
+
+def plain_name(name: str) -> str:
+    """A name without the prefixes of the models that it lies in."""
+    match = _PREFIX.match(name)
+    return name[match.end() :] if match else name
+
+
+def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFile:
+    """Where the weights of an encoder, on `meta`, lie in a file. Reads none. `dtype` is what quantised ones become.
+
+    FileNotFoundError, or ValueError in one line, for a file that is damaged, or that is another encoder's.
+    """
+    refuse_pickle(path)
+    weights, what = encoded_weights(path, dtype), type(module).__name__
+    by_name: dict[str, str] = {}
+    for full in weights:
+        if (other := by_name.setdefault(plain_name(full), full)) != full:
+            raise ValueError(f"{path} holds both {other} and {full}: it is of several models. Get the encoder alone.")
+    places, taken = {}, set()
+    for name, aliases in _names(module).items():
+        found = [by_name[plain_name(alias)] for alias in aliases if plain_name(alias) in by_name]
+        if not found:
+            raise ValueError(f"{path} lacks {plain_name(name)}, which {what} has. Get the file of that encoder.")
+        places[name] = whole(found[0], weights[found[0]].codec.shape)
+        taken.update(found)  # of tied weights the first is read, as transformers does
+    left = sorted(full for name, full in by_name.items() if full not in taken)
+    if surplus := [full for full in left if not plain_name(full).startswith(_UNREAD)]:
+        raise ValueError(
+            f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
+            "Get the file of that encoder."
+        )
+    if left:
+        log.info("Ballast: of %s only the %s is read, not %s", path, what, _kinds(left))
+    return SingleFile(path, what, places, weights, Shapes({name: at.shape for name, at in places.items()}))
+
+
+def _names(module: nn.Module) -> Mapping[str, Sequence[str]]:
+    """The names of each parameter, tied ones together, by the first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def _kinds(names: Sequence[str]) -> str:
+    return ", ".join(sorted({plain_name(name).partition(".")[0] for name in names}))
