@@ -34,7 +34,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
     )
     parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
-    for part, of in (("gemma", "NewBie"), ("jina", "NewBie"), ("vae", "NewBie, Pyramid-Flow")):
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="where the model is the file of a transformer: the diffusers folder of that model, for all else",
+    )
+    parser.add_argument(
+        "--text-encoder",
+        type=Path,
+        action="append",
+        help="a file of a text encoder, in place of the base's; may be given several times",
+    )
+    for part, of in (
+        ("vae", "beside --base, and for NewBie and Pyramid-Flow"),
+        ("gemma", "NewBie"),
+        ("jina", "NewBie"),
+    ):
         parser.add_argument(
             f"--{part}", type=Path, help=f"{of}: that file, where the model is the file of a transformer"
         )
@@ -55,6 +70,7 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a model family that were given, as `open_pipeline` takes them."""
-    names = ("llama", "variant", "gemma", "jina", "vae", "text")
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    """The files beside a model's, and the arguments of its family, that were given; as `open_pipeline` takes them."""
+    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder")
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    return {"text_encoders" if name == "text_encoder" else name: value for name, value in given.items()}

@@ -13,6 +13,8 @@ from ballast.commands.images import open_image
 from ballast.memory import simulated
 from pictured.pictures import picture
 from PIL import Image
+from safetensors.torch import save_file
+from single_files import base_of, state_of, transformer_file
 
 Folders = Callable[[str], Path]
 
@@ -58,6 +60,25 @@ def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: 
     assert Image.open(tmp_path / "boat.webp").n_frames == 9  # type: ignore[attr-defined]
     assert ballast.commands.main.main([*shared, "--out", str(tmp_path / "frames" / "boat.png")]) == 0
     assert len(list((tmp_path / "frames").iterdir())) == 9
+
+
+def test_generate_takes_single_files(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The file of a transformer with those of an encoder and the VAE, beside a base that has none of their weights."""
+    folder, out = tiny_folders("flux"), tmp_path / "boat.png"
+    base = base_of(folder, tmp_path / "base", "text_encoder_2", "vae")
+    files = [str(transformer_file("flux", folder, tmp_path / "flux.safetensors")), "--base", str(base)]
+    for option, part in (("--text-encoder", "text_encoder_2"), ("--vae", "vae")):
+        save_file(state_of(folder, part), path := tmp_path / f"{part}.safetensors")
+        files += [option, str(path)]
+    shared = ["--width", "48", "--height", "32", "--steps", "2"]
+    given = ["--prompt", "a boat", "--device", "cpu", *shared]
+    assert ballast.commands.main.main(["generate", "--model", *files, *given, "--out", str(out)]) == 0
+    made = np.asarray(Image.open(out))
+    assert ballast.commands.main.main(["generate", "--model", str(folder), *given, "--out", str(out)]) == 0
+    assert np.array_equal(np.asarray(Image.open(out)), made)
+    capsys.readouterr()
+    assert ballast.commands.main.main(["plan", *files, "--vram", "1GB", *shared]) == 0
+    assert "flux" in capsys.readouterr().out
 
 
 def test_generate_starts_from_pictures(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -16,9 +16,9 @@ import torch
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from diffusers.loaders import single_file_utils
-from original_names import original_vae, original_wan_vae
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
+from single_files.original_names import original_vae, original_wan_vae
 
 Folders = Callable[[str], Path]
 State = dict[str, torch.Tensor]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
-from original_names import original
 from places import ROOT
 from safetensors.torch import save_file
 from single_files import base_of
+from single_files.original_names import original
 
 Folders = Callable[[str], Path]
 

@@ -13,8 +13,8 @@ import torch
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.component import FileComponent
 from ballast.pipelines.files.single.given import GivenFiles
-from original_names import ORIGINALS, converted, original
 from single_files import base_of, state_of, transformer_file
+from single_files.original_names import ORIGINALS, converted, original
 
 Folders = Callable[[str], Path]
 COMFY = "model.diffusion_model."

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from original_names import original
 from safetensors.torch import load_file, save_file
+
+from .original_names import original
 
 Change = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
