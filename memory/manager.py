@@ -30,6 +30,7 @@ from .reports.report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage
+from .units.branches import Worn, keys_of
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, STRATEGIES, Role
 from .watch import Watch
@@ -178,6 +179,16 @@ class MemoryManager:
     def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
         """Keep a unit on the device, once it is there, until it is unpinned."""
         unit.pinned = pinned
+
+    def wear(self, unit: ManagedModel, worn: Worn) -> None:
+        """Let a unit run with these adapters and no others from now on; it leaves the device where they are new to it.
+
+        RuntimeError while it is leased, unless only their strengths change.
+        """
+        with self._lock:
+            if keys_of(worn) != keys_of(unit.worn) and not unit.leases:
+                self._residents.evict(unit)
+            unit.wear(worn)
 
     def schedule(self, units: Sequence[ManagedModel] | None) -> None:
         """The units that will run, in order, as far as the graph tells; None when it is not known.

@@ -161,6 +161,8 @@ class Residents:
         for unit in self.books.cached():
             if unit.placement and not (unit.leases or unit.pinned):
                 self.evict(unit)
+            if not unit.placement:
+                unit.wear(())
         self.books.forget()
         self.copies.keep_budget()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ..sizes import format_bytes
-from ..units.pieces import CallOrder, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
+from ..units.branches import keys_of
+from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
@@ -18,7 +19,7 @@ from .solver import Arrangement, Loads, arrange
 log = logging.getLogger("ballast")
 
 # Found out once, while the weights are not on the device, for the calls that are known.
-_sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[CallOrder, UnitSizes]] = weakref.WeakKeyDictionary()
+_sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """The weights of a unit as the planner looks at them."""
-    known = _sizes.get(unit)
-    if known is None or known[0] != unit.calls:
+    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn))
+    if known is None or known[0] != made_by:
         places = list(slots(unit.module))
         divided = divide(unit.module, places, unit.calls)
         tables = [slot for table in divided.tables for slot in table.slots]
@@ -100,7 +101,7 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
             ),
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
         )
-        known = _sizes[unit] = (unit.calls, sizes)
+        known = _sizes[unit] = (made_by, sizes)
     return known[1]
 
 

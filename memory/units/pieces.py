@@ -98,7 +98,8 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
     tensors, buffers that are in no file, the weights that are read elsewhere, and the few tensors that a module with
     others inside has for itself.
     """
-    limit, table_limit = largest_run_bytes(nbytes_of(host_slots)), largest_run_bytes(plain_bytes_of(host_slots))
+    weights = [slot for slot in host_slots if not slot.is_branch]
+    limit, table_limit = largest_run_bytes(nbytes_of(weights)), largest_run_bytes(plain_bytes_of(weights))
     here = {(id(slot.holder), slot.key): slot for slot in host_slots}
     owners = [
         Owner(path, owner, [here[id(slot.holder), slot.key] for slot in own])
@@ -178,7 +179,7 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
         lists = [child for child in owner.children() if not is_called(child)]  # such as of parameters, which it reads
         own = [slot for holder in (owner, *lists) for slot in _saved(holder)]
         whole = path in calls.whole or type(owner).__name__ in WHOLE_MODULES or (calls.blocks and id(owner) in blocks)
-        whole |= nbytes_of(own) > _OWN_SHARE * nbytes_of(list(slots(owner)))
+        whole |= nbytes_of(own) > _OWN_SHARE * nbytes_of([slot for slot in slots(owner) if not slot.is_branch])
         if whole and is_called(owner) and not any(f"{each}.".startswith(f"{path}.") for each in around):
             parts = list(owner.modules())
             seen.update(map(id, parts))

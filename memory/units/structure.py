@@ -12,6 +12,7 @@ from torch import nn
 from ..codecs.codec import Codec
 from .encoding import encoding_of
 
+BRANCH = "_branch_"  # what the names of a LoRA's tensors begin with, among the buffers of the module that it changes
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
 
 
@@ -39,6 +40,11 @@ class Slot:
     def plain_bytes(self) -> int:
         """Bytes of the parameter or buffer as the module's code sees it."""
         return (self.tensor if self.shown is None else self.shown).nbytes
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether a LoRA has put it there: it is of no piece, and divides nothing."""
+        return self.key.startswith(BRANCH)
 
     def set(self, tensor: torch.Tensor) -> None:
         """Let a device's copy of the host's tensor be used."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
+from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
 from .encoding import Source, mark_encoded
 from .loading import Interruptible, find_stored, load_stored
 from .pieces import CallOrder, PieceWeights, divide
@@ -92,6 +93,7 @@ class ManagedModel:
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
         self._held_calls = CallOrder()  # by which it was divided into these
+        self._worn: Worn = ()
         self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
 
     @classmethod
@@ -130,6 +132,7 @@ class ManagedModel:
             module = _apart(self._build).eval()
         module.__class__ = _located(type(module))  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
+        attach_shapes(module, self._worn)
         return module
 
     def double(self) -> nn.Module:
@@ -138,6 +141,33 @@ class ManagedModel:
         vars(double).pop("forward", None)
         vars(double)["_runs_on"] = torch.device("meta")
         return double
+
+    @property
+    def worn(self) -> Worn:
+        """The adapters that it runs with, each with its strength."""
+        return self._worn
+
+    def wear(self, worn: Worn) -> None:
+        """Run with these adapters, which fit, and no others. Another strength is a number: nothing is moved.
+
+        Their bytes count with the weights, and are in RAM for as long as they are worn. RuntimeError for one that is
+        on the device, where they are others than before.
+        """
+        if keys_of(worn) != keys_of(self._worn):
+            if self.placement is not None:
+                raise RuntimeError(f"{self.name} is in use, and keeps its LoRAs meanwhile.")
+            detach(self.module)
+            attach(self.module, worn)
+            self._size_bytes = None
+        elif worn:
+            set_strengths(self.module, worn)
+        self._worn = tuple(worn)
+
+    @property
+    def branch_bytes(self) -> int:
+        """Of its bytes, those of adapters."""
+        parts = (part for adapter, _ in self._worn for part in adapter.parts.values())
+        return sum(tensor.nbytes for part in parts for tensor in part.tensors())
 
     def learn(self, seen: CallOrder) -> None:
         """Note what a dry run saw of the calls inside; what was known of them before stays so."""
@@ -212,7 +242,7 @@ class ManagedModel:
             raise
         self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
         self._held.clear()
-        return max(0, self.size_bytes - here)
+        return max(0, self.size_bytes - self.branch_bytes - here)
 
     def hold(self, pieces: Collection[int], look: Callable[[int], None] = lambda read: None) -> int:
         """Bring just these of its pieces to RAM, as `divide` numbers them, beside those that are there; as `load` does.
