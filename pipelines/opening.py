@@ -17,6 +17,7 @@ from .families.pyramid_flow import PyramidFlowPipeline, is_pyramid
 from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .generic import GenericPipeline
+from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.
@@ -40,6 +41,7 @@ def open_pipeline(
     base: str | Path | None = None,
     text_encoders: Sequence[str | Path] = (),
     vae: str | Path | None = None,
+    loras: Loras = (),
     **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
@@ -50,6 +52,7 @@ def open_pipeline(
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
     `text_encoders` in any order, of which each encoder takes the one that fits it, and `vae`.
+    `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
@@ -73,13 +76,17 @@ def open_pipeline(
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
     cache = shared_cache(Path(cache_dir) if cache_dir else None)
     try:
-        return cls(folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **shared, **family)
+        pipe: StagedPipeline = cls(
+            folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **shared, **family
+        )
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.
         raise ValueError(
             f"{folder} cannot be opened: its configs lack something, or contradict each other "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}). Download them again."
         ) from error
+    pipe.set_loras(loras)
+    return pipe
 
 
 def _given(path: Path, text_encoders: Sequence[str | Path], vae: str | Path | None) -> GivenFiles:

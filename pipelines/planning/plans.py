@@ -178,7 +178,8 @@ def _forecast_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
         key = run.sampling.key(run.cond)
         key = key and f"{key}-run"
     else:
-        key = forecaster.key(**run.encoding.texts, stage="run", arguments=run.sampling.dry_arguments)
+        own = {"arguments": run.sampling.dry_arguments, **run.sampling.branches()}
+        key = forecaster.key(**run.encoding.texts, stage="run", **own)
         stages["encode"] = names_of(run.encoding.units)
     key = None if run.foresee else key  # what sees pictures is told by a dry run
     forecasts = forecast_cache.get(forecaster.directory, key, stages) if key else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,14 @@ from ...memory.manager import STRATEGIES
 from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
+from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_run
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
+from ..sampling.loras import Given as Loras
+from ..sampling.loras import Lora, open_loras, worn_by
 from .family import Modules, OnStep
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt
@@ -35,6 +39,30 @@ class StagedPipeline(TextStage, VaeStages):
     Made by `open_pipeline`. `keep=False` gives every byte back when a stage ends; with `keep=True` the transformer
     stays on the device between runs for as long as nothing else needs the room.
     """
+
+    _loras: tuple[Lora, ...] = ()
+
+    def set_loras(self, loras: Loras) -> None:
+        """Sample with these LoRAs from now on, and with no others: (file, strength) each, in this order.
+
+        The strength is a number, or a number for each transformer by its name where there are several; a plain number
+        is for those that the file itself names. They run as branches beside the weights, which stay as they are: another
+        strength moves nothing. A file that is in use already is not read again. Raises FileNotFoundError, or ValueError
+        in one line for a file that cannot be run exactly; the LoRAs are then those of before.
+        """
+        self._loras = open_loras(loras, self._with_loras(), getattr(self, "pipeline_class", None), self._loras)
+
+    def _with_loras(self) -> list[ManagedModel]:
+        """The models that LoRAs are for, that of files which name none first."""
+        return sorted(self.denoisers, key=lambda unit: unit.role != "transformer")
+
+    @contextlib.contextmanager
+    def _wearing(self) -> Iterator[None]:
+        """The transformers with the LoRAs of this pipeline; no other stage runs meanwhile."""
+        with self.manager.between_stages():
+            for unit in self.denoisers:
+                self.manager.wear(unit, worn_by(self._loras, unit))
+            yield
 
     def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
         """What a user should know of a run with these arguments of `sample`, a sentence each."""
@@ -109,11 +137,12 @@ class StagedPipeline(TextStage, VaeStages):
             pipe._see(cond, arguments | {"generator": torch.Generator("cpu").manual_seed(seed), "latents": noise})
         for unit in pipe.denoisers:
             unit.calls = replace(unit.calls, blocks=compile)
-        stage = pipe._sampling(arguments, reports=on_step is not None, noise=noise)
-        key = stage.key(cond)
-        forecast = functools.partial(stage.forecast, cond, key)
-        expected = pipe._expected("sample", pipe.denoisers, forecast, strategy, stage.steps)
-        latents = pipe._run_stage("sample", pipe.denoisers, run, strategy, work=key, **expected, keep=self.keep)
+        with self._wearing():
+            stage = pipe._sampling(arguments, reports=on_step is not None, noise=noise)
+            key = stage.key(cond)
+            forecast = functools.partial(stage.forecast, cond, key)
+            expected = pipe._expected("sample", pipe.denoisers, forecast, strategy, stage.steps)
+            latents = pipe._run_stage("sample", pipe.denoisers, run, strategy, work=key, **expected, keep=self.keep)
         check_finite(latents, "the transformer made")
         return latents
 
@@ -180,7 +209,8 @@ class StagedPipeline(TextStage, VaeStages):
             pipe._vae_run("decode", {}, budget_bytes, planned=True),
             functools.partial(pipe._foresee, arguments=arguments, room_bytes=budget_bytes) if pictures else None,
         )
-        return plan_run(run, budget_bytes, ram_bytes, rates)
+        with self._wearing():
+            return plan_run(run, budget_bytes, ram_bytes, rates)
 
     def _sampling(
         self, arguments: Mapping[str, Any], *, reports: bool = True, noise: torch.Tensor | None = None

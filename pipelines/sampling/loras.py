@@ -1,0 +1,80 @@
+"""The LoRAs of a pipeline: files and strengths in, what each of its transformers wears out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...memory.units.branches import Adapter, Worn
+from ...memory.units.unit import ManagedModel
+from ..files.lora import check_lora, identity, read_lora
+
+Strength = float | Mapping[str, float]  # for all transformers that a file is for, or for those that are named
+Given = Iterable[tuple[str | Path, Strength]]
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A file that was read: its adapters, and the strength of each, by the name of their unit."""
+
+    path: Path
+    digest: str
+    adapters: Mapping[str, Adapter]
+    strengths: Mapping[str, float]
+    named: bool  # whether strengths were given by name
+
+
+def open_loras(
+    given: Given, units: Sequence[ManagedModel], pipeline_class: Any, known: Sequence[Lora] = ()
+) -> tuple[Lora, ...]:
+    """Read LoRA files for these transformers; those `known` are not read again.
+
+    Raises FileNotFoundError, or ValueError in one line that names the file.
+    """
+    return tuple(_open(Path(path).expanduser(), strength, units, pipeline_class, known) for path, strength in given)
+
+
+def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
+    """What a transformer runs with."""
+    return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
+
+
+def structure(units: Sequence[ManagedModel]) -> dict[str, Any]:
+    """What transformers wear now, as far as it decides activations, by their names; without those that wear nothing."""
+    return {unit.name: [adapter.structure() for adapter, _ in unit.worn] for unit in units if unit.worn}
+
+
+def _open(
+    path: Path, strength: Strength, units: Sequence[ManagedModel], pipeline_class: Any, known: Sequence[Lora]
+) -> Lora:
+    names = [unit.name for unit in units]
+    by_name = dict(strength) if isinstance(strength, Mapping) else {}
+    for value in by_name.values() if isinstance(strength, Mapping) else [strength]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the strength of {path} is {value!r}, which is no number. Give one, such as 0.8.")
+    if unknown := sorted(by_name.keys() - set(names)):
+        raise ValueError(f"{path} has a strength for {', '.join(unknown)}. Name one of {', '.join(names)}.")
+    check_lora(path)
+    digest = identity(path)
+    for lora in known:
+        wanted = set(by_name) if isinstance(strength, Mapping) else set(lora.adapters)
+        if lora.digest == digest and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
+            return replace(lora, path=path, strengths=_strengths(strength, lora.adapters))
+    if isinstance(strength, Mapping):
+        # Each is read as the transformer that a file for one is named for.
+        found = {
+            unit.name: read_lora(path, pipeline_class, {names[0]: unit.module})[names[0]]
+            for unit in units
+            if unit.name in by_name
+        }
+    else:
+        found = read_lora(path, pipeline_class, {unit.name: unit.module for unit in units})
+    adapters = {name: Adapter((digest, name), parts) for name, parts in found.items()}
+    return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping))
+
+
+def _strengths(strength: Strength, adapters: Iterable[str]) -> dict[str, float]:
+    return {name: float(strength[name] if isinstance(strength, Mapping) else strength) for name in adapters}

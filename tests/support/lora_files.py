@@ -1,0 +1,62 @@
+"""LoRA files for tiny pipelines, and what stock diffusers makes of them with peft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from torch import nn
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj", "linear", "ff", "net", "proj_out", "x_embedder", "w1", "w2")
+
+
+def targets(module: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model that LoRAs are mostly made for."""
+    found = {name: inner for name, inner in module.named_modules() if isinstance(inner, nn.Linear)}
+    return {name: inner for name, inner in found.items() if any(part in name for part in TARGETS)}
+
+
+def weights(module: nn.Module, rank: int, seed: int = 0, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
+    """A LoRA with random A and B, named as diffusers and peft do."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, inner in targets(module).items():
+        out, into = inner.weight.shape
+        found[f"{prefix}{name}.lora_A.weight"] = torch.randn(rank, into, generator=generator) / into**0.5
+        found[f"{prefix}{name}.lora_B.weight"] = 0.5 * torch.randn(out, rank, generator=generator) / rank**0.5
+    return found
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Path:
+    """A LoRA file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, dict(metadata or {}))
+    return path
+
+
+def transformer_of(folder: Path) -> nn.Module:
+    """The transformer of a pipeline's folder, with its weights."""
+    pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    return pipe.transformer
+
+
+def stock(folder: Path, loras: Sequence[tuple[Path, float]], **more: Any) -> torch.Tensor:
+    """The latents of the stock pipeline, with these files loaded by peft."""
+    plain = DiffusionPipeline.from_pretrained
+
+    def loaded(*args: Any, **kwargs: Any) -> DiffusionPipeline:
+        pipe = plain(*args, **kwargs)
+        names = [f"lora{i}" for i, _ in enumerate(loras)]
+        for name, (path, _) in zip(names, loras, strict=True):
+            pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
+        pipe.set_adapters(names, [strength for _, strength in loras])
+        return pipe
+
+    DiffusionPipeline.from_pretrained = loaded  # type: ignore[method-assign]
+    try:
+        return tiny.stock(folder, **more)[0].float()
+    finally:
+        DiffusionPipeline.from_pretrained = plain  # type: ignore[method-assign]
