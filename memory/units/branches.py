@@ -136,7 +136,7 @@ def _attach(module: nn.Module, worn: Worn, made: Callable[[torch.Tensor], torch.
             for i, (part, _) in enumerate(parts):
                 for name, tensor in zip(("down", "up", "bias"), part.tensors(), strict=False):
                     owner.register_buffer(f"{BRANCH}{i}_{name}", made(tensor), persistent=False)
-            owner.__class__ = _branched(type(owner))
+            owner.__class__ = _branched(type(owner))  # type: ignore[arg-type]
     set_strengths(module, worn)
 
 

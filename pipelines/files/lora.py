@@ -119,7 +119,7 @@ def _by_own_names(
     """What is named by the modules themselves; None if anything is named otherwise."""
     places = {
         f"{prefix}{name}": (component, name)
-        for component, module in reversed(modules.items())  # names without a component are of the first
+        for component, module in reversed(list(modules.items()))  # names without a component are of the first
         for name, inner in module.named_modules()
         if isinstance(inner, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         for prefix in ("", f"{component}.")

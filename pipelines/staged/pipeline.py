@@ -46,9 +46,9 @@ class StagedPipeline(TextStage, VaeStages):
         """Sample with these LoRAs from now on, and with no others: (file, strength) each, in this order.
 
         The strength is a number, or a number for each transformer by its name where there are several; a plain number
-        is for those that the file itself names. They run as branches beside the weights, which stay as they are: another
-        strength moves nothing. A file that is in use already is not read again. Raises FileNotFoundError, or ValueError
-        in one line for a file that cannot be run exactly; the LoRAs are then those of before.
+        is for those that the file itself names. They run as branches beside the weights, which stay as they are, and
+        another strength moves nothing. A file that is in use already is not read again. Raises FileNotFoundError, or
+        ValueError in one line for a file that cannot be run exactly; the LoRAs are then those of before.
         """
         self._loras = open_loras(loras, self._with_loras(), getattr(self, "pipeline_class", None), self._loras)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import tiny
 import torch
 from diffusers import DiffusionPipeline
@@ -39,8 +41,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
 
 def transformer_of(folder: Path) -> nn.Module:
     """The transformer of a pipeline's folder, with its weights."""
-    pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    return pipe.transformer
+    name = json.loads((folder / "model_index.json").read_text("utf-8"))["transformer"][1]
+    return getattr(diffusers, name).from_pretrained(folder / "transformer", local_files_only=True)
 
 
 def stock(folder: Path, loras: Sequence[tuple[Path, float]], **more: Any) -> torch.Tensor:
