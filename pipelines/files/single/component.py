@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ....memory.units.encoding import Source
 from ....memory.units.hostbuffer import allocate
 from ....memory.units.reader import pieces_of, read
 from ....memory.units.unit import building
@@ -50,7 +51,7 @@ class FileComponent(Component):
         return self.name, self.cls, self.run_dtype, self._config_text, stamps_of([self.single.path])
 
     @cached_property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, Source]:
         """Where each parameter lies. ValueError for one that is missing, left over, or of another shape."""
         with building:
             module = self._build()
