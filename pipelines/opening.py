@@ -42,6 +42,7 @@ def open_pipeline(
     text_encoders: Sequence[str | Path] = (),
     vae: str | Path | None = None,
     loras: Loras = (),
+    weights: str = "auto",
     **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
@@ -52,7 +53,9 @@ def open_pipeline(
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
     `text_encoders` in any order, of which each encoder takes the one that fits it, and `vae`.
-    `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
+    `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
+    8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
+    leaves them as they are stored. `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
@@ -77,7 +80,16 @@ def open_pipeline(
     cache = shared_cache(Path(cache_dir) if cache_dir else None)
     try:
         pipe: StagedPipeline = cls(
-            folder, dtype, device=device, vram=vram, ram=ram, keep=keep, cache=cache, **shared, **family
+            folder,
+            dtype,
+            device=device,
+            vram=vram,
+            ram=ram,
+            keep=keep,
+            cache=cache,
+            weights=weights,
+            **shared,
+            **family,
         )
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.

@@ -77,7 +77,7 @@ def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """The weights of a unit as the planner looks at them."""
-    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn))
+    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes)
     if known is None or known[0] != made_by:
         places = list(slots(unit.module))
         divided = divide(unit.module, places, unit.calls)

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from ..codecs.codec import Codec, Part
+from ..codecs.making import Maker
 from .weights import Stamp, Stored
 
 _ATTRIBUTE = "_ballast_encoded"
+_MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # whose weights are worth it
 _PART_ALIGNMENT = 16  # bytes: of any type that parts have
 
 
@@ -54,10 +56,15 @@ Source = Stored | EncodedWeight  # where a weight lies in files
 
 @dataclass(eq=False)
 class Encoding:
-    """How a parameter is stored, and the bytes that the host holds of it, on `meta` where they are not in RAM."""
+    """How a parameter is stored, and the bytes that the host holds of it, on `meta` where they are not in RAM.
+
+    With a `maker` it is a plain weight in its file, which is encoded when it is read; until then the codec is about
+    what that will make.
+    """
 
     codec: Codec
     flat: torch.Tensor
+    maker: Maker | None = None
 
 
 def extents(source: Source) -> Iterator[tuple[Stored, int]]:
@@ -94,6 +101,18 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What the host holds of a module's tensor: the tensor itself or, of an encoded parameter, its bytes."""
     encoding = encoding_of(tensor)
     return encoding.flat if encoding else tensor
+
+
+def mark_made(module: nn.Module, maker: Maker) -> None:
+    """Let the weights of a module's matrices and convolutions be encoded when they are read, where that is a gain."""
+    for owner in module.modules():
+        weight = owner._parameters.get("weight") if isinstance(owner, _MADE) else None
+        if weight is None or encoding_of(weight) is not None or not weight.is_contiguous():
+            continue
+        codec = maker.planned(tuple(weight.shape), weight.dtype)
+        if codec.name != "raw":
+            flat = torch.empty(part_spans(codec)[1], dtype=torch.uint8, device="meta")
+            setattr(weight, _ATTRIBUTE, Encoding(codec, flat, maker))
 
 
 def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
 from .hostbuffer import allocate, can_pack, layout, place_of
+from .making import read_and_make
 from .pieces import CallOrder, divide, unique
 from .reader import pieces_of, read
 from .structure import slots
@@ -36,10 +37,10 @@ def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, So
 def _holds(at: Source, parameter: torch.Tensor) -> bool:
     encoding = encoding_of(parameter)
     if isinstance(at, EncodedWeight):
-        return encoding is not None and encoding.codec.parts == at.codec.parts
+        return encoding is not None and encoding.maker is None and encoding.codec.parts == at.codec.parts
     plain = can_pack(parameter) and parameter.is_contiguous() and at.shape == parameter.shape
     castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
-    return encoding is None and plain and castable
+    return (encoding is None or encoding.maker is not None) and plain and castable
 
 
 Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
@@ -62,8 +63,6 @@ def load_stored(
         return False
     places = list(slots(module))
     divided = divide(module, places, calls or CallOrder())
-    new: dict[int, torch.Tensor] = {}
-    jobs = []
     if pieces is None:
         others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
         parts = [
@@ -73,9 +72,19 @@ def load_stored(
         ]
     else:
         parts = [divided.pieces[i].tensors() for i in pieces]
+    parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
+    if any(slot.encoding and slot.encoding.maker for slot in places):
+        made = read_and_make(parts, places, found, look)
+        for slot in places:
+            if id(slot.tensor) in made:
+                codec, tensor = made[id(slot.tensor)]
+                if slot.encoding and codec:
+                    slot.encoding.codec = codec
+                slot.keep(tensor)
+        return True
+    new: dict[int, torch.Tensor] = {}
+    jobs = []
     for tensors in parts:
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
         offsets, total = layout(tensors)
         buffer = allocate(max(1, total))
         for tensor, offset in zip(tensors, offsets, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..codecs.codec import Codec
-from .encoding import encoding_of
+from .encoding import Encoding, encoding_of
 
 BRANCH = "_branch_"  # what the names of a LoRA's tensors begin with, among the buffers of the module that it changes
 _SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
@@ -31,10 +31,14 @@ class Slot:
     here: torch.Tensor | None = None
 
     @property
+    def encoding(self) -> Encoding | None:
+        """Of an encoded parameter."""
+        return encoding_of(self.shown) if self.shown is not None else None
+
+    @property
     def codec(self) -> Codec | None:
         """How an encoded parameter is stored."""
-        encoding = encoding_of(self.shown) if self.shown is not None else None
-        return encoding.codec if encoding else None
+        return self.encoding.codec if self.encoding else None
 
     @property
     def plain_bytes(self) -> int:
@@ -62,9 +66,8 @@ class Slot:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let another be the host's tensor from now on. What is in use on a device stays so."""
-        encoding = encoding_of(self.shown) if self.shown is not None else None
-        if encoding:
-            encoding.flat = tensor
+        if self.encoding:
+            self.encoding.flat = tensor
         elif self.holder[self.key] is self.tensor:
             self.holder[self.key] = tensor
         self.tensor = tensor

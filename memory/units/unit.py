@@ -17,10 +17,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from ..codecs.making import Maker
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
-from .encoding import Source, mark_encoded
+from .encoding import Source, mark_encoded, mark_made
 from .loading import Interruptible, find_stored, load_stored
 from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
@@ -59,8 +60,9 @@ class ManagedModel:
     `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
     with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
     disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
-    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called. `key`
-    says which model this is, so that whoever runs the same one gets this unit (see `MemoryManager.claim`).
+    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
+    With a `maker`, weights that are plain there are encoded when they are read, and cannot be run from disk. `key` says
+    which model this is, so that whoever runs the same one gets this unit (see `MemoryManager.claim`).
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ManagedModel:
         self._build = build
         self._read = read
         self._stored = stored
+        self.maker: Maker | None = None  # set before the module is first asked for
         self._module: nn.Module | None = None
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
@@ -119,6 +122,8 @@ class ManagedModel:
         module = self._build()
         if self._stored:
             mark_encoded(module, self._stored())
+        if self.maker:
+            mark_made(module, self.maker)
         return module
 
     def skeleton(self) -> nn.Module:
@@ -283,7 +288,7 @@ class ManagedModel:
 
         None where only `load` can read them. Raises ValueError if a file is damaged.
         """
-        stored = self._stored() if self._stored else {}
+        stored = self._stored() if self._stored and not self.maker else {}
         return stored if stored and find_stored(self.module, stored) is not None else None
 
     def is_stale(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...memory.codecs.making import maker_of
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
@@ -34,6 +35,8 @@ _INSTEAD = {
     "encode": "or write a shorter prompt", "sample": "or choose a smaller size", SEEING: "or give a smaller picture",
 }  # fmt: skip
 
+_ENCODED = ("text_encoder", "transformer")  # whose weights may be encoded at load; decoders run as they are
+
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")
 
@@ -53,8 +56,11 @@ class StageRunner(ModelFamily):
         ram: int | str | None,
         keep: bool,
         cache: EmbeddingCache | None,
+        weights: str = "auto",
     ) -> None:
         self.folder = folder
+        self.weights = weights
+        self._maker = maker_of(weights)
         self.title = title_of(folder)
         self.manager: MemoryManager = manager(device)
         self.vram_bytes = None if vram is None else parse_bytes(vram)
@@ -76,7 +82,15 @@ class StageRunner(ModelFamily):
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
         """The managed model of a part, which every pipeline of this device that has the same part shares."""
-        return self.manager.claim(part.key, lambda: part.unit(label), self._owner)
+
+        def make() -> ManagedModel:
+            unit = part.unit(label)
+            if unit.role in _ENCODED:
+                unit.maker = self._maker
+            return unit
+
+        key = (part.key, self.weights) if self._maker else part.key
+        return self.manager.claim(key, make, self._owner)
 
     @property
     def _forecaster(self) -> Forecaster:

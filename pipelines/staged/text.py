@@ -92,7 +92,8 @@ class TextStage(StageRunner):
         if self._text_files not in (None, facts["files"]):
             raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
         self._text_files = facts["files"]
-        return cache_key(facts | {"notes": 1})  # which are kept with the embedding
+        lossy = {} if self.weights in ("auto", "exact12") else {"weights": self.weights}
+        return cache_key(facts | lossy | {"notes": 1})  # which are kept with the embedding
 
     def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
         """What a user should know of how the prompts were read; kept in the conditioning."""

@@ -1,0 +1,32 @@
+"""Codecs that plain weights are encoded by at load, where that is asked for, by the word that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import exact12, fp8, int8
+from .codec import Codec, Encoded
+
+
+class Maker(NamedTuple):
+    """What a weight of a shape and a type is going to be stored as, about, and the call that stores one."""
+
+    planned: Callable[[tuple[int, ...], torch.dtype], Codec]
+    encode: Callable[[torch.Tensor], Encoded]
+
+
+MAKERS = {
+    "exact12": Maker(exact12.planned, exact12.encode),
+    "int8": Maker(int8.planned, int8.encode),
+    "fp8": Maker(fp8.planned, fp8.encode),
+}
+
+
+def maker_of(weights: str) -> Maker | None:
+    """The maker that a word asks for; None for "auto", which leaves weights as they are. ValueError for another."""
+    if weights != "auto" and weights not in MAKERS:
+        raise ValueError(f"unknown weights {weights!r}. Use auto, {', '.join(MAKERS)}.")
+    return MAKERS.get(weights)
