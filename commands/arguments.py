@@ -31,6 +31,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
     parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     parser.add_argument(
+        "--weights",
+        help="how weights are held: auto (as stored), exact12 (bf16 in 12 bits, without loss), int8 or fp8",
+    )
+    parser.add_argument(
         "--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
     )
     parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
@@ -71,6 +75,6 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The files beside a model's, and the arguments of its family, that were given; as `open_pipeline` takes them."""
-    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder")
+    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder", "weights")
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     return {"text_encoders" if name == "text_encoder" else name: value for name, value in given.items()}

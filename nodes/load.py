@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .shared.inputs import loader_inputs, ram_input
+from .shared.inputs import late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -50,7 +50,7 @@ class LoadPipeline(io.ComfyNode):
                     "its transformers to use, 768p, 384p or image. auto: HiDream's by its scheduler and the folder's "
                     "name, Pyramid-Flow's largest that is there.",
                 ),
-                ram_input(),
+                *late_inputs(),
             ],
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
@@ -70,6 +70,7 @@ class LoadPipeline(io.ComfyNode):
         llama: str = AUTO,
         variant: str = AUTO,
         ram_gb: float = 0.0,
+        weights: str = "auto",
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -82,7 +83,7 @@ class LoadPipeline(io.ComfyNode):
                 f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
             )
         family = {"llama": str(llama_folder)} if llama_folder else {}
-        family |= {} if variant == AUTO else {"variant": variant}
+        family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights)
         stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
         return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 

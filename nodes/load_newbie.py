@@ -9,7 +9,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .shared.folders import file_stamp
-from .shared.inputs import loader_inputs, ram_input
+from .shared.inputs import late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -44,7 +44,7 @@ class LoadNewbie(io.ComfyNode):
             description="Chooses NewBie-image by the four files that ComfyUI's own graph for it uses. Weights are "
             "loaded by the nodes that need them, and given back. Its folders go into Load Pipeline.",
             search_aliases=["newbie loader", "anime"],
-            inputs=[*files, *loader_inputs(), ram_input()],
+            inputs=[*files, *loader_inputs(), *late_inputs()],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
@@ -62,6 +62,7 @@ class LoadNewbie(io.ComfyNode):
         keep_loaded: bool = True,
         device: str = "auto",
         ram_gb: float = 0.0,
+        weights: str = "auto",
     ) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         for name, chosen in names.items():
@@ -71,7 +72,7 @@ class LoadNewbie(io.ComfyNode):
             name: Path(folder_paths.get_full_path_or_raise(_FOLDERS[name], chosen)) for name, chosen in names.items()
         }
         path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
-        family = {name: str(file) for name, file in files.items()}
+        family = {name: str(file) for name, file in files.items()} | weights_option(weights)
         stamp += file_stamp(path)
         return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 

@@ -49,19 +49,36 @@ def loader_inputs() -> list[io.Input]:
     ]
 
 
-def ram_input() -> io.Input:
-    """The last input of every loader: saved graphs know inputs by their order."""
-    return io.Float.Input(
-        "ram_gb",
-        default=0.0,
-        min=0.0,
-        max=4096.0,
-        step=0.5,
-        optional=True,
-        advanced=True,
-        tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit is "
-        "read from disk in every step.",
-    )
+def late_inputs() -> list[io.Input]:
+    """The last inputs of every loader: saved graphs know inputs by their order, and these came later."""
+    return [
+        io.Float.Input(
+            "ram_gb",
+            default=0.0,
+            min=0.0,
+            max=4096.0,
+            step=0.5,
+            optional=True,
+            advanced=True,
+            tooltip="RAM that Ballast's weights may hold, in GB. 0 means all that is free but 2 GB. What does not fit "
+            "is read from disk in every step.",
+        ),
+        io.Combo.Input(
+            "weights",
+            options=["auto", "exact12", "int8", "fp8"],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="How encoders and transformer are held in RAM and come to the card. auto: as they are stored. "
+            "exact12: bfloat16 in 12 bits, the same picture. int8, fp8: 8 bits, a slightly different picture. They are "
+            "encoded when they are read, and must then fit in RAM.",
+        ),
+    ]
+
+
+def weights_option(weights: str) -> dict[str, str]:
+    """The loader's choice of weights as `open_pipeline` takes it; nothing for those as stored."""
+    return {} if weights == "auto" else {"weights": weights}
 
 
 def size_inputs() -> list[io.Input]:
