@@ -199,6 +199,7 @@ def make_plan(
     idle_bytes: int = 0,
     in_ram_bytes: int = 0,
     from_disk: bool = False,
+    whole_in_ram: bool = False,
     measured: Measured | None = None,
 ) -> Plan:
     """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
@@ -206,9 +207,9 @@ def make_plan(
     `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
     than the whole, where that is asked for, is resident. Of the weights `in_ram_bytes` need not be read first;
-    `from_disk` says that they can be streamed from there. What the pieces were `measured` to compute counts for more
-    than operations and rates. When nothing fits, the plan is the one that wants least, with
-    `fits` false.
+    `from_disk` says that they can be streamed from there, `whole_in_ram` that RAM must hold them all. What the pieces
+    were `measured` to compute counts for more than operations and rates. When nothing fits, the plan is the one that
+    wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -238,8 +239,8 @@ def make_plan(
             )
     made = [c for i, c in enumerate(made) if c not in made[:i]]
     allowed = [c for c in made if c.placement in bound_to]
-    # Where nothing can run from disk, weights that exceed the RAM budget are a matter of the run.
-    ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
+    # Where it is not known whether RAM must hold all, weights that exceed its budget are a matter of the run.
+    ram_bytes_allowed = ram_bytes if streams_from_disk or whole_in_ram else sizes.total_bytes
     on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
     in_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
@@ -361,6 +362,8 @@ def _reason(
         )
     if not fits and chosen.peak_vram_bytes <= budget_bytes:
         ram = format_bytes(ram_bytes)
+        if not chosen.from_disk:
+            return f"{whole} of weights do not fit {ram} of RAM, which must hold all that is encoded when it is read."
         if asked:
             return f"{how}, does not fit {ram} of RAM: from disk it wants {format_bytes(chosen.ram_bytes)}."
         return (

@@ -131,6 +131,7 @@ def plan_stage(
             idle_bytes=forecast.idle_bytes,
             in_ram_bytes=named[unit].host_bytes,
             from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
+            whole_in_ram=named[unit].maker is not None,
             measured=learned.recall(card, sizes_of(named[unit]), work) if card else None,
         )
         for unit, work in forecast.units.items()

@@ -1,0 +1,97 @@
+"""What weights in fewer bits take and gain at the published sizes: what docs/models.md says of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ballast
+import full_size
+import gguf
+import numpy as np
+import pytest
+from ballast.memory.planning.runplan import seconds
+from ballast.memory.rates import ASSUMED
+from ballast.memory.sizes import format_bytes
+from ballast.memory.units.weights import find_weights, read_header
+from gguf import GGMLQuantizationType as Type
+from places import ROOT
+
+pytestmark = pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make check")
+
+SIZE: dict[str, Any] = {"width": 1024, "height": 1024}
+FORMATS = {
+    "plain, bfloat16": "auto",
+    "exact12": "exact12",
+    "fp8": "fp8",
+    "int8": "int8",
+    "GGUF Q8_0": "",
+    "GGUF Q4_K": "",
+}
+
+
+def quantized(folder: Path, kind: Type) -> None:
+    """The transformer as one sparse GGUF file, its matrices of a kind."""
+    shapes = {}
+    for file in find_weights(folder)[0]:
+        shapes |= {name: tuple(entry["shape"]) for name, entry in read_header(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    writer = gguf.GGUFWriter(path := folder / "model.gguf", "flux")
+    for name, shape in shapes.items():
+        fits = len(shape) == 2 and shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        stored = kind if fits else Type.BF16
+        weights, nbytes = gguf.GGML_QUANT_SIZES[stored]
+        rows = (*shape[:-1], shape[-1] // weights * nbytes)
+        writer.add_tensor_info(name, rows, np.dtype(np.uint8), prod(rows), raw_dtype=stored)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    sizes = [-(-info.nbytes // 32) * 32 for tensors in writer.tensors for info in tensors.values()]
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + sum(sizes) + 32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("full")
+    found = {"plain": full_size.build("flux", root / "flux"), "hidream": full_size.build("hidream", root / "hidream")}
+    for name, kind in (("GGUF Q8_0", Type.Q8_0), ("GGUF Q4_K", Type.Q4_K)):
+        found[name] = full_size.build("flux", root / name)
+        quantized(found[name] / "transformer", kind)
+    return found
+
+
+def test_docs_tell_what_the_planner_says(folders: dict[str, Path], tmp_path: Path) -> None:
+    docs = (ROOT / "docs" / "models.md").read_text("utf-8")
+    rates = replace(ASSUMED, pinned_bytes_per_second=12e9)
+    rows = []
+    for name, weights in FORMATS.items():
+        folder = folders.get(name, folders["plain"])
+        pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=tmp_path, weights=weights or "auto")
+        plan = pipe.plan(**SIZE, vram="6GB", ram="64GB", rates=rates).sampling
+        assert plan.fits and plan.step_seconds <= 1.05 * plan.bound_seconds
+        rows.append(
+            f"| {name} | {format_bytes(plan.ram_bytes)} | {format_bytes(round(plan.transfer_seconds * 12e9))} | "
+            f"{seconds(plan.transfer_seconds)} | {seconds(plan.step_seconds)} |"
+        )
+    missing = "\n".join(row for row in rows if row not in docs)
+    assert not missing, missing
+
+
+def test_hidream_in_twelve_bits_takes_a_quarter_less_ram(folders: dict[str, Path], tmp_path: Path) -> None:
+    def plan(weights: str, ram: str) -> Any:
+        pipe = ballast.open_pipeline(
+            folders["hidream"], device="cpu", cache_dir=tmp_path, weights=weights, variant="dev"
+        )
+        return pipe.plan(**SIZE, vram="8GB", ram=ram, rates=ASSUMED).sampling
+
+    plain, twelve = plan("auto", "64GB"), plan("exact12", "64GB")
+    assert 31.8 < plain.ram_bytes / 2**30 < 32
+    assert twelve.ram_bytes / 2**30 <= 24.2 and twelve.fits
+    short = plan("exact12", "20GB")
+    assert not short.fits and "must hold all that is encoded when it is read" in short.reason
