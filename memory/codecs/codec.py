@@ -85,6 +85,17 @@ class Codec(ABC):
             raise ValueError(f"{self.name} of {self.shape} has no rows that lie apart.")
         return replace(self, shape=(rows, *self.shape[1:]))
 
+    def taken(self: C, begin: int, end: int) -> tuple[C, tuple[slice, ...]]:
+        """The codec of the rows from `begin` to `end`, and which elements of each part are theirs.
+
+        ValueError where these rows do not lie apart from the others.
+        """
+        if self.row_parts is None or not 0 <= begin < end <= self.shape[0]:
+            raise ValueError(f"{self.name} of {self.shape} has no rows {begin} to {end} that lie apart.")
+        of_all = zip(self.row_parts, self.parts, strict=True)
+        taken = (slice(begin * each, end * each) if each else slice(0, part.count) for each, part in of_all)
+        return self.of_rows(end - begin), tuple(taken)
+
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write the weight into `out`, a contiguous tensor of `shape` (or as many elements) and `dtype`.
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 
 from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of
+
+M = TypeVar("M", bound="_Microscaled")
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4  # of scales that lie together
 
@@ -44,6 +46,20 @@ class _Microscaled(Codec):
         """Scales as they are stored, in whole tiles."""
         rows, columns = self.padded
         return -(-rows // _TILE_ROWS) * _TILE_ROWS * -(-columns // (self.block * _TILE_COLUMNS)) * _TILE_COLUMNS
+
+    def taken(self: M, begin: int, end: int) -> tuple[M, tuple[slice, ...]]:
+        """Rows in whole tiles of scales: the others are mixed with theirs. Raises as for any codec."""
+        if not 0 <= begin < end <= self.shape[0] or begin % _TILE_ROWS or (end % _TILE_ROWS and end < self.shape[0]):
+            raise ValueError(f"{self.name} of {self.shape} has no rows {begin} to {end} that lie apart.")
+        codec = replace(self, shape=(end - begin, self.shape[1]))
+        values, scales, *others = zip(self.parts, codec.parts, strict=True)
+        first = begin * values[0].count // self.padded[0], begin // _TILE_ROWS * self._tile_scales
+        taken = (slice(at, at + part.count) for at, (_, part) in zip(first, (values, scales), strict=True))
+        return codec, (*taken, *(slice(0, part.count) for _, part in others))
+
+    @property
+    def _tile_scales(self) -> int:
+        return self.scales // -(-self.padded[0] // _TILE_ROWS)
 
     @property
     def workspace_bytes(self) -> int:
