@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ....memory.units.encoding import Source
+from ....memory.codecs.raw import Raw
+from ....memory.units.encoding import Source, extents, part_spans, split
 from ....memory.units.hostbuffer import allocate
 from ....memory.units.reader import pieces_of, read
 from ....memory.units.unit import building
@@ -72,7 +73,11 @@ class FileComponent(Component):
                     f"{path} has {name} as {list(places[name].shape)} where {what} has {list(tensor.shape)}: it is of "
                     f"another model than {self.folder.parent}. Give that model's folder as base."
                 )
-        return {name: self.single.stored(name) for name in parameters}
+        found = {name: self.single.source(name) for name in parameters}
+        for name, source in found.items():
+            if isinstance(source, Stored) and not source.dtype.is_floating_point:
+                raise ValueError(f"{path} has {name} in whole numbers ({source.dtype}). Get the plain file.")
+        return found
 
     def _structure(self) -> nn.Module:
         from transformers import PreTrainedModel
@@ -82,7 +87,7 @@ class FileComponent(Component):
         return self.cls.from_config(dict(self.config))  # type: ignore[attr-defined, no-any-return]
 
     def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return {name: _tensor(self.single.stored(name)) for name in names if name in self.single.places}
+        return {name: _tensor(self.single.source(name)) for name in names if name in self.single.places}
 
     def _read(self) -> NoReturn:
         path = self.single.path
@@ -159,8 +164,11 @@ def _same(one: Any, other: Any) -> bool:
     return bool(pair[0] == pair[1])
 
 
-def _tensor(at: Stored) -> torch.Tensor:
+def _tensor(source: Source) -> torch.Tensor:
     """A small tensor from its file."""
-    flat = allocate(max(1, at.dtype.itemsize * torch.Size(at.shape).numel()))
-    read([(piece, flat) for piece in pieces_of(at, at.dtype, 0)])
-    return flat[: at.dtype.itemsize * torch.Size(at.shape).numel()].view(at.dtype).view(at.shape)
+    codec = Raw(source.shape, source.dtype, source.dtype) if isinstance(source, Stored) else source.codec
+    flat = allocate(max(1, part_spans(codec)[1]))
+    read([(piece, flat) for at, begin in extents(source) for piece in pieces_of(at, at.dtype, begin)])
+    made = torch.empty(codec.shape, dtype=codec.dtype)
+    codec.decode(split(codec, flat), made)
+    return made

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from ....memory.codecs.raw import Raw
-from ....memory.units.encoded import EncodedWeight, encoded_weights
-from ....memory.units.weights import Stored, refuse_pickle, stored_dtype
+from ....memory.units.encoded import encoded_weights
+from ....memory.units.encoding import EncodedWeight, Source
+from ....memory.units.weights import refuse_pickle
 from .layouts import Config, Layout, Shapes, layout_of
+from .placing import placed
 from .rows import Rows, left_over, whole
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
@@ -37,8 +38,8 @@ class SingleFile:
     shapes: Shapes  # by the library's names, and of what no class has a place for by the file's
     layout: Layout | None = None
 
-    def stored(self, name: str) -> Stored:
-        """Where a parameter lies. ValueError for one that is quantised."""
+    def source(self, name: str) -> Source:
+        """Where a parameter lies. ValueError, in one line, where it does not lie apart from others."""
         return placed(self.places[name], self.weights)
 
 
@@ -94,25 +95,16 @@ def _refuse_left(path: Path, layout: Layout, left: Sequence[str], own: Collectio
 
 
 def type_of(path: Path) -> torch.dtype:
-    """The type that the weights of a file run in where none is given: that of most of them, if it is one to run in."""
-    found = torch.bfloat16 if path.suffix.lower() == ".gguf" else stored_dtype([path])
-    return found if found in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+    """The type that the weights of a file run in where none is given: that of most bytes, bf16 where any are quantised.
 
-
-def placed(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Stored:
-    """Where the rows lie in the file. ValueError for quantised ones."""
-    runs: list[tuple[int, int]] = []
-    for name, begin, end in rows.runs:
-        codec, (at, *_) = weights[name].codec, weights[name].parts
-        if not isinstance(codec, Raw) or not at.dtype.is_floating_point:
-            raise ValueError(f"{at.path}: {name} is quantised")
-        columns = prod(codec.shape[1:])
-        offset, count = at.offset + begin * columns * at.dtype.itemsize, (end - begin) * columns
-        if runs and runs[-1][0] + runs[-1][1] * at.dtype.itemsize == offset:
-            runs[-1] = runs[-1][0], runs[-1][1] + count
-        else:
-            runs.append((offset, count))
-    first = weights[rows.runs[0].name].parts[0]
-    if len({weights[run.name].parts[0].dtype for run in rows.runs}) > 1:
-        raise ValueError(f"{first.path}: {rows.runs[0].name} is joined with weights of another type")
-    return replace(first, offset=runs[0][0], shape=rows.shape, runs=tuple(runs) if len(runs) > 1 else ())
+    Raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or of a format that is not known.
+    """
+    refuse_pickle(path)
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in encoded_weights(path, torch.bfloat16).values():
+        plain = weight.stored()
+        if plain is None:
+            return torch.bfloat16
+        if plain.dtype.is_floating_point:
+            sizes[plain.dtype] += weight.codec.stored_bytes
+    return sizes.most_common(1)[0][0] if sizes else torch.float32

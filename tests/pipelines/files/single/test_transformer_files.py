@@ -73,7 +73,9 @@ def test_a_file_runs_as_the_stock_pipeline_does(
     folder = tiny_folders(name)
     path = transformer_file(name, folder, tmp_path / "my-model.safetensors", COMFY)
     expected, _ = tiny.stock(folder)
-    pipe, encode, sample, _ = tiny.stages(name, path, "sim", base=base_of(folder, kept / name), ram=130_000)
+    pipe, encode, sample, _ = tiny.stages(
+        name, path, "sim", base=base_of(folder, kept / name), ram=130_000, cache_dir=kept
+    )
     cond = encode()
     for strategy in ("streamed", "resident"):
         torch.testing.assert_close(sample(cond, strategy=strategy), expected.float(), atol=1e-5, rtol=0)

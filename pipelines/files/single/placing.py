@@ -1,0 +1,57 @@
+"""Where rows of stored weights lie, as modules take them: of plain weights and of those that are stored encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ....memory.units.encoding import EncodedWeight, Source
+from ....memory.units.weights import Stored
+from .rows import Rows, Run
+
+
+def placed(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Source:
+    """Where the rows lie in the file. ValueError, in one line, where they do not lie apart from others there."""
+    first = weights[rows.runs[0].name]
+    if _is_whole(rows, first):
+        plain = first.stored()
+        return replace(plain, shape=rows.shape) if plain else first
+    try:
+        return _taken(rows, weights)
+    except ValueError as error:
+        raise ValueError(f"{first.path}: {rows.runs[0].name}: {error} Get the plain file.") from error
+
+
+def _is_whole(rows: Rows, weight: EncodedWeight) -> bool:
+    return rows.runs == (Run(rows.runs[0].name, 0, weight.shape[0] if weight.shape else 1),)
+
+
+def _taken(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Source:
+    first = weights[rows.runs[0].name]
+    if len({run.name for run in rows.runs}) > 1:
+        raise ValueError("it is joined with another weight.")
+    slices = [first.codec.taken(run.begin, run.end)[1] for run in rows.runs]
+    codec = first.codec.taken(0, sum(run.end - run.begin for run in rows.runs))[0]
+    parts = []
+    for place, spec, taken in zip(first.parts, codec.parts, zip(*slices, strict=True), strict=True):
+        # A part that is of all rows is there once.
+        of_all = all(each == slice(0, spec.count) for each in taken)
+        parts.append(_run(place, taken[:1] if of_all else taken))
+        if parts[-1].shape != (spec.count,):
+            raise ValueError("its rows do not lie apart.")
+    weight = EncodedWeight(codec, tuple(parts))
+    plain = weight.stored()
+    return replace(plain, shape=rows.shape) if plain else weight
+
+
+def _run(place: Stored, slices: Iterable[slice]) -> Stored:
+    """These elements of a flat tensor, one run after another."""
+    runs: list[tuple[int, int]] = []
+    for each in slices:
+        offset, count = place.offset + each.start * place.dtype.itemsize, each.stop - each.start
+        if runs and runs[-1][0] + runs[-1][1] * place.dtype.itemsize == offset:
+            runs[-1] = runs[-1][0], runs[-1][1] + count
+        else:
+            runs.append((offset, count))
+    total = sum(count for _, count in runs)
+    return replace(place, offset=runs[0][0], shape=(total,), runs=tuple(runs) if len(runs) > 1 else ())
