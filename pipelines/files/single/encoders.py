@@ -17,6 +17,7 @@ from torch import nn
 from ....memory.units.encoded import encoded_weights
 from ....memory.units.weights import refuse_pickle
 from .contents import SingleFile
+from .gguf_names import names_in_gguf
 from .layouts import Shapes
 from .rows import whole
 
@@ -42,9 +43,10 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
     """
     refuse_pickle(path)
     weights, what = encoded_weights(path, dtype), type(module).__name__
+    named = names_in_gguf(path, weights) if path.suffix.lower() == ".gguf" else {full: full for full in weights}
     by_name: dict[str, str] = {}
-    for full in weights:
-        if (other := by_name.setdefault(plain_name(full), full)) != full:
+    for full, name in named.items():
+        if (other := by_name.setdefault(plain_name(name), full)) != full:
             raise ValueError(f"{path} holds both {other} and {full}: it is of several models. Get the encoder alone.")
     places, taken = {}, set()
     for name, aliases in _names(module).items():
@@ -53,8 +55,8 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
             raise ValueError(f"{path} lacks {plain_name(name)}, which {what} has. Get the file of that encoder.")
         places[name] = whole(found[0], weights[found[0]].codec.shape)
         taken.update(found)  # of tied weights the first is read, as transformers does
-    left = sorted(full for name, full in by_name.items() if full not in taken)
-    if surplus := [full for full in left if not plain_name(full).startswith(_UNREAD)]:
+    left = sorted(name for name, full in by_name.items() if full not in taken)
+    if surplus := [by_name[name] for name in left if not name.startswith(_UNREAD)]:
         raise ValueError(
             f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
             "Get the file of that encoder."
@@ -73,4 +75,4 @@ def _names(module: nn.Module) -> Mapping[str, Sequence[str]]:
 
 
 def _kinds(names: Sequence[str]) -> str:
-    return ", ".join(sorted({plain_name(name).partition(".")[0] for name in names}))
+    return ", ".join(sorted({name.partition(".")[0] for name in names}))

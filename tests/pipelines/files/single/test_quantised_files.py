@@ -33,8 +33,8 @@ def is_quantised(name: str, value: torch.Tensor) -> bool:
     return name.endswith(".weight") and value.ndim == 2 and value.shape[1] % 32 == 0
 
 
-def write_gguf(kind: Type, at: Path, weights: State) -> Path:
-    writer = gguf.GGUFWriter(path := at.with_suffix(".gguf"), "flux")
+def write_gguf(kind: Type, at: Path, weights: State, architecture: str = "flux") -> Path:
+    writer = gguf.GGUFWriter(path := at.with_suffix(".gguf"), architecture)
     for name, value in weights.items():
         values = value.float().numpy()
         if is_quantised(name, value):
@@ -184,3 +184,48 @@ def test_text_encoders_and_vaes_that_are_quantised(tiny_folders: Folders, tmp_pa
     whole = ballast.open_pipeline(folder, device="sim").encode("a red boat", "", max_sequence_length=16)
     near = (cond.tensors["prompt_embeds"].float() - whole.tensors["prompt_embeds"].float()).norm()
     assert near < 0.2 * whole.tensors["prompt_embeds"].float().norm()
+
+
+def in_gguf(state: State, architecture: gguf.MODEL_ARCH, prefix: str) -> State:
+    """By the names that the package `gguf` gives the weights of transformers."""
+    names = gguf.get_tensor_name_map(architecture, 99)
+    return {str(names.get_name(prefix + name, (".weight", ".bias"))): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "architecture", "prefix"),
+    [
+        ("flux", "text_encoder_2", gguf.MODEL_ARCH.T5ENCODER, ""),
+        ("wan", "text_encoder", gguf.MODEL_ARCH.T5, ""),
+        ("zimage", "text_encoder", gguf.MODEL_ARCH.QWEN3, "model."),
+        ("hunyuan_video15", "text_encoder", gguf.MODEL_ARCH.QWEN2, "model."),
+    ],
+)
+def test_text_encoders_of_gguf(
+    family: str, part: str, architecture: gguf.MODEL_ARCH, prefix: str, tiny_folders: Folders, tmp_path: Path
+) -> None:
+    """Each parameter is the weight of its name, quantised."""
+    folder = tiny_folders(family)
+    state = state_of(folder, part)
+    named = in_gguf(state, architecture, prefix)
+    path = write_gguf(Type.Q8_0, tmp_path / "encoder", named, gguf.MODEL_ARCH_NAMES[architecture])
+    base = base_of(folder, tmp_path / "base", part)
+    index = {part: read_model_index(base)[part]}
+    files = GivenFiles(path, (path,))
+    makers = {part: files.components(index)[part]}
+    found = read_components(base, index, None, None, makers)[part]
+    for key, source in found.stored.items():
+        made = _read(source) if isinstance(source, EncodedWeight) else None
+        if made is not None:
+            torch.testing.assert_close(made.float(), state[key], atol=0.05, rtol=0.05)
+    assert state.keys() - {"encoder.embed_tokens.weight"} <= found.stored.keys()
+
+
+def test_text_encoders_of_other_gguf_are_refused(tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = tiny_folders("lumina2")
+    path = write_gguf(Type.Q8_0, tmp_path / "gemma", state_of(folder, "text_encoder"), "gemma2")
+    save_file(original("lumina2", state_of(folder)), model := tmp_path / "lumina2.safetensors")
+    with pytest.raises(ValueError, match="GGUF of 'gemma2'"):
+        ballast.open_pipeline(model, device="cpu", base=base_of(folder, tmp_path / "base"), text_encoders=[path])
+    with pytest.raises(ValueError, match="holds no transformer that is known here"):
+        ballast.open_pipeline(path, device="cpu", base=base_of(folder, tmp_path / "base"))

@@ -1,0 +1,58 @@
+"""The names of text encoders in GGUF files, which are llama.cpp's, as transformers has them.
+
+Only of architectures whose weights llama.cpp stores as they are: it adds 1 to Gemma's norms, and mixes rows of Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ....memory.units.gguf import read_gguf_header
+
+_T5 = (
+    ("enc.output_norm.", "encoder.final_layer_norm."),
+    ("enc.blk.", "encoder.block."),
+    ("dec.", "decoder."),
+    ("token_embd.", "shared."),
+    (".attn_rel_b.", ".layer.0.SelfAttention.relative_attention_bias."),
+    (".attn_norm.", ".layer.0.layer_norm."),
+    *((f".attn_{part}.", f".layer.0.SelfAttention.{part}.") for part in "qkvo"),
+    (".ffn_norm.", ".layer.1.layer_norm."),
+    (".ffn_gate.", ".layer.1.DenseReluDense.wi_0."),
+    (".ffn_up.", ".layer.1.DenseReluDense.wi_1."),
+    (".ffn_down.", ".layer.1.DenseReluDense.wo."),
+)
+_QWEN = (
+    ("output_norm.", "norm."),
+    ("output.", "lm_head."),
+    ("token_embd.", "embed_tokens."),
+    ("blk.", "layers."),
+    (".attn_norm.", ".input_layernorm."),
+    (".attn_q_norm.", ".self_attn.q_norm."),
+    (".attn_k_norm.", ".self_attn.k_norm."),
+    *((f".attn_{part}.", f".self_attn.{part}_proj.") for part in "qkv"),
+    (".attn_output.", ".self_attn.o_proj."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    *((f".ffn_{part}.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
+)
+_ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen3": _QWEN}
+
+
+def names_in_gguf(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """transformers' names of the weights of a GGUF file, by the file's own. ValueError for an unknown architecture."""
+    what = str(read_gguf_header(path).facts.get("general.architecture"))
+    if what not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"{path} is GGUF of {what[:40]!r}; of text encoders these are read: {known}. Get safetensors.")
+    made = {}
+    for full in names:
+        name = full
+        for theirs, ours in _ARCHITECTURES[what]:
+            at_start = not theirs.startswith(".")
+            if at_start and name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+            elif not at_start:
+                name = name.replace(theirs, ours)
+        made[full] = name
+    return made
