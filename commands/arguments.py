@@ -75,6 +75,6 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The files beside a model's, and the arguments of its family, that were given; as `open_pipeline` takes them."""
-    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder", "weights")
+    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder", "transformer_2", "weights")
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     return {"text_encoders" if name == "text_encoder" else name: value for name, value in given.items()}

@@ -41,6 +41,7 @@ def open_pipeline(
     base: str | Path | None = None,
     text_encoders: Sequence[str | Path] = (),
     vae: str | Path | None = None,
+    transformer_2: str | Path | None = None,
     loras: Loras = (),
     weights: str = "auto",
     **family: Any,
@@ -52,7 +53,8 @@ def open_pipeline(
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
-    `text_encoders` in any order, of which each encoder takes the one that fits it, and `vae`.
+    `text_encoders` in any order, of which each encoder takes the one that fits it, `vae`, and `transformer_2`, the
+    expert for low noise of Wan 2.2.
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
     leaves them as they are stored. `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
@@ -64,7 +66,7 @@ def open_pipeline(
     folder = Path(path).expanduser()
     shared: dict[str, Any] = {}
     if base is not None:
-        shared["files"] = _given(folder, text_encoders, vae)
+        shared["files"] = _given(folder, text_encoders, vae, transformer_2)
         folder = Path(base).expanduser()
     elif text_encoders:
         raise ValueError(
@@ -101,16 +103,18 @@ def open_pipeline(
     return pipe
 
 
-def _given(path: Path, text_encoders: Sequence[str | Path], vae: str | Path | None) -> GivenFiles:
+def _given(
+    path: Path, text_encoders: Sequence[str | Path], vae: str | Path | None, transformer_2: str | Path | None
+) -> GivenFiles:
     """The files beside a base. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
     encoders = tuple(Path(each).expanduser() for each in text_encoders)
-    found = Path(vae).expanduser() if vae is not None else None
-    for each in (path, *encoders, *([found] if found else [])):
-        if not each.is_file():
+    decoder, second = (None if each is None else Path(each).expanduser() for each in (vae, transformer_2))
+    for each in (path, *encoders, decoder, second):
+        if each is not None and not each.is_file():
             raise FileNotFoundError(f"there is no file {each}. Put it back, or name another.")
-    return GivenFiles(path, encoders, found)
+    return GivenFiles(path, encoders, decoder, second)
 
 
 def _family(path: Path) -> str:

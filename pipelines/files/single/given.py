@@ -14,17 +14,18 @@ from .contents import read_single, type_of
 from .transformers import LAYOUTS
 from .vaes import VAES
 
-_ENCODER, _TRANSFORMER, _VAE = "text_encoder", "transformer", "vae"
+_ENCODER, _TRANSFORMER, _SECOND, _VAE = "text_encoder", "transformer", "transformer_2", "vae"
 Maker = Callable[[Component], Component]
 
 
 @dataclass(frozen=True)
 class GivenFiles:
-    """Single files: of the transformer and, if given, of text encoders and of the VAE."""
+    """Single files: of the transformer and, if given, of the second one, of text encoders and of the VAE."""
 
     transformer: Path
     text_encoders: tuple[Path, ...] = ()
     vae: Path | None = None
+    transformer_2: Path | None = None
 
     def components(self, index: Mapping[str, Any]) -> dict[str, Maker]:
         """What makes of a component of the base, by its name, the same with its weights from the file given for it.
@@ -33,7 +34,9 @@ class GivenFiles:
         encoders' files each encoder takes the first that fits it.
         """
         left = list(self.text_encoders)
-        makers: dict[str, Maker] = {_TRANSFORMER: self._transformer}
+        makers: dict[str, Maker] = {_TRANSFORMER: partial(_transformer, self.transformer)}
+        if self.transformer_2:
+            makers[_SECOND] = partial(_transformer, self.transformer_2)
         if self.vae:
             makers[_VAE] = partial(_vae, self.vae)
         if left:
@@ -48,12 +51,14 @@ class GivenFiles:
         for path in self.text_encoders:
             if path not in read:
                 raise ValueError(_fits_none(path, [part for part in encoders if not isinstance(part, FileComponent)]))
-        if self.vae and self.vae not in read:
-            raise ValueError(f"{self.vae} is given as vae, and the base has none. Leave vae out.")
+        for name, path in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
+            if path and path not in read:
+                raise ValueError(f"{path} is given as {name}, and the base has none. Leave {name} out.")
 
-    def _transformer(self, base: Component) -> Component:
-        single = read_single(self.transformer, LAYOUTS, "transformer", base.dtype or type_of(self.transformer))
-        return transformer_component(base, single)
+
+def _transformer(path: Path, base: Component) -> Component:
+    single = read_single(path, LAYOUTS, "transformer", base.dtype or type_of(path))
+    return transformer_component(base, single)
 
 
 def _vae(path: Path, base: Component) -> Component:

@@ -17,7 +17,7 @@ from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from places import ROOT
 from safetensors.torch import save_file
-from single_files import base_of
+from single_files import base_of, state_of
 from single_files.original_names import original
 
 Folders = Callable[[str], Path]
@@ -73,6 +73,23 @@ def test_sizes_come_from_the_file(
     for key, value in changes.items():
         ours = unit.module.config[key]
         assert (list(ours) if isinstance(ours, tuple) else ours) == value
+
+
+def test_references_at_time_zero_are_told_by_the_file(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Qwen-Image-Edit-2511 has the weights of its elder, and ComfyUI's file an empty tensor that tells them apart."""
+    base = base_of(tiny_folders("qwenimage"), tmp_path / "base")
+    tensors = state_of(tiny_folders("qwenimage")) | {"__index_timestep_zero__": torch.zeros(0)}
+    save_file(
+        {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()},
+        path := tmp_path / "q.safetensors",
+    )
+    index = {"transformer": read_model_index(base)["transformer"]}
+    with pytest.raises(ValueError, match="zero_cond_t = True"):
+        read_components(base, index, None, None, GivenFiles(path).components(index))
+    config = base / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"zero_cond_t": True}), "utf-8")
+    found = read_components(base, index, None, None, GivenFiles(path).components(index))["transformer"]
+    assert found.config["zero_cond_t"] is True
 
 
 MEASURE = """

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import pytest
 import tiny
 import torch
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.component import FileComponent
 from ballast.pipelines.files.single.given import GivenFiles
+from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
 from single_files.original_names import ORIGINALS, converted, original
 
@@ -99,3 +101,25 @@ def test_the_type_of_the_file_is_kept(dtype: torch.dtype, tiny_folders: Folders,
             found = unit.module.state_dict()[key]
             assert found.dtype == (asked or dtype)
             assert torch.equal(found, tensor.to(dtype).to(found.dtype)), key
+
+
+def test_two_experts_from_two_files(tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType) -> None:
+    """Wan 2.2: the latents of the stock pipeline, which changes from one to the other at a boundary."""
+    folder = tmp_path / "wan"
+    pipe: Any = tiny.FAMILIES["wan"].build()
+    torch.manual_seed(1)
+    second = type(pipe.transformer).from_config(pipe.transformer.config).eval().requires_grad_(False)
+    type(pipe)(**pipe.components | {"transformer_2": second}, boundary_ratio=0.9).save_pretrained(folder)
+    expected, _ = tiny.stock(folder, steps=2)
+    files = {}
+    for part in ("transformer", "transformer_2"):
+        files[part] = tmp_path / f"{part}.safetensors"
+        save_file(
+            {f"{COMFY}{k}": t.contiguous() for k, t in original("wan", state_of(folder, part)).items()}, files[part]
+        )
+    path, base = files.pop("transformer"), base_of(folder, tmp_path / "base", "transformer_2")
+    _, encode, sample, _ = tiny.stages("wan", path, "sim", base=base, cache_dir=kept, **files)
+    torch.testing.assert_close(sample(encode()), expected.float(), atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    with pytest.raises(ValueError, match="given as transformer_2, and the base has none"):
+        ballast.open_pipeline(path, device="sim", base=base_of(tiny_folders("wan"), kept / "wan"), **files)
