@@ -161,8 +161,7 @@ class Residents:
         for unit in self.books.cached():
             if unit.placement and not (unit.leases or unit.pinned):
                 self.evict(unit)
-            if not unit.placement:
-                unit.wear(())
+            unit.take_off()
         self.books.forget()
         self.copies.keep_budget()
 

@@ -161,12 +161,21 @@ class ManagedModel:
         if keys_of(worn) != keys_of(self._worn):
             if self.placement is not None:
                 raise RuntimeError(f"{self.name} is in use, and keeps its LoRAs meanwhile.")
+            before = self.size_bytes - self.branch_bytes
             detach(self.module)
             attach(self.module, worn)
-            self._size_bytes = None
+            self._worn = tuple(worn)
+            self._size_bytes = before + self.branch_bytes
         elif worn:
             set_strengths(self.module, worn)
         self._worn = tuple(worn)
+
+    def take_off(self) -> None:
+        """Run with no adapters. May be called by the collector, in whatever thread: it waits for no lock."""
+        if self._worn and self._module is not None and self.placement is None:
+            left = self._size_bytes and self._size_bytes - self.branch_bytes
+            detach(self._module)
+            self._worn, self._size_bytes = (), left
 
     @property
     def branch_bytes(self) -> int:

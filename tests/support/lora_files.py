@@ -62,3 +62,10 @@ def stock(folder: Path, loras: Sequence[tuple[Path, float]], **more: Any) -> tor
         return tiny.stock(folder, **more)[0].float()
     finally:
         DiffusionPipeline.from_pretrained = plain  # type: ignore[method-assign]
+
+
+def two(folder: Path, to: Path) -> list[tuple[Path, float]]:
+    """LoRAs of rank 4 and 32 for a pipeline's transformer."""
+    module = transformer_of(folder)
+    made = [write(to / f"rank{rank}.safetensors", weights(module, rank, rank)) for rank in (4, 32)]
+    return list(zip(made, (0.8, -0.3), strict=True))
