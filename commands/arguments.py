@@ -39,6 +39,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
     parser.add_argument(
+        "--lora",
+        action="append",
+        type=lora,
+        metavar="FILE:STRENGTH",
+        help="a LoRA's .safetensors file and its strength, by default 1; several have one --lora each",
+    )
+    parser.add_argument(
         "--base",
         type=Path,
         help="where the model is the file of a transformer: the diffusers folder of that model, for all else",
@@ -73,8 +80,18 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--last-image", type=Path, help="the last frame of a video")
 
 
+def lora(text: str) -> tuple[Path, float]:
+    """A LoRA's file and its strength, as in detail.safetensors:0.8."""
+    path, colon, strength = text.rpartition(":")
+    try:
+        return (Path(path), float(strength)) if colon else (Path(text), 1.0)
+    except ValueError:
+        return Path(text), 1.0  # the colon is of a drive
+
+
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The files beside a model's, and the arguments of its family, that were given; as `open_pipeline` takes them."""
-    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "text_encoder", "transformer_2", "weights")
+    """LoRAs, the files beside a model's, and the arguments of its family, that were given, by `open_pipeline`'s names."""
+    several = {"text_encoder": "text_encoders", "lora": "loras"}
+    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "transformer_2", "weights", *several)
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-    return {"text_encoders" if name == "text_encoder" else name: value for name, value in given.items()}
+    return {several.get(name, name): value for name, value in given.items()}

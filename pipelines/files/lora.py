@@ -31,7 +31,7 @@ _NAMED = re.compile(
     r"(?P<path>.+?)\.(?:(?:lora_(?P<ab>[AB])|lora[._](?P<way>down|up))(?:\.default)?\.(?P<kind>weight|bias)|(?P<alpha>alpha))"
 )
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.")
-_KOHYA = re.compile(r"lora_(?:unet|transformer)_(?P<path>\w+)")
+_KOHYA = re.compile(r"lora_(?:unet|transformer)_(?P<path>[\w-]+)")
 _REFUSED = {
     "dora_scale": "is a DoRA", "lora_magnitude_vector": "is a DoRA", "hada_": "is a LoHa", "lokr_": "is a LoKr",
     "oft_": "is an OFT", "lora_mid": "has Tucker factors", "w_norm": "changes norms", "b_norm": "changes norms",
