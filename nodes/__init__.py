@@ -9,6 +9,7 @@ from .encode import TextEncode
 from .encode_image import VaeEncode
 from .free import FreeVram
 from .load import LoadPipeline
+from .load_lora import LoadLora
 from .load_newbie import LoadNewbie
 from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOptions
 from .plan import VramPlan
@@ -36,4 +37,5 @@ class BallastExtension(ComfyExtension):
             ModelOptions,
             NewbieOptions,
             PyramidFlowOptions,
+            LoadLora,
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class PipelineReference:
     keep: bool
     family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
     ram_bytes: int | None = None
+    loras: tuple[tuple[str, str, float], ...] = ()  # file, its stamp, strength
 
     def opened(self) -> StagedPipeline | None:
         """The pipeline, if it is open."""
@@ -66,15 +67,16 @@ class PipelineReference:
                 cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
                 options: dict[str, Any] = {"dtype": self.dtype, "cache_dir": cache_dir, **dict(self.family)}
                 pipe = open_pipeline(self.path, self.device, **budgets, **options)
+            pipe.set_loras((path, strength) for path, _, strength in self.loras)
             _open[self._key()] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe
 
     def _key(self) -> tuple[tuple, tuple]:
-        return self._model(), (self.vram_bytes, self.ram_bytes, self.keep)
+        return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
 
     def _model(self) -> tuple:
-        """The fields that decide which model runs, and where. Budgets belong to a run."""
+        """The fields that decide which model runs, and where. Budgets and LoRAs belong to a run."""
         return self.path, self.stamp, self.dtype, self.device, self.family
 
     def __repr__(self) -> str:
@@ -117,3 +119,16 @@ def make_reference(
     reference.open()
     remember(node, reference)
     return reference
+
+
+def with_lora(
+    node: type[io.ComfyNode], reference: PipelineReference, *loras: tuple[str, str, float]
+) -> PipelineReference:
+    """Make the reference with further LoRAs, and remember it for the nodes that follow.
+
+    It is opened, which reads the files, so that one of another model fails here.
+    """
+    made = replace(reference, loras=(*reference.loras, *loras)) if loras else reference
+    made.open()
+    remember(node, made)
+    return made

@@ -92,7 +92,8 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
     from safetensors import safe_open
 
     stamp = stamps_of([path])[0][1]
-    with one_line(path, "read as a LoRA"), safe_open(path, framework="pt") as file:
+    # Nodes run in inference mode, whose tensors do not know what was made of them.
+    with torch.inference_mode(False), one_line(path, "read as a LoRA"), safe_open(path, framework="pt") as file:
         notes = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     check_unchanged(path, stamp)
@@ -160,29 +161,32 @@ def _note(path: Path, found: _Found, match: re.Match[str], tensor: torch.Tensor,
 def _by_conversion(
     path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module]
 ) -> dict[str, dict[str, _Found]]:
-    convert = getattr(pipeline_class, "lora_state_dict", None)
+    convert, known_as = (
+        getattr(pipeline_class, "lora_state_dict", None),
+        getattr(pipeline_class, "__name__", "this one"),
+    )
     if convert is None:
         raise ValueError(
-            f"{path} has no place for {_stranger(tensors, modules)}: it is of another model, or named as "
-            f"{pipeline_class.__name__} does not know."
+            f"{path} has weights that {known_as} has no place for, such as {_stranger(tensors, modules)}. "
+            "It is of another model, or its names are not those of diffusers."
         )
-    converted, unused = _converted(path, tensors, convert)
+    converted, unused = _converted(path, tensors, convert, known_as)
     found = _by_own_names(path, converted, modules) if converted else None
     if found is None:
         name = _stranger(converted or tensors, modules)
         raise ValueError(
-            f"{path} has weights that {pipeline_class.__name__} has no place for, such as {name}. "
+            f"{path} has weights that {known_as} has no place for, such as {name}. "
             "It is of another model, or changes more than can be run exactly."
         )
     if unused:
         raise ValueError(
-            f"{path} has {len(unused)} weights that diffusers leaves out for {pipeline_class.__name__}, such as "
+            f"{path} has {len(unused)} weights that diffusers leaves out for {known_as}, such as "
             f"{unused[0]}. It is of another model, or changes more than can be run exactly."
         )
     return found
 
 
-def _converted(path: Path, tensors: Tensors, convert: Any) -> tuple[Tensors, list[str]]:
+def _converted(path: Path, tensors: Tensors, convert: Any, known_as: str) -> tuple[Tensors, list[str]]:
     """The weights as diffusers names and scales them, and the names of those that went into none."""
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
@@ -194,10 +198,10 @@ def _converted(path: Path, tensors: Tensors, convert: Any) -> tuple[Tensors, lis
         }
         given = {name: leaves[name].clone() if name in leaves else tensor for name, tensor in tensors.items()}
         try:
-            made = convert(given, return_lora_metadata=True)
+            made = convert(given, return_alphas=True, return_lora_metadata=True)
         except Exception as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(f"{path} cannot be converted by diffusers for {_owner(convert)} ({why}).") from error
+            raise ValueError(f"{path} cannot be converted by diffusers for {known_as} ({why}).") from error
         state = dict(made[0])
         alphas = next((value for value in made[1:] if isinstance(value, dict)), None) or {}
         if state and not any("lora_A" in name or "lora_down" in name for name in state):
@@ -206,10 +210,6 @@ def _converted(path: Path, tensors: Tensors, convert: Any) -> tuple[Tensors, lis
         unused = [name for name, leaf in leaves.items() if id(leaf) not in used]
     state |= {name: torch.as_tensor(value) for name, value in alphas.items()}
     return {name: tensor.detach() for name, tensor in state.items()}, unused
-
-
-def _owner(convert: Any) -> str:
-    return getattr(getattr(convert, "__self__", None), "__name__", "this pipeline")
 
 
 def _origins(tensors: Iterable[torch.Tensor]) -> set[int]:

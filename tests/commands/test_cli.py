@@ -9,6 +9,8 @@ import ballast.commands.main
 import numpy as np
 import pytest
 import torch
+from adapters import lora_files
+from ballast.commands.arguments import lora
 from ballast.commands.images import open_image
 from ballast.memory import simulated
 from pictured.pictures import picture
@@ -51,6 +53,41 @@ def test_generate_below_the_size_of_the_model(
     assert ballast.commands.main.main(arguments) == 0
     assert "streamed" in capsys.readouterr().out
     assert Image.open(out).size == (48, 32)
+
+
+def test_generate_and_plan_with_loras(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A file with its strength after a colon, as often as there are LoRAs."""
+    folder = tiny_folders("flux")
+    loras = lora_files.two(folder, tmp_path)
+    shared = ["--device", "cpu", "--width", "32", "--height", "32", "--steps", "2", "--prompt", "a boat"]
+    given = ["--lora", f"{loras[0][0]}:0.8", "--lora", str(loras[1][0])]
+    pictures = {}
+    for more in ([], given):
+        out = tmp_path / f"{len(more)}.png"
+        assert ballast.commands.main.main(["generate", "--model", str(folder), *shared, *more, "--out", str(out)]) == 0
+        pictures[len(more)] = np.asarray(Image.open(out))
+    pipe = ballast.open_pipeline(folder, device="cpu", loras=[(loras[0][0], 0.8), (loras[1][0], 1.0)])
+    made = pipe.decode(pipe.sample(pipe.encode("a boat", ""), width=32, height=32, steps=2))
+    assert np.array_equal(pictures[4], (made[0] * 255).round().byte().numpy())
+    assert not np.array_equal(pictures[0], pictures[4])
+    assert ballast.commands.main.main(["plan", str(folder), "--vram", "1GB", *given]) == 0
+    capsys.readouterr()
+    assert ballast.commands.main.main(["plan", str(folder), "--vram", "1GB", "--lora", str(tmp_path / "no.pt")]) != 0
+    assert "no.pt is a pickle" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("a.safetensors:0.8", ("a.safetensors", 0.8)),
+        ("a:-2", ("a", -2.0)),
+        ("a.b", ("a.b", 1.0)),
+        ("C:a", ("C:a", 1.0)),
+    ],
+)
+def test_a_lora_is_a_file_and_a_strength(text: str, meant: tuple[str, float]) -> None:
+    path, strength = lora(text)
+    assert (str(path), strength) == meant
 
 
 def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: Path) -> None:

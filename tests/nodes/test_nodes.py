@@ -69,6 +69,7 @@ TITLES = {
     "BallastNewbieOptions": "Sampler Options (NewBie)",
     "BallastPyramidFlowOptions": "Sampler Options (Pyramid-Flow)",
     "BallastVAEEncode": "FP32 VAE Encode",
+    "BallastLoadLoRA": "Load LoRA (Ballast)",
 }
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import lora_files
 import pytest
 import tiny
 import torch
+from adapters import lora_files
 from ballast.pipelines.files.lora import read_lora
 from torch import nn
 

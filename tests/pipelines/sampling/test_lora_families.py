@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lora_files
 import pytest
 import tiny
 import torch
+from adapters import lora_files
 from ballast.memory import manager
 
 Folders = Callable[[str], Path]

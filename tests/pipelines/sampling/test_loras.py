@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import ballast
-import lora_files
 import pytest
 import tiny
 import torch
+from adapters import lora_files
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
 

@@ -1,0 +1,60 @@
+"""Load LoRA: adds a LoRA to what a pipeline samples with. Reads the file, no weights of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+from comfy_api.latest import io
+
+from .shared.folders import file_stamp
+from .shared.reference import PipelineReference, PipelineType, with_lora
+from .shared.running import shows_failure
+
+_FOLDER = "loras"
+
+
+class LoadLora(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastLoadLoRA",
+            display_name="Load LoRA (Ballast)",
+            category="Ballast",
+            description="Adds a LoRA to a pipeline's transformer. It runs beside the weights, which stay as they are, "
+            "wherever these lie. Several are chained.",
+            search_aliases=["lora loader", "lora stack", "style"],
+            inputs=[
+                PipelineType.Input("pipeline", tooltip="From Load Pipeline, or from another Load LoRA (Ballast)."),
+                io.Combo.Input(
+                    "lora",
+                    options=folder_paths.get_filename_list(_FOLDER),
+                    tooltip="A .safetensors file in models/loras that was made for this model.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-20.0,
+                    max=20.0,
+                    step=0.01,
+                    tooltip="How much it counts. 0 is without it; another strength reads and moves nothing.",
+                ),
+            ],
+            outputs=[
+                PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, with the LoRA.")
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
+        )
+
+    @classmethod
+    @shows_failure
+    def execute(cls, pipeline: PipelineReference, lora: str, strength: float = 1.0) -> io.NodeOutput:
+        if strength == 0:
+            return io.NodeOutput(with_lora(cls, pipeline))
+        path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
+        return io.NodeOutput(with_lora(cls, pipeline, (str(path), file_stamp(path), strength)))
+
+    @classmethod
+    def fingerprint_inputs(cls, lora: str, strength: float = 1.0, **_: object) -> str:
+        path = folder_paths.get_full_path(_FOLDER, lora)
+        return f"{strength} {file_stamp(Path(path)) if path else ''}"

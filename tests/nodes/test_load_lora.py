@@ -1,0 +1,99 @@
+"""Load LoRA (Ballast): a reference in, a reference with the LoRA out; nothing else is touched."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import folder_paths
+import pytest
+import tiny
+import torch
+from adapters import lora_files
+from ballast.memory import manager
+from ballast.nodes.encode import TextEncode
+from ballast.nodes.load import LoadPipeline
+from ballast.nodes.load_lora import LoadLora
+from ballast.nodes.sample import Sampler
+from host import run_node
+
+NAME = "loras_zimage"
+
+
+@pytest.fixture(scope="module")
+def loras(tiny_folders: Callable[[str], Path]) -> Iterator[list[str]]:
+    """A pipeline in models/diffusers, and two LoRAs for it in models/loras, by name."""
+    folder = Path(folder_paths.get_folder_paths("diffusers")[0]) / NAME
+    files = Path(folder_paths.get_folder_paths("loras")[0])
+    files.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(tiny_folders("zimage"), target_is_directory=True)
+    made = [path for path, _ in lora_files.two(folder, files)]
+    yield [path.name for path in made]
+    folder.unlink()
+    shutil.rmtree(files)
+
+
+def load(**more: Any) -> Any:
+    return run_node(LoadPipeline, pipeline=NAME, device="sim", **more).result[0]
+
+
+def with_lora(reference: Any, lora: str, strength: float) -> Any:
+    return run_node(LoadLora, pipeline=reference, lora=lora, strength=strength).result[0]
+
+
+def latents(reference: Any) -> torch.Tensor:
+    given = {"prompt": "a red boat", "negative_prompt": "blurry, grey"}
+    conditioning = run_node(TextEncode, pipeline=reference, **given).result[0]
+    width, height = tiny.FAMILIES["zimage"].size
+    size = {"width": width, "height": height, "steps": 2}
+    return run_node(Sampler, pipeline=reference, conditioning=conditioning, **size).result[0]["samples"]
+
+
+def test_chained_loras_are_those_of_the_library(loras: list[str], sim: ModuleType) -> None:
+    plain = load()
+    before = latents(plain)
+    one = with_lora(plain, loras[0], 0.8)
+    both = with_lora(one, loras[1], -0.3)
+    assert [strength for _, _, strength in both.loras] == [0.8, -0.3] and not plain.loras
+    found = latents(both)
+    pipe = plain.open().within()
+    files = Path(folder_paths.get_folder_paths("loras")[0])
+    pipe.set_loras([(files / loras[0], 0.8), (files / loras[1], -0.3)])
+    assert both.open().denoisers == plain.open().denoisers, "the weights are shared"
+    read = manager("sim").disk_bytes_read
+    assert torch.equal(latents(both), found) and not torch.equal(latents(one), found)
+    assert torch.equal(latents(plain), before) and not torch.equal(before, found)
+    assert manager("sim").disk_bytes_read == read, "no weight is read for another LoRA"
+
+
+def test_strength_zero_is_the_pipeline_itself(loras: list[str], sim: ModuleType) -> None:
+    plain = load()
+    assert with_lora(plain, loras[0], 0.0) is plain
+
+
+def test_equal_references_share_a_pipeline(loras: list[str], sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one with another strength reads no file again."""
+    plain = load()
+    one, same = (with_lora(plain, loras[0], 0.8) for _ in range(2))
+    assert one == same and one.open() is same.open() is not plain.open()
+    before = LoadLora.fingerprint_inputs(lora=loras[0], strength=0.8)
+    assert before != LoadLora.fingerprint_inputs(lora=loras[0], strength=0.7)
+    assert LoadLora.fingerprint_inputs(lora="gone.safetensors") == "1.0 "
+
+
+def test_a_lora_of_another_model_fails_here(loras: list[str], sim: ModuleType) -> None:
+    file = Path(folder_paths.get_folder_paths("loras")[0]) / "other.safetensors"
+    lora_files.write(
+        file, {"transformer.x.lora_A.weight": torch.ones(4, 4), "transformer.x.lora_B.weight": torch.ones(4, 4)}
+    )
+    plain = load()
+    with pytest.raises(
+        ValueError, match="other.safetensors has weights that ZImagePipeline has no place for"
+    ) as caught:
+        with_lora(plain, "other.safetensors", 1.0)
+    assert "\n" not in str(caught.value)
+    assert not plain.open()._loras
