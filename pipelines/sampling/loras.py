@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...memory.units.branches import Adapter, Worn
 from ...memory.units.unit import ManagedModel
-from ..files.lora import check_lora, identity, read_lora
+from ..files.lora import Branches, check_lora, identity, read_lora
+from ..files.lora_names import Converters
 
 Strength = float | Mapping[str, float]  # for all transformers that a file is for, or for those that are named
 Given = Iterable[tuple[str | Path, Strength]]
@@ -28,13 +30,18 @@ class Lora:
 
 
 def open_loras(
-    given: Given, units: Sequence[ManagedModel], pipeline_class: Any, known: Sequence[Lora] = ()
+    given: Given,
+    units: Sequence[ManagedModel],
+    pipeline_class: Any,
+    known: Sequence[Lora] = (),
+    converters: Converters | None = None,
 ) -> tuple[Lora, ...]:
-    """Read LoRA files for these transformers; those `known` are not read again.
+    """Read LoRA files for these transformers, see `read_lora`; those `known` are not read again.
 
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
-    return tuple(_open(Path(path).expanduser(), strength, units, pipeline_class, known) for path, strength in given)
+    reader = functools.partial(read_lora, pipeline_class=pipeline_class, converters=converters)
+    return tuple(_open(Path(path).expanduser(), strength, units, reader, known) for path, strength in given)
 
 
 def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
@@ -48,7 +55,7 @@ def structure(units: Sequence[ManagedModel]) -> dict[str, Any]:
 
 
 def _open(
-    path: Path, strength: Strength, units: Sequence[ManagedModel], pipeline_class: Any, known: Sequence[Lora]
+    path: Path, strength: Strength, units: Sequence[ManagedModel], read: Callable[..., Branches], known: Sequence[Lora]
 ) -> Lora:
     names = [unit.name for unit in units]
     by_name = dict(strength) if isinstance(strength, Mapping) else {}
@@ -66,12 +73,10 @@ def _open(
     if isinstance(strength, Mapping):
         # Each is read as the transformer that a file for one is named for.
         found = {
-            unit.name: read_lora(path, pipeline_class, {names[0]: unit.module})[names[0]]
-            for unit in units
-            if unit.name in by_name
+            unit.name: read(path, modules={names[0]: unit.module})[names[0]] for unit in units if unit.name in by_name
         }
     else:
-        found = read_lora(path, pipeline_class, {unit.name: unit.module for unit in units})
+        found = read(path, modules={unit.name: unit.module for unit in units})
     adapters = {name: Adapter((digest, name), parts) for name, parts in found.items()}
     return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping))
 

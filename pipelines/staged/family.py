@@ -14,6 +14,7 @@ from ...memory.units.batch import BatchDims
 from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
+from ..files.lora_names import Converters
 from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments
 from .pictures import Pictures
@@ -113,6 +114,10 @@ class ModelFamily(ABC):
         return arguments["num_inference_steps"]
 
     # Sample
+
+    def _converters(self) -> Converters:
+        """How names in the files of transformers become those of the modules, by unit; of those that have such."""
+        return {}
 
     @abstractmethod
     def _sample_arguments(

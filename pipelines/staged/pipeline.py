@@ -16,7 +16,6 @@ from ...memory.manager import STRATEGIES
 from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
-from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_run
 from ..planning.sampling_forecasts import Sampling
@@ -50,11 +49,11 @@ class StagedPipeline(TextStage, VaeStages):
         another strength moves nothing. A file that is in use already is not read again. Raises FileNotFoundError, or
         ValueError in one line for a file that cannot be run exactly; the LoRAs are then those of before.
         """
-        self._loras = open_loras(loras, self._with_loras(), getattr(self, "pipeline_class", None), self._loras)
-
-    def _with_loras(self) -> list[ManagedModel]:
-        """The models that LoRAs are for, that of files which name none first."""
-        return sorted(self.denoisers, key=lambda unit: unit.role != "transformer")
+        units = sorted(
+            self.denoisers, key=lambda unit: unit.role != "transformer"
+        )  # a file without a name is the first's
+        known = getattr(self, "pipeline_class", None)
+        self._loras = open_loras(loras, units, known, self._loras, self._converters())
 
     @contextlib.contextmanager
     def _wearing(self) -> Iterator[None]:

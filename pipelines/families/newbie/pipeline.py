@@ -15,6 +15,7 @@ from torch import nn
 from ....memory.units.weights import file_identity
 from ...encoding.conditioning import Conditioning, pair
 from ...files.components import parse_dtype
+from ...files.lora_names import Converters
 from ...options import check_known
 from ...sampling.latents import check_noise, check_step
 from ...sampling.picture_sizes import PictureSizes
@@ -144,6 +145,9 @@ class NewbiePipeline(StagedPipeline):
         }
 
     # Sample
+
+    def _converters(self) -> Converters:
+        return {"transformer": self.parts["transformer"].rename}
 
     def _sample_arguments(
         self,

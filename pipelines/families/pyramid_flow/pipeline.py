@@ -17,6 +17,7 @@ from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning, pair, text_of
 from ...encoding.listening import encoder_title
 from ...files.components import parse_dtype, read_components
+from ...files.lora_names import Converters
 from ...options import check_known
 from ...sampling.latents import check_noise
 from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list, no_effect
@@ -141,6 +142,9 @@ class PyramidFlowPipeline(StagedPipeline):
         return part.run_dtype
 
     # Sample
+
+    def _converters(self) -> Converters:
+        return {"transformer": self.parts["transformer"].rename}
 
     def _sample_arguments(
         self,
