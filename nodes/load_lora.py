@@ -21,7 +21,7 @@ class LoadLora(io.ComfyNode):
             node_id="BallastLoadLoRA",
             display_name="Load LoRA (Ballast)",
             category="Ballast",
-            description="Adds a LoRA to a pipeline's transformer. It runs beside the weights, which stay as they are, "
+            description="Adds a LoRA to what a pipeline runs with. It runs beside the weights, which stay as they are, "
             "wherever these lie. Several are chained.",
             search_aliases=["lora loader", "lora stack", "style"],
             inputs=[

@@ -134,9 +134,13 @@ class ManagedModel:
         if self._on_host and self._read is None:
             raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
         with building:
-            module = _apart(self._build).eval()
+            module = _apart(self._shapes).eval()
         module.__class__ = _located(type(module))  # type: ignore[arg-type]
         vars(module)["_runs_on"] = torch.device("meta")
+        return module
+
+    def _shapes(self) -> nn.Module:
+        module = self._build()
         attach_shapes(module, self._worn)
         return module
 

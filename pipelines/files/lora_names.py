@@ -23,10 +23,12 @@ from .checkpoint import Places
 Tensors = dict[str, torch.Tensor]
 Converters = Mapping[str, Callable[[Places], Places]]
 _NAMED = re.compile(
-    r"(?P<path>.+?)\.(?:(?:lora_(?P<ab>[AB])|lora[._](?P<way>down|up))(?:\.default)?\.(?P<kind>weight|bias)|(?P<alpha>alpha))"
+    r"(?P<path>.+?)\.(?:(?:lora_(?P<ab>[AB])|(?:lora|lora_linear_layer)[._](?P<way>down|up))(?:\.default)?\.(?P<kind>weight|bias)|(?P<alpha>alpha))"
 )
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.")
-_KOHYA = re.compile(r"lora_(?:unet|transformer)_(?P<path>[\w-]+)")
+_KOHYA = re.compile(r"lora_(?:unet|transformer|te(?P<encoder>[12]?))_(?P<path>[\w-]+)")
+_NUMBERS = {"": ("", "1"), "_2": ("2",)}  # of text encoders, ours and kohya's
+_CLIP = "text_model."  # which some versions of transformers have in the names of its layers, and others have not
 _SPAN = 2**40  # bytes, more than any weight has
 
 
@@ -44,25 +46,42 @@ def by_own_names(
     path: Path, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]
 ) -> dict[str, dict[str, Found]] | None:
     """What is named by the modules themselves; None if anything is named otherwise."""
-    places = {
-        f"{prefix}{name}": (component, name)
-        for component, module in reversed(list(modules.items()))  # names without a component are of the first
-        for name in _layers(module)
-        for prefix in ("", f"{component}.")
-    }
-    flat = Counter(name.replace(".", "_") for name in places if places[name][1] == name)
-    kohya = {name.replace(".", "_"): places[name] for name in places if flat[name.replace(".", "_")] == 1}
+    places, kohya = _places(modules)
     found: dict[str, dict[str, Found]] = {}
     for name, tensor in tensors.items():
         if (match := _NAMED.fullmatch(name)) is None:
             return None
         target = _plain(match["path"])
         under = _KOHYA.fullmatch(target)
-        place = kohya.get(under["path"]) if under else places.get(target)
+        place = kohya.get((under["encoder"], under["path"])) if under else places.get(target)
         if place is None:
             return None
         _note(path, found.setdefault(place[0], {}).setdefault(place[1], Found()), match, tensor, name)
     return found
+
+
+Place = tuple[str, str]  # component, path of the module
+
+
+def _places(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Place], dict[tuple[str | None, str], Place]]:
+    """Where what is named belongs: by whole names, and by those of kohya with the number of the text encoder.
+
+    Names without a component are of the first.
+    """
+    places: dict[str, Place] = {}
+    flat: dict[tuple[str | None, str], set[Place]] = {}
+    for component, module in modules.items():
+        _, encoder, number = component.partition("text_encoder")
+        for name in _layers(module):
+            place = component, name
+            alias = name if name.startswith(_CLIP) else f"{_CLIP}{name}"
+            for known in (name, alias) if encoder else (name,):
+                places[f"{component}.{known}"] = place
+                for said in _NUMBERS.get(number, ()) if encoder else ():
+                    flat.setdefault((said, known.replace(".", "_")), set()).add(place)
+            if not encoder and places.setdefault(name, place) == place:
+                flat.setdefault((None, name.replace(".", "_")), set()).add(place)
+    return places, {name: next(iter(found)) for name, found in flat.items() if len(found) == 1}
 
 
 def _layers(module: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from ...memory.planning.dry_run import dry_run_known
 from ...memory.planning.forecast import Forecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning
+from ..sampling.loras import branches
 from . import forecast_cache
 from .forecasts import Forecaster
 
@@ -34,11 +35,13 @@ class Encoding:
 
     def forecast(self) -> Forecast | None:
         """The forecast; None where no dry run is possible. A prompt of a length that is known takes no time."""
-        return self.forecaster.attempt(self.forecaster.key(stage="encode", **self.texts), "encode", self.dry_run)
+        key = self.forecaster.key(stage="encode", **self.texts, **branches(self.units))
+        return self.forecaster.attempt(key, "encode", self.dry_run)
 
     def dry_run(self) -> tuple[Forecast, Conditioning]:
         """The forecast by a dry run, and the conditioning, which has shapes only."""
-        directory, stage = self.forecaster.directory, self.forecaster.key(stage="calls of encode")
+        directory = self.forecaster.directory
+        stage = self.forecaster.key(stage="calls of encode", **branches(self.units))
         known, sizes = {}, {}
         for unit in self.units:
             _ = unit.module  # made first: what is kept of its results names classes that come with it

@@ -20,6 +20,7 @@ from ...memory.sizes import format_bytes
 from ...memory.units.unit import ManagedModel
 from ..decoding.decode import VaeRun
 from ..encoding.conditioning import Conditioning
+from ..sampling.loras import branches
 from . import forecast_cache
 from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly
@@ -179,7 +180,7 @@ def _forecast_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
         key = run.sampling.key(run.cond)
         key = key and f"{key}-run"
     else:
-        own = {"arguments": run.sampling.dry_arguments, **run.sampling.branches()}
+        own = {"arguments": run.sampling.dry_arguments, **branches([*run.encoding.units, *run.sampling.units])}
         key = forecaster.key(**run.encoding.texts, stage="run", **own)
         stages["encode"] = names_of(run.encoding.units)
     key = None if run.foresee else key  # what sees pictures is told by a dry run

@@ -12,7 +12,7 @@ from torch import nn
 from ...memory.planning.forecast import Forecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
-from ..sampling.loras import structure
+from ..sampling.loras import branches
 from .forecasts import Forecaster, shape_of, shapes_in
 
 Denoise = Callable[
@@ -38,11 +38,6 @@ class Sampling:
     reports: bool = True
     noise: torch.Tensor | None = None
 
-    def branches(self) -> dict[str, Any]:
-        """The LoRAs that the units wear, as a part of a key; empty where they wear none."""
-        worn = structure(self.units)
-        return {"loras": worn} if worn else {}
-
     def key(self, cond: Conditioning) -> str | None:
         """The digest of everything that decides the activations; None if something has no digest."""
         tensors = {
@@ -51,8 +46,8 @@ class Sampling:
         }
         noise = None if self.noise is None else shape_of(self.noise)
         arguments = shapes_in(self.dry_arguments)
-        given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.branches()}
-        return self.forecaster.key(stage="sample", **given)
+        given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise}
+        return self.forecaster.key(stage="sample", **given, **branches(self.units))
 
     def forecast(self, cond: Conditioning, key: str | None) -> Forecast | None:
         """The forecast, from the cache or by a dry run; None where no dry run is possible."""

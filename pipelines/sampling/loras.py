@@ -14,7 +14,7 @@ from ...memory.units.unit import ManagedModel
 from ..files.lora import Branches, check_lora, identity, read_lora
 from ..files.lora_names import Converters
 
-Strength = float | Mapping[str, float]  # for all transformers that a file is for, or for those that are named
+Strength = float | Mapping[str, float]  # for all models that a file is for, or for those that are named
 Given = Iterable[tuple[str | Path, Strength]]
 
 
@@ -36,7 +36,7 @@ def open_loras(
     known: Sequence[Lora] = (),
     converters: Converters | None = None,
 ) -> tuple[Lora, ...]:
-    """Read LoRA files for these transformers, see `read_lora`; those `known` are not read again.
+    """Read LoRA files for these models, see `read_lora`; those `known` are not read again.
 
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
@@ -45,13 +45,20 @@ def open_loras(
 
 
 def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
-    """What a transformer runs with."""
+    """What a model runs with."""
     return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
 
 
-def structure(units: Sequence[ManagedModel]) -> dict[str, Any]:
-    """What transformers wear now, as far as it decides activations, by their names; without those that wear nothing."""
-    return {unit.name: [adapter.structure() for adapter, _ in unit.worn] for unit in units if unit.worn}
+def named(loras: Sequence[Lora], units: Sequence[ManagedModel]) -> list[list[Any]]:
+    """What models run with, as plain data: unit, digest of the file, and strength; without what counts for nothing."""
+    names = [(unit.name, lora) for unit in units for lora in loras if lora.strengths.get(unit.name)]
+    return [[name, lora.digest, lora.strengths[name]] for name, lora in names]
+
+
+def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
+    """What models wear now, as far as it decides activations, as a part of a key; empty where they wear nothing."""
+    worn = {unit.name: [adapter.structure() for adapter, _ in unit.worn] for unit in units if unit.worn}
+    return {"loras": worn} if worn else {}
 
 
 def _open(
@@ -70,13 +77,12 @@ def _open(
         wanted = set(by_name) if isinstance(strength, Mapping) else set(lora.adapters)
         if lora.digest == digest and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
             return replace(lora, path=path, strengths=_strengths(strength, lora.adapters))
-    if isinstance(strength, Mapping):
-        # Each is read as the transformer that a file for one is named for.
-        found = {
-            unit.name: read(path, modules={names[0]: unit.module})[names[0]] for unit in units if unit.name in by_name
-        }
+    found = read(path, modules={unit.name: unit.module for unit in units})
+    if by_name.keys() <= found.keys():
+        found = {name: parts for name, parts in found.items() if name in (by_name or found)}
     else:
-        found = read(path, modules={unit.name: unit.module for unit in units})
+        # Each is what the file is for: one for the second transformer is mostly named as one for the first.
+        found = {u.name: read(path, modules={names[0]: u.module})[names[0]] for u in units if u.name in by_name}
     adapters = {name: Adapter((digest, name), parts) for name, parts in found.items()}
     return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping))
 

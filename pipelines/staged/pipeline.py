@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from ..sampling.loras import Given as Loras
-from ..sampling.loras import Lora, open_loras, worn_by
+from ..sampling.loras import open_loras
 from .family import Modules, OnStep
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt
@@ -39,29 +38,20 @@ class StagedPipeline(TextStage, VaeStages):
     stays on the device between runs for as long as nothing else needs the room.
     """
 
-    _loras: tuple[Lora, ...] = ()
-
     def set_loras(self, loras: Loras) -> None:
-        """Sample with these LoRAs from now on, and with no others: (file, strength) each, in this order.
+        """Run with these LoRAs from now on, and with no others: (file, strength) each, in this order.
 
-        The strength is a number, or a number for each transformer by its name where there are several; a plain number
-        is for those that the file itself names. They run as branches beside the weights, which stay as they are, and
-        another strength moves nothing. A file that is in use already is not read again. Raises FileNotFoundError, or
-        ValueError in one line for a file that cannot be run exactly; the LoRAs are then those of before.
+        The strength is a number for all models that the file is for, or a number for each that it is to be used for, by
+        its name, such as `transformer_2` or `text_encoder`. Prompts are encoded anew where an encoder has others. They
+        run as branches beside the weights, which stay as they are, and another strength moves nothing. A file that is
+        in use already is not read again. Raises FileNotFoundError, or ValueError in one line for a file that cannot be
+        run exactly; the LoRAs are then those of before.
         """
-        units = sorted(
-            self.denoisers, key=lambda unit: unit.role != "transformer"
-        )  # a file without a name is the first's
         known = getattr(self, "pipeline_class", None)
+        # Names without a transformer's are those of the first.
+        units = sorted(self.denoisers, key=lambda unit: unit.role != "transformer")
+        units += [unit for unit in self.encoders if unit.name in getattr(known, "_lora_loadable_modules", ())]
         self._loras = open_loras(loras, units, known, self._loras, self._converters())
-
-    @contextlib.contextmanager
-    def _wearing(self) -> Iterator[None]:
-        """The transformers with the LoRAs of this pipeline; no other stage runs meanwhile."""
-        with self.manager.between_stages():
-            for unit in self.denoisers:
-                self.manager.wear(unit, worn_by(self._loras, unit))
-            yield
 
     def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
         """What a user should know of a run with these arguments of `sample`, a sentence each."""
@@ -136,7 +126,7 @@ class StagedPipeline(TextStage, VaeStages):
             pipe._see(cond, arguments | {"generator": torch.Generator("cpu").manual_seed(seed), "latents": noise})
         for unit in pipe.denoisers:
             unit.calls = replace(unit.calls, blocks=compile)
-        with self._wearing():
+        with self._wearing(pipe.denoisers):
             stage = pipe._sampling(arguments, reports=on_step is not None, noise=noise)
             key = stage.key(cond)
             forecast = functools.partial(stage.forecast, cond, key)
@@ -208,7 +198,7 @@ class StagedPipeline(TextStage, VaeStages):
             pipe._vae_run("decode", {}, budget_bytes, planned=True),
             functools.partial(pipe._foresee, arguments=arguments, room_bytes=budget_bytes) if pictures else None,
         )
-        with self._wearing():
+        with self._wearing([*self.encoders, *pipe.denoisers]):
             return plan_run(run, budget_bytes, ram_bytes, rates)
 
     def _sampling(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
+from ..sampling.loras import Lora, worn_by
 from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
@@ -47,6 +49,8 @@ class _Owner:
 
 class StageRunner(ModelFamily):
     """An open pipeline: its models, the manager of its device, and its budgets."""
+
+    _loras: tuple[Lora, ...] = ()
 
     def __init__(
         self,
@@ -91,6 +95,14 @@ class StageRunner(ModelFamily):
 
         key = (part.key, self.weights) if self._maker else part.key
         return self.manager.claim(key, make, self._owner)
+
+    @contextlib.contextmanager
+    def _wearing(self, units: Sequence[ManagedModel]) -> Iterator[None]:
+        """These models with the LoRAs of this pipeline; no other stage runs meanwhile."""
+        with self.manager.between_stages():
+            for unit in units:
+                self.manager.wear(unit, worn_by(self._loras, unit))
+            yield
 
     @property
     def _forecaster(self) -> Forecaster:

@@ -16,6 +16,7 @@ from ..encoding.listening import Listener
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
+from ..sampling.loras import named
 from .family import Modules
 from .pictures import Given, as_pictures
 from .prompts import Negative, Prompt, as_list, match_negatives
@@ -56,7 +57,6 @@ class TextStage(StageRunner):
         info = {name: "" if value is None else str(value) for name, value in words.items()}
         encoding = self._encoding(prompt, negative_prompt, options)
         strategy = host_flags().strategy("auto", "text_encoder")
-        expected = self._expected("encode", self.encoders, encoding.forecast, strategy)
         self._listener.start()
 
         def run(device: torch.device, modules: Modules) -> Conditioning:
@@ -64,10 +64,12 @@ class TextStage(StageRunner):
             notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
             return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
 
-        # Prompts that take the same are the same work.
-        forecast = expected.get("forecast")
-        work = "encode", cache_key(forecast.to_dict()) if forecast else len(as_list(prompt))
-        conditioning = self._run_stage("encode", self.encoders, run, strategy, work=work, **expected)
+        with self._wearing(self.encoders):
+            expected = self._expected("encode", self.encoders, encoding.forecast, strategy)
+            # Prompts that take the same are the same work.
+            forecast = expected.get("forecast")
+            work = "encode", cache_key(forecast.to_dict()) if forecast else len(as_list(prompt))
+            conditioning = self._run_stage("encode", self.encoders, run, strategy, work=work, **expected)
         for tensors in conditioning.tensors.values():  # before it is kept for good
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 check_finite(tensor, "the text encoders made")
@@ -92,8 +94,11 @@ class TextStage(StageRunner):
         if self._text_files not in (None, facts["files"]):
             raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
         self._text_files = facts["files"]
-        lossy = {} if self.weights in ("auto", "exact12") else {"weights": self.weights}
-        return cache_key(facts | lossy | {"notes": 1})  # which are kept with the embedding
+        if self.weights not in ("auto", "exact12"):
+            facts = facts | {"weights": self.weights}
+        if loras := named(self._loras, self.encoders):
+            facts = facts | {"loras": loras}
+        return cache_key(facts | {"notes": 1})  # which are kept with the embedding
 
     def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
         """What a user should know of how the prompts were read; kept in the conditioning."""
