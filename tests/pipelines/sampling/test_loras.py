@@ -128,3 +128,37 @@ def test_what_cannot_be_run_leaves_the_loras_of_before(
     assert torch.equal(sample(), before)
     pipe.set_loras([(path, {"transformer": strength}) for path, strength in loras])
     assert torch.equal(sample(), before)
+
+
+def test_two_experts_each_have_their_own(tiny_folders: Folders, cache: Path, tmp_path: Path, sim: ModuleType) -> None:
+    """As with `load_into_transformer_2` of the library; a number alone is for the first."""
+    folder = tmp_path / "wan22"
+    pipe = tiny.FAMILIES["wan"].build()
+    second = type(pipe.transformer).from_config(pipe.transformer.config)
+    second.load_state_dict({name: 0.9 * value for name, value in pipe.transformer.state_dict().items()})
+    pipe.register_modules(transformer_2=second)
+    pipe.register_to_config(boundary_ratio=0.9)
+    pipe.save_pretrained(folder)
+    high, low = (path for path, _ in lora_files.two(folder, tmp_path))
+    expected = {}
+    for both in (True, False):
+        whole = tiny.DiffusionPipeline.from_pretrained(folder)
+        whole.load_lora_weights(str(tmp_path), weight_name=high.name, adapter_name="high")
+        whole.transformer.set_adapters(["high"], [0.8])
+        if both:
+            whole.load_lora_weights(
+                str(tmp_path), weight_name=low.name, adapter_name="low", load_into_transformer_2=True
+            )
+            whole.transformer_2.set_adapters(["low"], [-0.3])
+        whole.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(0)
+        expected[both] = whole("a red boat", "", 32, 32, 5, 3, 3.0, generator=generator, output_type="latent").frames
+    ours = ballast.open_pipeline(folder, device="sim", cache_dir=cache)
+    cond = ours.encode("a red boat", "")
+    for both, loras in ((True, [(high, {"transformer": 0.8}), (low, {"transformer_2": -0.3})]), (False, [(high, 0.8)])):
+        ours.set_loras(loras)
+        found = ours.sample(cond, width=32, height=32, frames=5, steps=3, guidance=3.0)
+        config = ours.decoder_config
+        mean, std = (torch.tensor(config[f"latents_{key}"]).view(1, -1, 1, 1, 1) for key in ("mean", "std"))
+        torch.testing.assert_close((found - mean) / std, expected[both].float(), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(expected[True], expected[False])
