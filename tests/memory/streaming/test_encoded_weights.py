@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import lora_files
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
 from encoded_folders import WRITERS, Pair
@@ -116,6 +117,25 @@ def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path
             assert run.is_same(stage, result), (way, stage, count)
             assert not run.left_over(), (way, stage, count)
             assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
+
+
+@pytest.mark.parametrize("how", ["q8_0", "int8"])
+def test_loras_on_encoded_weights_are_those_on_plain_ones(
+    how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    pair = Pair(tiny_folders("flux"), ["transformer"], how, tmp_path)
+    loras = lora_files.two(tiny_folders("flux"), tmp_path)
+    plain = pair.open(encoded=False, loras=loras)
+    cond = plain.encode("a red boat")
+    expected = plain.sample(cond, **SIZE)
+    without_loras = pair.open(encoded=False).sample(cond, **SIZE)
+    assert not torch.equal(expected, without_loras)
+    pipe = pair.open(loras=loras)
+    for strategy in ("resident", "streamed", "leafwise"):
+        assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), expected), strategy
+        assert sim.stats().allocated_bytes == 0
+    pipe.set_loras(())
+    assert torch.equal(pipe.sample(cond, **SIZE), without_loras)
 
 
 def without(file: Path, end: str) -> None:
