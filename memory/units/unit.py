@@ -112,16 +112,16 @@ class ManagedModel:
         """The one module object of this unit, whatever its tier."""
         with building:
             if self._module is None:
-                module = _apart(self._build_encoded).eval()
+                stored = self._stored() if self._stored else {}  # here: it may build the module too, under this lock
+                module = _apart(functools.partial(self._build_encoded, stored)).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
         return self._module
 
-    def _build_encoded(self) -> nn.Module:
+    def _build_encoded(self, stored: Mapping[str, Source]) -> nn.Module:
         module = self._build()
-        if self._stored:
-            mark_encoded(module, self._stored())
+        mark_encoded(module, stored)
         if self.maker:
             mark_made(module, self.maker)
         return module
