@@ -7,7 +7,9 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
+from ..pipelines.files.lora_notes import about_lora
 from .shared.folders import file_stamp
+from .shared.progress import show_text
 from .shared.reference import PipelineReference, PipelineType, with_lora
 from .shared.running import shows_failure
 
@@ -52,7 +54,11 @@ class LoadLora(io.ComfyNode):
         if strength == 0:
             return io.NodeOutput(with_lora(cls, pipeline))
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
-        return io.NodeOutput(with_lora(cls, pipeline, (str(path), file_stamp(path), strength)))
+        made = with_lora(cls, pipeline, (str(path), file_stamp(path), strength))
+        base, words = about_lora(path)
+        if lines := [f"made for {base}"] * bool(base) + [f"trigger words: {words}"] * bool(words):
+            show_text(cls, "\n".join(lines))
+        return io.NodeOutput(made)
 
     @classmethod
     def fingerprint_inputs(cls, lora: str, strength: float = 1.0, **_: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.load_lora import LoadLora
 from ballast.nodes.sample import Sampler
-from host import run_node
+from host import page, run_node
+from safetensors.torch import load_file
 
 NAME = "loras_zimage"
 
@@ -83,6 +85,25 @@ def test_equal_references_share_a_pipeline(loras: list[str], sim: ModuleType, mo
     before = LoadLora.fingerprint_inputs(lora=loras[0], strength=0.8)
     assert before != LoadLora.fingerprint_inputs(lora=loras[0], strength=0.7)
     assert LoadLora.fingerprint_inputs(lora="gone.safetensors") == "1.0 "
+
+
+def test_the_node_says_what_the_file_does(loras: list[str], sim: ModuleType) -> None:
+    """The model that it was made for, and its trigger words or most frequent tags; what is not text is left out."""
+    files = Path(folder_paths.get_folder_paths("loras")[0])
+    tensors = load_file(files / loras[0])
+    tags = json.dumps({"10_boats": {"boat": 9, "sea": 12}, "5_more": {"boat": 9, "sky": 1}})
+    for notes, said in (
+        (
+            {"modelspec.architecture": "Z-Image", "modelspec.trigger_phrase": "a sks\n boat"},
+            "made for Z-Image.\ntrigger words: a sks boat.",
+        ),
+        ({"ss_tag_frequency": tags}, "trigger words: boat, sea, sky"),
+        ({"ss_tag_frequency": "[1"}, None),
+    ):
+        lora_files.write(files / "told.safetensors", tensors, notes)
+        with page() as shown:
+            with_lora(load(), "told.safetensors", 1.0)
+        assert [text for _, text in shown.texts] == ([] if said is None else [said])
 
 
 def test_a_lora_of_another_model_fails_here(loras: list[str], sim: ModuleType) -> None:

@@ -165,6 +165,15 @@ def test_another_strength_moves_nothing(sim: ModuleType, tmp_path: Path) -> None
     on.evict(unit)
 
 
+def test_strength_zero_computes_nothing() -> None:
+    """So that what would overflow does no harm."""
+    module, x = Blocks(2), noise().cpu()
+    plain = module(x)
+    up, down = torch.full((WIDTH, 4), 1e30), torch.full((4, WIDTH), 1e30)
+    attach(module, [(Adapter("large", {"blocks.0.up": LowRank(down, up)}), 0.0)])
+    assert torch.equal(module(x), plain)
+
+
 def test_branches_divide_nothing_anew() -> None:
     """Pieces are those of the bare module, so that what RAM holds of them, and in what buffers, stays as it is."""
     module = Blocks(12)
