@@ -7,7 +7,6 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
-from ..pipelines.files.lora_notes import about_lora
 from .shared.folders import file_stamp
 from .shared.progress import show_text
 from .shared.reference import PipelineReference, PipelineType, with_lora
@@ -53,6 +52,8 @@ class LoadLora(io.ComfyNode):
     def execute(cls, pipeline: PipelineReference, lora: str, strength: float = 1.0) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(with_lora(cls, pipeline))
+        from ..pipelines.files.lora_notes import about_lora  # here, so that the host starts no slower
+
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
         made = with_lora(cls, pipeline, (str(path), file_stamp(path), strength))
         base, words = about_lora(path)
