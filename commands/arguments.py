@@ -90,7 +90,7 @@ def lora(text: str) -> tuple[Path, float]:
 
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """LoRAs, files beside a model's, and the arguments of its family that were given, as `open_pipeline` has them."""
+    """LoRAs, files beside a model's, and arguments of its family, that were given, by the names of `open_pipeline`."""
     several = {"text_encoder": "text_encoders", "lora": "loras"}
     names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "transformer_2", "weights", *several)
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}

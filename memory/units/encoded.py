@@ -17,7 +17,7 @@ from .encoding import EncodedWeight, Source
 from .gguf import read_gguf_header
 from .weights import Stamp, Stored, read_header
 
-_BYTES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+_FP8, _BYTES = ("F8_E4M3", "F8_E5M2"), ("I8", "U8")
 
 
 def encoded_weights(path: Path, dtype: torch.dtype) -> dict[str, EncodedWeight]:
@@ -36,7 +36,11 @@ def is_encoded(path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True
     header = read_header(path)
-    return any(name.endswith((*comfy.SCALES, comfy.NOTE)) or entry["dtype"] in _BYTES for name, entry in header.items())
+    if any(name.endswith((*comfy.SCALES, comfy.NOTE)) for name in header):
+        return True
+    # Of bytes only weights tell it: models hold masks, places and their tokenizer as such too.
+    kinds = {name: entry["dtype"] for name, entry in header.items()}
+    return any(kind in _FP8 or (kind in _BYTES and name.endswith(".weight")) for name, kind in kinds.items())
 
 
 def shapes_in(path: Path) -> list[tuple[int, ...]]:

@@ -51,9 +51,9 @@ class GivenFiles:
         for path in self.text_encoders:
             if path not in read:
                 raise ValueError(_fits_none(path, [part for part in encoders if not isinstance(part, FileComponent)]))
-        for name, file in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
-            if file and file not in read:
-                raise ValueError(f"{file} is given as {name}, and the base has none. Leave {name} out.")
+        for name, given in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
+            if given and given not in read:
+                raise ValueError(f"{given} is given as {name}, and the base has none. Leave {name} out.")
 
 
 def _transformer(path: Path, base: Component) -> Component:

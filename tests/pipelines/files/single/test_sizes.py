@@ -13,6 +13,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from ballast.memory.units.direct import CHUNK_BYTES
+from ballast.memory.units.reader import FILLERS
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from places import ROOT
@@ -117,7 +119,7 @@ print(peak("VmHWM") - before, unit.size_bytes)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_opening_takes_the_ram_of_the_file(tiny_folders: Folders, tmp_path: Path) -> None:
-    """A file of 200 MB, most of it in joined projections: at most a tenth more than that, at any time."""
+    """A file of 200 MB, most of it in joined projections: a tenth more than that, and the buffers of the readers."""
     base = base_of(tiny_folders("flux"), tmp_path / "base")
     path, _ = variant(
         "flux", {"num_attention_heads": 36, "num_layers": 4}, tiny_folders("flux"), tmp_path / "m.safetensors"
@@ -128,4 +130,5 @@ def test_opening_takes_the_ram_of_the_file(tiny_folders: Folders, tmp_path: Path
     assert ran.returncode == 0, ran.stderr
     peak, size = map(int, ran.stdout.split())
     assert size > 150e6
-    assert peak <= 1.1 * path.stat().st_size, f"{peak / 1e6:.0f} MB for {path.stat().st_size / 1e6:.0f} MB"
+    buffers = FILLERS * CHUNK_BYTES
+    assert peak <= 1.1 * path.stat().st_size + buffers, f"{peak / 1e6:.0f} MB for {path.stat().st_size / 1e6:.0f} MB"
