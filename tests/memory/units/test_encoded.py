@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from ballast.memory.units.encoded import EncodedWeight, encoded_weights
+from ballast.memory.units.encoded import EncodedWeight, encoded_weights, is_encoded
 from ballast.memory.units.hostbuffer import allocate
 from ballast.memory.units.reader import piece_of, read
 from comfy_kitchen import tensor as kitchen
@@ -159,3 +159,17 @@ def test_files_that_are_changed_meanwhile_are_noticed(tmp_path: Path) -> None:
     save_file({"a": weight(5, 8)}, path)
     with pytest.raises(ValueError, match="was changed since"):
         loaded(found["a"])
+
+
+def test_only_weights_tell_that_a_file_is_quantised(tmp_path: Path) -> None:
+    kinds = {
+        "spiece_model": (torch.zeros(5, dtype=torch.uint8), False),
+        "layer.weight": (torch.zeros(2, 2, dtype=torch.int8), True),
+        "layer.bias": (torch.zeros(2).to(torch.float8_e4m3fn), True),
+        "layer.weight_scale": (torch.zeros(2), True),
+        "norm": (torch.zeros(2, dtype=BF16), False),
+    }
+    for name, (tensor, expected) in kinds.items():
+        save_file({name: tensor}, path := tmp_path / f"{name}.safetensors")
+        assert is_encoded(path) == expected, name
+    assert is_encoded(tmp_path / "any.gguf")
