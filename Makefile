@@ -19,10 +19,9 @@ test: lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 check: .venv/test-ready
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/memory/test_sharing.py -k fifty
+	BALLAST_SOAK=1 $(BIN)/python -m pytest tests -m long -n 2 --dist loadfile
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/families/test_pyramid_surface.py \
-		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py \
-		tests/pipelines/planning/test_weights_plans.py -n 2
+		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py -m "not long" -n 2
 
 # All families, budgets and walks: about an hour.
 soak: .venv/test-ready

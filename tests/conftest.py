@@ -29,6 +29,14 @@ os.environ["XDG_CACHE_HOME"] = str(Path(_base.name) / "cache")  # of what runs o
 use_modules(HOST, _base.name)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long run with BALLAST_SOAK=1 alone."""
+    if not os.environ.get("BALLAST_SOAK"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: in make check"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick_gc() -> Iterator[None]:
     """Collecting garbage, which most tests do, takes little time: what the imports made is left out of it."""

@@ -32,6 +32,7 @@ def results(out: Path, stem: str) -> dict[str, Any]:
 
 
 @needs_sim
+@pytest.mark.long
 def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["bench", "stream", "--models", "none", "--device", "sim", "--size", "tiny", "--out", str(tmp_path)]
     assert ballast.commands.main.main(arguments) == 0
@@ -160,6 +161,7 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     assert tuple(models.SIZES) == bench.SIZES
 
 
+@pytest.mark.long
 def test_load_reads_the_same_weights_each_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["bench", "load", "--gb", "0.02", "--rounds", "2", "--folder", str(tmp_path), "--out", str(tmp_path)]
     assert ballast.commands.main.main(arguments) == 0

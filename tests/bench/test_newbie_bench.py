@@ -24,6 +24,7 @@ def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found["rows"]}
 
 
+@pytest.mark.long
 def test_predicted_at_the_published_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert ballast.commands.main.main(["bench", "newbie", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found, said = results(tmp_path, "newbie-predicted"), capsys.readouterr().out
@@ -53,6 +54,7 @@ def tiny(sim: ModuleType, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_measured_in_every_way(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert newbie.run("sim", tmp_path, 3, tiny, 64, BUDGETS, vision_bytes=1000) == 0
     found, said = results(tmp_path, "newbie-sim"), capsys.readouterr().out

@@ -372,7 +372,7 @@ def test_cached_copies_go_when_others_want_the_ram(
     assert mgr.report().host_bytes == 0 and not mgr.report().units
 
 
-@pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make check")
+@pytest.mark.long
 def test_ram_of_the_process_is_level_over_fifty_changes(
     models: dict[str, Path], sim: ModuleType, tmp_path: Path
 ) -> None:

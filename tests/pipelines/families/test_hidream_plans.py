@@ -17,6 +17,7 @@ from ballast.pipelines.families.hidream.variants import VARIANTS
 from places import ROOT
 
 GIB = 2**30
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
         assert (plan.placement == "resident") == (sizes.total_bytes + forecast.units[name].peak_bytes <= vram)
 
 
-@pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make check")
+@pytest.mark.long
 @pytest.mark.usefixtures("sampling_alone")
 def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

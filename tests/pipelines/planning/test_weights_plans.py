@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ from ballast.memory.units.weights import find_weights, read_header
 from gguf import GGMLQuantizationType as Type
 from places import ROOT
 
-pytestmark = pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make check")
+pytestmark = pytest.mark.long
 
 SIZE: dict[str, Any] = {"width": 1024, "height": 1024}
 FORMATS = {
