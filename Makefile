@@ -21,7 +21,8 @@ test: lint
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests -m long -n 2 --dist loadfile
 	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/families/test_pyramid_surface.py \
-		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py -m "not long" -n 2
+		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py \
+		tests/pipelines/sampling/test_lora_families.py -m "not long" -n 2
 
 # All families, budgets and walks: about an hour.
 soak: .venv/test-ready

@@ -75,6 +75,11 @@ class Codec(ABC):
         return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
 
     @property
+    def alike(self) -> Codec:
+        """One that decoding costs as much, and the same for all weights of this shape: to be priced once."""
+        return self
+
+    @property
     def row_parts(self) -> tuple[int, ...] | None:
         """Elements of each part that are of one row, 0 of a part that is of all rows; None if rows do not lie apart."""
         return None

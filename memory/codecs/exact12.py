@@ -53,6 +53,11 @@ class Exact12(Codec):
         )
 
     @property
+    def alike(self) -> Codec:
+        """As many weights apart as are planned, whose number is another for each tensor."""
+        return planned(self.shape, self.dtype)
+
+    @property
     def workspace_bytes(self) -> int:
         """That of a chunk, and the table of pairs with what it is made of."""
         return super().workspace_bytes + 4096

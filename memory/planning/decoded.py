@@ -27,7 +27,7 @@ def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[froz
     less room, the same ones up to some point.
     """
     more = [piece.plain_bytes - piece.held_bytes for piece in pieces]
-    traffic = [sum(cost_of(codec).traffic_bytes for codec in piece.codecs) for piece in pieces]
+    traffic = [sum(cost_of(codec.alike).traffic_bytes for codec in piece.codecs) for piece in pieces]
     order = sorted(
         (i for i, piece in enumerate(pieces) if piece.codecs), key=lambda i: (-traffic[i] / max(1, more[i]), i)
     )

@@ -38,7 +38,8 @@ class PieceSize:
 
     def decode_seconds(self, rates: Rates) -> float:
         """What decoding takes of a call."""
-        return sum(cost_of(codec).seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for codec in self.codecs)
+        costs = (cost_of(codec.alike) for codec in self.codecs)
+        return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,13 @@ def test_exact12_is_five_kernels_a_chunk_whatever_lies_apart() -> None:
     assert cost_of(large).traffic_bytes == pytest.approx(19.5 * large.count, rel=1e-3)
 
 
+def test_tensors_of_a_shape_are_priced_once() -> None:
+    made = [Exact12((64, 256), torch.bfloat16, apart) for apart in (0, 7, 30)]
+    assert len({codec.alike for codec in made}) == 1
+    for codec in made:
+        assert cost_of(codec.alike).traffic_bytes == pytest.approx(cost_of(codec).traffic_bytes, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.decode], ids=lambda kind: kind.name)
 def test_blocks_move_at_least_what_is_stored_and_what_it_becomes(kind) -> None:
     codec = codec_of(kind, (N // 256, 256), BF16)

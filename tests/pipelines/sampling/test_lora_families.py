@@ -18,7 +18,7 @@ Folders = Callable[[str], Path]
 
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
 MORE = ["sana", "auraflow", "hunyuan_video", "cogvideox", "mochi", "chroma", "flux2_klein", "hidream"]
-FAMILIES = ["flux", "sd3", "qwenimage", "wan", "lumina2", "zimage", "ltx", *(MORE if SOAK else [])]
+FAMILIES = ["flux", "wan", "zimage", *(["sd3", "qwenimage", "lumina2", "ltx", *MORE] if SOAK else [])]
 WHOLE = ("zimage",)  # tiny, a layer of it holds over half of the weights: it does not run from disk
 
 
