@@ -49,6 +49,14 @@ def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
     return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
 
 
+def refuse_scales(loras: Sequence[Lora], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of stock diffusers that says how much LoRAs count: branches do not follow it."""
+    for name, value in options.items():
+        inside = name.endswith("attention_kwargs") and isinstance(value, Mapping) and value.get("scale") is not None
+        if loras and (inside or (name == "lora_scale" and value is not None)):
+            raise ValueError(f"{name} says how much LoRAs count. Say it by their strengths, and leave it out.")
+
+
 def named(loras: Sequence[Lora], units: Sequence[ManagedModel]) -> list[list[Any]]:
     """What models run with, as plain data: unit, digest of the file, and strength; without what counts for nothing."""
     names = [(unit.name, lora) for unit in units for lora in loras if lora.strengths.get(unit.name)]

@@ -21,7 +21,7 @@ from ..planning.sampling_forecasts import Sampling
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from ..sampling.loras import Given as Loras
-from ..sampling.loras import open_loras
+from ..sampling.loras import open_loras, refuse_scales
 from .family import Modules, OnStep
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt
@@ -225,6 +225,7 @@ class StagedPipeline(TextStage, VaeStages):
             )
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        refuse_scales(self._loras, options)
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
         if (given := options.get("init_latents")) is not None:

@@ -16,7 +16,7 @@ from ..encoding.listening import Listener
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
-from ..sampling.loras import named
+from ..sampling.loras import named, refuse_scales
 from .family import Modules
 from .pictures import Given, as_pictures
 from .prompts import Negative, Prompt, as_list, match_negatives
@@ -42,6 +42,7 @@ class TextStage(StageRunner):
         device.
         """
         self._check_options(options)
+        refuse_scales(self._loras, options)
         pictures = as_pictures(images, "images")
         return replace(
             self._encoded(prompt, negative_prompt, self._pictures_read(pictures) | options), pictures=pictures

@@ -162,3 +162,15 @@ def test_two_experts_each_have_their_own(tiny_folders: Folders, cache: Path, tmp
         mean, std = (torch.tensor(config[f"latents_{key}"]).view(1, -1, 1, 1, 1) for key in ("mean", "std"))
         torch.testing.assert_close((found - mean) / std, expected[both].float(), atol=1e-5, rtol=1e-5)
     assert not torch.equal(expected[True], expected[False])
+
+
+def test_scales_of_stock_diffusers_are_refused(
+    tiny_folders: Folders, cache: Path, tmp_path: Path, sim: ModuleType
+) -> None:
+    folder = tiny_folders("flux")
+    pipe, _ = opened(folder, cache, loras=lora_files.two(folder, tmp_path))
+    with pytest.raises(ValueError, match=r"^lora_scale says how much LoRAs count\. Say it by their strengths"):
+        pipe.encode("a boat", lora_scale=0.5)
+    cond = pipe.encode("a boat")
+    with pytest.raises(ValueError, match="^joint_attention_kwargs says how much LoRAs count"):
+        pipe.sample(cond, width=32, height=32, steps=1, joint_attention_kwargs={"scale": 0.5})
