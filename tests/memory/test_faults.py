@@ -43,7 +43,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 # Out of memory
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [pytest.param(False, marks=pytest.mark.long), True])
 def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folders: Folders, sim: ModuleType) -> None:
     """Each stage finishes, with the same bits; nothing stays that should not, and the next run is the same.
 

@@ -76,7 +76,7 @@ def test_encoders_and_their_tables_too(how: str, tiny_folders: Folders, tmp_path
             manager("sim").free()
 
 
-@pytest.mark.parametrize("how", ["q8_0", "int8"])
+@pytest.mark.parametrize("how", ["q8_0", pytest.param("int8", marks=pytest.mark.long)])
 def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(ROOT / "demo" / "shapes", ["transformer"], how, tmp_path)
     size = {"width": 320, "height": 320, "steps": 1, "guidance": 1.0}
@@ -99,7 +99,7 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
     assert peaks == sorted(set(peaks)), "what there is room for is used"
 
 
-@pytest.mark.parametrize("way", ["resident", "streamed", "from disk"])
+@pytest.mark.parametrize("way", [pytest.param("resident", marks=pytest.mark.long), "streamed", "from disk"])
 def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(ROOT / "demo" / "shapes", ["transformer", "text_encoder"], "q8_0", tmp_path)
     ways: dict[str, dict[str, Any]] = {

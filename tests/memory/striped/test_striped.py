@@ -352,6 +352,7 @@ def test_peak_is_flat_in_size() -> None:
     assert max(peaks) <= 1.25 * min(peaks)
 
 
+@pytest.mark.long
 def test_encoding_at_published_size() -> None:
     vae = flux()
     found, latents = striped.forecast(
@@ -412,7 +413,7 @@ def test_interrupt_leaves_nothing(name: str, error: type[BaseException], sim: Mo
     torch.testing.assert_close(found, whole, rtol=0, atol=2 * PIXELS)
 
 
-@pytest.mark.parametrize("name", ["sd", "wan"])
+@pytest.mark.parametrize("name", ["sd", pytest.param("wan", marks=pytest.mark.long)])
 def test_out_of_memory_in_a_stripe_makes_only_that_one_again(
     name: str, sim: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

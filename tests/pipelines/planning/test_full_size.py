@@ -69,6 +69,7 @@ def test_they_take_no_disk(name: str, folders: Callable[[str], Path]) -> None:
     assert sum(stat.st_blocks * 512 for stat in stats) < 50e6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", full_size.FULL_SIZE)
 def test_they_open_without_weights(name: str, folders: Callable[[str], Path]) -> None:
     folder = folders(name)

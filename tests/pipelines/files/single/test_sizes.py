@@ -117,6 +117,7 @@ print(peak("VmHWM") - before, unit.size_bytes)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_opening_takes_the_ram_of_the_file(tiny_folders: Folders, tmp_path: Path) -> None:
     """A file of 200 MB, most of it in joined projections: a tenth more than that, and the buffers of the readers."""
