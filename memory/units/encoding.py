@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..codecs.codec import Codec, Part
-from ..codecs.making import Maker
 from .weights import Stamp, Stored
+
+if TYPE_CHECKING:
+    from ..codecs.making import Maker
 
 _ATTRIBUTE = "_ballast_encoded"
 _MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # whose weights are worth it

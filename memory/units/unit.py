@@ -12,12 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from ..codecs.making import Maker
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
@@ -26,6 +25,9 @@ from .loading import Interruptible, find_stored, load_stored
 from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
 from .weights import is_unchanged
+
+if TYPE_CHECKING:
+    from ..codecs.making import Maker
 
 # To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
 building = threading.RLock()
