@@ -56,6 +56,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="a file of a text encoder, in place of the base's; may be given several times",
     )
+    parser.add_argument(
+        "--transformer-2", type=Path, help="Wan 2.2, beside --base: the file of its expert for low noise"
+    )
     for part, of in (
         ("vae", "beside --base, and for NewBie and Pyramid-Flow"),
         ("gemma", "NewBie"),
