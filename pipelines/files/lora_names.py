@@ -219,16 +219,16 @@ def _converted(path: Path, tensors: Tensors, convert: Any, known_as: str) -> tup
 
 def _origins(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The `id` of all tensors that these were made of."""
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(todo), set()
-    while todo:
-        node = todo.pop()
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             found.add(id(leaf))
         for earlier, _ in node.next_functions:
             if earlier is not None and earlier not in seen:
                 seen.add(earlier)
-                todo.append(earlier)
+                waiting.append(earlier)
     return found
 
 
