@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from ..memory import ManagedModel
 from ..memory.units import hostbuffer
 from ..memory.units.weights import stored_tensors
+from .rss import peak_rss_bytes
 
 _WOKEN_BYTES = 64 * 2**20
 _BLOCKS, _SQUARES = 24, 12  # and how many squares of the width the products of a block make up
@@ -98,7 +98,7 @@ def measure(path: Path, way: str) -> dict[str, float]:
     for parameter in module.parameters():
         parameter.reshape(-1)[:: 4096 // parameter.itemsize].sum()
     seconds = time.perf_counter() - start
-    peak_bytes = _peak_bytes() - before
+    peak_bytes = peak_rss_bytes() - before
     values = list(module.state_dict().values())
     total = sum(int(value.view(torch.int16).sum(dtype=torch.int64)) for value in values)
     return {"seconds": seconds, "peak_bytes": peak_bytes, "sum": total, "bytes": sum(value.nbytes for value in values)}
@@ -119,14 +119,3 @@ def _start_peak() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return psutil.Process().memory_info().rss
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.is_file():  # its word is of this process alone, where getrusage also knows the one that started it
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -17,10 +17,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 # On two cores whatever the machine has. The folders hold configs and headers, and no weights.
 _CHILD = """
-import json, pathlib, resource, sys, time
+import json, pathlib, sys, time
 sys.path.insert(0, "tests")
 import conftest, full_size
 import torch, ballast
+from ballast.bench.rss import peak_rss_bytes
 torch.set_num_threads(2)
 name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 if name in full_size.BARE:
@@ -37,7 +38,7 @@ else:
     begun = time.perf_counter()
     pipe.plan(**size.get(name, dict(width=1024, height=1024)), guidance=4.0, vram="12GB")
 seconds = time.perf_counter() - begun
-print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+print(json.dumps([seconds, peak_rss_bytes()]))
 """
 
 

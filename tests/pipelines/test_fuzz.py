@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import ballast
 import newbie_folders
 import pyramid_folders
 import pytest
+from ballast.bench.rss import peak_rss_bytes
 from ballast.memory.units.weights import find_weights, read_header, stored_tensors
 from ballast.nodes.shared.folders import find_llamas, find_pipelines
 from hidream_folders import published
@@ -77,11 +77,6 @@ def survives(run: Callable[[], Any]) -> bool:
         assert len(said) < 2000, said
         return False
     return True
-
-
-def most_memory() -> int:
-    """Bytes that this process ever had at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # Headers
@@ -174,9 +169,9 @@ def test_configs(folders: dict[str, tuple[Path, dict[str, Any]]], family: str) -
         finally:
             path.write_text(content, "utf-8")
 
-    before = most_memory()
+    before = peak_rss_bytes()
     check()
-    assert most_memory() - before < 1e9
+    assert peak_rss_bytes() - before < 1e9
     opened(folder, **arguments)
 
 

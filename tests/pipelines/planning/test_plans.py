@@ -122,13 +122,14 @@ FULL_RUNS: dict[str, dict[str, Any]] = {
 }
 
 _PLAN = """
-import resource, sys, time
+import sys, time
 import conftest, full_size
 import ballast
+from ballast.bench.rss import peak_rss_bytes
 pipe = ballast.open_pipeline(sys.argv[1], device="cpu")
 begun = time.perf_counter()
 plans = [pipe.plan(steps=28, vram=vram, **eval(sys.argv[2])) for vram in ("8GB", "12GB", "24GB")]
-print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(time.perf_counter() - begun, peak_rss_bytes())
 for plan in plans:
     print(plan.placement, plan.peak_vram_bytes, plan.fits, plan.sampling.stay_bytes, plan.step_seconds)
 """
