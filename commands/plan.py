@@ -31,11 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
     parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
     parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
+    parser.add_argument(
+        "--compare-weights", action="store_true", help="also say what each choice of --weights would take and gain"
+    )
     parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plans, print them, and draw the picture if one is wanted. Raises ValueError for bad options."""
+    from ..memory.planning.choices import CHOICES, compare_weights
     from ..memory.planning.runplan import compare
     from ..pipelines.planning.forecasts import quietly
 
@@ -46,7 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option.replace('_', '-')} is {value:g}; it takes a number above 0.")
     with quietly():
         plans = _plans(arguments)
-    text = str(plans[0]) if len(plans) == 1 else compare(plans)
+        text = str(plans[0]) if len(plans) == 1 else compare(plans)
+        if arguments.compare_weights:
+            chosen = {choice: _plans(arguments, choice) for choice in CHOICES}
+            tables = (
+                compare_weights(dict(zip(chosen, each, strict=True))) for each in zip(*chosen.values(), strict=True)
+            )
+            text = "\n\n".join([text, *tables])
     if arguments.out:
         _draw(plans, arguments.out)
         text += f"\n\nwrote {arguments.out}"
@@ -54,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
+def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
+    """A plan for each budget, with the weights held as asked for, or in another way."""
     from ..memory.probe import rates as measured_rates
     from ..pipelines import open_pipeline
     from ..pipelines.planning.plans import NoBudgetError
@@ -64,7 +75,7 @@ def _plans(arguments: argparse.Namespace) -> list[RunPlan]:
         arguments.device,
         ram=arguments.ram,
         dtype=arguments.dtype,
-        **family_arguments(arguments),
+        **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
     asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
     asked["negative_prompt"] = arguments.negative

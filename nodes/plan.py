@@ -80,6 +80,14 @@ class VramPlan(io.ComfyNode):
                     "is for a prompt of usual length, encoding included.",
                 ),
                 *picture_inputs(),
+                io.Boolean.Input(
+                    "compare_weights",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Also say what each choice of weights in the loader would take and gain: as they are "
+                    "stored, exact12, int8 and fp8.",
+                ),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -103,6 +111,7 @@ class VramPlan(io.ComfyNode):
         strategy: str = "auto",
         conditioning: Conditioning | None = None,
         strength: float = 0.0,
+        compare_weights: bool = False,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..memory.planning.runplan import compare, draw_plans
@@ -118,6 +127,8 @@ class VramPlan(io.ComfyNode):
         except NoBudgetError:
             raise NoBudgetError("8, 12, 24 in vram_gb") from None
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
+        if compare_weights:
+            text = "\n\n".join([text, *(_choices(pipeline, budget, asked) for budget in budgets)])
         show_text(cls, _lines(plans))
         picture = np.asarray(draw_plans(plans, 900, 450 if len(plans) == 1 else 340), dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], text, ui=ui.PreviewText(text))
@@ -131,6 +142,12 @@ class VramPlan(io.ComfyNode):
             return "" if all(_budgets(vram_gb)) else "; ".join(free)
         except ValueError:  # which `execute` reports
             return ""
+
+
+def _choices(pipeline: PipelineReference, budget: int | None, asked: dict[str, Any]) -> str:
+    from ..memory.planning.choices import CHOICES, compare_weights
+
+    return compare_weights({choice: pipeline.holding(choice).open().plan(vram=budget, **asked) for choice in CHOICES})
 
 
 def _budgets(words: str) -> list[int | None]:

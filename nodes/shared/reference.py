@@ -16,7 +16,7 @@ from ...memory import simulated
 from ...memory.host import management as host
 from ...requirements import complaint
 from .graph import remember
-from .inputs import GPU_OR_SIM
+from .inputs import GPU_OR_SIM, weights_option
 from .progress import show_text
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ class PipelineReference:
             _open[self._key()] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe
+
+    def holding(self, weights: str) -> PipelineReference:
+        """The same with its weights held in another way, as `open_pipeline` takes it."""
+        others = tuple(part for part in self.family if part[0] != "weights")
+        return replace(self, family=(*others, *weights_option(weights).items()))
 
     def _key(self) -> tuple[tuple, tuple]:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
