@@ -35,6 +35,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how weights are held: auto (as stored), exact12 (bf16 in 12 bits, without loss), int8 or fp8",
     )
     parser.add_argument(
+        "--cache-encoded",
+        action="store_true",
+        default=None,
+        help="keep what --weights makes in files, to be read later",
+    )
+    parser.add_argument(
         "--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
     )
     parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
@@ -95,6 +101,18 @@ def lora(text: str) -> tuple[Path, float]:
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """LoRAs, files beside a model's, and arguments of its family, that were given, by the names of `open_pipeline`."""
     several = {"text_encoder": "text_encoders", "lora": "loras"}
-    names = ("llama", "variant", "gemma", "jina", "vae", "text", "base", "transformer_2", "weights", *several)
+    names = (
+        "llama",
+        "variant",
+        "gemma",
+        "jina",
+        "vae",
+        "text",
+        "base",
+        "transformer_2",
+        "weights",
+        "cache_encoded",
+        *several,
+    )
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     return {several.get(name, name): value for name, value in given.items()}

@@ -190,6 +190,16 @@ class MemoryManager:
                 self._residents.evict(unit)
             unit.wear(worn)
 
+    def keep_made(self, units: Iterable[ManagedModel]) -> None:
+        """Encode the weights of units into the files that these are to have (`made_file`) and have not yet.
+
+        Raises OSError where a disk has no room for one, and RuntimeError for a unit that is leased.
+        """
+        with self._lock:
+            for unit in units:
+                self.adopt(unit)
+                self._residents.keep_made(unit)
+
     def schedule(self, units: Sequence[ManagedModel] | None) -> None:
         """The units that will run, in order, as far as the graph tells; None when it is not known.
 

@@ -23,8 +23,9 @@ from .host import management as host
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import meant_by, window_bytes
-from .reports.timeline import OnDevice, Timeline
+from .reports.timeline import OnDevice, Progress, Timeline
 from .schedule import Schedule
+from .sizes import format_bytes
 from .streaming.choice import make_placement
 from .streaming.placement import Resident
 from .streaming.stream import Streamed
@@ -308,16 +309,25 @@ class Residents:
         if came:
             self.timeline.record("load", unit, came)
 
-    def _looking(self, unit: ManagedModel) -> Callable[[int], None]:
+    def keep_made(self, unit: ManagedModel) -> None:
+        """Encode a unit's weights into their file, if it is to have one and there is none yet."""
+        if not (unmade := unit.unmade_bytes):
+            return
+        self.evict(unit)
+        takes = format_bytes(unit.size_bytes)
+        log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
+        unit.keep_made(self._looking(unit, "encoding", unmade))
+
+    def _looking(self, unit: ManagedModel, doing: Progress = "reading", total_bytes: int = 0) -> Callable[[int], None]:
         """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
-        told, step = 0, max(1, unit.size_bytes // 100)
+        told, step = 0, max(1, (total_bytes or unit.size_bytes) // 100)
 
         def look(read: int) -> None:
             nonlocal told
             host.throw_if_interrupted()
             if read - told >= step:
                 told = read
-                self.timeline.tell("reading", unit, read)
+                self.timeline.tell(doing, unit, read)
 
         return look
 

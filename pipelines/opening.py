@@ -44,6 +44,7 @@ def open_pipeline(
     transformer_2: str | Path | None = None,
     loras: Loras = (),
     weights: str = "auto",
+    cache_encoded: bool = False,
     **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
@@ -57,7 +58,9 @@ def open_pipeline(
     expert for low noise of Wan 2.2.
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
-    leaves them as they are stored. `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
+    leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
+    runs, which take as much disk as the encoded weights do; runs read these, piece by piece where RAM is short.
+    `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.
@@ -90,6 +93,7 @@ def open_pipeline(
             keep=keep,
             cache=cache,
             weights=weights,
+            cache_encoded=cache_encoded,
             **shared,
             **family,
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..planning.runplan import StagePlan
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
-Progress = Literal["reading", "compile", "compiled"]
+Progress = Literal["encoding", "reading", "compile", "compiled"]
 
 _MAX_EVENTS = 20_000
 _MAX_STAGES = 64

@@ -22,4 +22,4 @@ def make_placement(
         return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads)
     if kind == "resident":
         return Resident(unit.module, device, source, unit.calls, weights_bytes)
-    return Cpu(unit.module, device, source, unit.calls)
+    return Cpu(unit.module, torch.device("cpu"), source, unit.calls)

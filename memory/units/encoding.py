@@ -118,6 +118,14 @@ def mark_made(module: nn.Module, maker: Maker) -> None:
             setattr(weight, _ATTRIBUTE, Encoding(codec, flat, maker))
 
 
+def unmark_made(module: nn.Module) -> None:
+    """Let the weights of a module that were to be encoded when they are read be plain again. None is in RAM."""
+    for parameter in module.parameters():
+        encoding = encoding_of(parameter)
+        if encoding is not None and encoding.maker is not None:
+            delattr(parameter, _ATTRIBUTE)
+
+
 def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
     """Let the parameters of a module on `meta` be encoded that are stored so.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
 from .hostbuffer import allocate, can_pack, layout, place_of
-from .making import read_and_make
+from .making import Made, making
 from .pieces import CallOrder, divide, unique
 from .reader import pieces_of, read
 from .structure import slots
@@ -74,7 +75,10 @@ def load_stored(
         parts = [divided.pieces[i].tensors() for i in pieces]
     parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
     if any(slot.encoding and slot.encoding.maker for slot in places):
-        made = read_and_make(parts, places, found, look)
+        made: dict[int, Made] = {}
+        with closing(making(parts, places, found, look)) as groups:
+            for group in groups:
+                made |= group
         for slot in places:
             if id(slot.tensor) in made:
                 codec, tensor = made[id(slot.tensor)]

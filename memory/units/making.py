@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -20,39 +20,38 @@ _MOST_THREADS = 4  # each holds a piece as it is in the file, and what is made o
 Made = tuple[Codec | None, torch.Tensor]  # how it is stored, if it is encoded, and what the host holds of it
 
 
-def read_and_make(
+def making(
     groups: Sequence[Sequence[torch.Tensor]],
     places: Sequence[Slot],
     found: Mapping[int, Source],
     look: Callable[[int], None],
-) -> dict[int, Made]:
+) -> Generator[dict[int, Made], None, None]:
     """What the host is to hold of the tensors of each group, in one flat buffer, by `id`; nothing is changed.
 
-    `look` is called between groups with the bytes read so far; what it raises ends the reading.
+    `look` is called between groups with the bytes read so far; what it raises ends the reading, and so does closing
+    the generator.
     """
     encodings = {id(slot.tensor): (slot.encoding, slot.shown) for slot in places if slot.encoding}
-    new: dict[int, Made] = {}
     waiting: deque[Future[tuple[dict[int, Made], int]]] = deque()
     so_far, threads = 0, min(_MOST_THREADS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(threads, "ballast-encoder")
 
-    def finish() -> None:
+    def finish() -> dict[int, Made]:
         nonlocal so_far
         made, nbytes = waiting.popleft().result()
-        new.update(made)
         so_far += nbytes
         look(so_far)
+        return made
 
     try:
         for tensors in groups:
             waiting.append(pool.submit(_make, tensors, encodings, found))
             if len(waiting) > threads:
-                finish()
+                yield finish()
         while waiting:
-            finish()
+            yield finish()
     finally:
         pool.shutdown(cancel_futures=True)
-    return new
 
 
 @torch.inference_mode(False)

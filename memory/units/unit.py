@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -20,8 +21,9 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
-from .encoding import Source, mark_encoded, mark_made
+from .encoding import Source, mark_encoded, mark_made, unmark_made
 from .loading import Interruptible, find_stored, load_stored
+from .made_file import read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
 from .weights import is_unchanged
@@ -63,8 +65,9 @@ class ManagedModel:
     with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
     disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
     weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
-    With a `maker`, weights that are plain there are encoded when they are read, and cannot be run from disk. `key` says
-    which model this is, so that whoever runs the same one gets this unit (see `MemoryManager.claim`).
+    With a `maker`, weights that are plain there are encoded when they are read, and cannot be run from disk, unless a
+    `made_file` keeps what is made. `key` says which model this is, so that whoever runs the same one gets this unit
+    (see `MemoryManager.claim`).
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class ManagedModel:
         self._build = build
         self._read = read
         self._stored = stored
-        self.maker: Maker | None = None  # set before the module is first asked for
+        self.maker: Maker | None = None  # these two are set before the module is first asked for
+        self.made_file: Path | None = None
         self._module: nn.Module | None = None
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
@@ -114,7 +118,7 @@ class ManagedModel:
         """The one module object of this unit, whatever its tier."""
         with building:
             if self._module is None:
-                stored = self._stored() if self._stored else {}  # here: it may build the module too, under this lock
+                stored = self._found() if self._stored else {}  # here: it may build the module too, under this lock
                 module = _apart(functools.partial(self._build_encoded, stored)).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
@@ -127,6 +131,47 @@ class ManagedModel:
         if self.maker:
             mark_made(module, self.maker)
         return module
+
+    def _found(self) -> Mapping[str, Source]:
+        """Where the weights lie: in the file of what was made of them, if there is one by now."""
+        stored = self._stored() if self._stored else {}
+        if self.maker and self.made_file and (made := read_made(self.made_file, stored)) is not None:
+            self._stored, self.maker = (lambda: made), None
+            return made
+        return stored
+
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes of its plain weights that are to be encoded into the `made_file`, as long as there is none."""
+        module = self.module  # which looks for that file
+        if not (self.maker and self.made_file and self._stored):
+            return 0
+        return sum(slot.plain_bytes for slot in slots(module) if slot.encoding and slot.encoding.maker)
+
+    def keep_made(self, look: Callable[[int], None] = lambda read: None) -> None:
+        """Encode its weights into its `made_file`, and run from there from now on. What RAM holds of it is given up.
+
+        `look` is called with the bytes read so far; what it raises ends it, and leaves all as it was. Raises OSError,
+        in one line, where the disk has no room. RuntimeError for one that is in use.
+        """
+        if not self.unmade_bytes or self.made_file is None or self._stored is None:
+            return
+        module = self.module
+        self.drop()
+        if (found := find_stored(module, self._stored())) is None:
+            raise ValueError(f"{self.name} is not read from its files as they are. Leave cache_encoded out.")
+        write_made(self.made_file, module, found, look)
+        stored = self._found()
+        if self.maker:
+            raise ValueError(f"{self.made_file} was damaged as soon as it was written. Check the disk.")
+
+        def mark() -> nn.Module:
+            unmark_made(module)
+            mark_encoded(module, stored)
+            return module
+
+        _apart(mark)
+        self._size_bytes = None
 
     def skeleton(self) -> nn.Module:
         """The structure once more, with parameters on `meta`, for a run on shapes.

@@ -86,7 +86,7 @@ class _Page:
     def __call__(self, event: Event, unit: ManagedModel) -> None:
         if event.kind == "read":
             self._bar = comfy.utils.ProgressBar(max(1, event.bytes), node_id=self._node.hidden.unique_id)
-        elif event.kind in ("reading", "load") and self._bar:
+        elif event.kind in ("reading", "load", "encoding") and self._bar:
             self._bar.update_absolute(event.bytes)
         words = describe(self._pipe, event, unit, self._doing)
         now = time.monotonic()
@@ -102,6 +102,8 @@ def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str)
         return f"{title}: reading {format_bytes(event.bytes)}"
     if event.kind == "reading":
         return f"{title}: reading, {format_bytes(event.bytes)} of {format_bytes(unit.size_bytes)}"
+    if event.kind == "encoding":
+        return f"{title}: encoding weights into a file, {format_bytes(event.bytes)} read"
     if event.kind == "compile":
         return f"{title}: compiling"
     if event.kind not in ("place", "call", "ran", "compiled") or unit.placement is None:

@@ -131,13 +131,18 @@ def plan_stage(
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
             in_ram_bytes=named[unit].host_bytes,
-            from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and named[unit].source() is not None,
-            whole_in_ram=named[unit].maker is not None,
+            from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and _reads_pieces(named[unit]),
+            whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=learned.recall(card, sizes_of(named[unit]), work) if card else None,
         )
         for unit, work in forecast.units.items()
     )
     return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
+
+
+def _reads_pieces(unit: ManagedModel) -> bool:
+    """Whether a unit can run from disk: from its files, or from the one that its encoded weights are going to have."""
+    return unit.source() is not None or unit.unmade_bytes > 0
 
 
 def _plan_vae(

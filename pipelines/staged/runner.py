@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,10 +62,12 @@ class StageRunner(ModelFamily):
         keep: bool,
         cache: EmbeddingCache | None,
         weights: str = "auto",
+        cache_encoded: bool = False,
     ) -> None:
         self.folder = folder
         self.weights = weights
         self._maker = maker_of(weights)
+        self.cache_encoded = cache_encoded
         self.title = title_of(folder)
         self.manager: MemoryManager = manager(device)
         self.vram_bytes = None if vram is None else parse_bytes(vram)
@@ -87,13 +90,17 @@ class StageRunner(ModelFamily):
     def _claim(self, part: Part, label: str) -> ManagedModel:
         """The managed model of a part, which every pipeline of this device that has the same part shares."""
 
+        folder = self.cache.directory / "encoded" if self.cache_encoded else None
+
         def make() -> ManagedModel:
             unit = part.unit(label)
-            if unit.role in _ENCODED:
+            if unit.role in _ENCODED and self._maker:
                 unit.maker = self._maker
+                digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
+                unit.made_file = folder and folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
             return unit
 
-        key = (part.key, self.weights) if self._maker else part.key
+        key = (part.key, self.weights, folder) if self._maker else part.key
         return self.manager.claim(key, make, self._owner)
 
     @contextlib.contextmanager
@@ -132,7 +139,9 @@ class StageRunner(ModelFamily):
         """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
 
         Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk.
+        Before, the files of encoded weights are written that there are to be.
         """
+        self.manager.keep_made(units)
         if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
             return {}
         place = functools.partial(

@@ -1,0 +1,143 @@
+"""What a maker made of a module's weights, in a file beside the model's own: read in place of encoding it again.
+
+A safetensors file of flat tensors of bytes, each the host's tensor of one encoded weight, whose codecs the header's
+metadata tells. Weights that encoding does not shrink stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..codecs.codec import Codec
+from ..codecs.exact12 import Exact12
+from ..codecs.fp8 import Fp8
+from ..codecs.int8 import Int8
+from ..files import replacing
+from ..sizes import format_bytes
+from .encoding import EncodedWeight, Source, part_spans
+from .making import making
+from .structure import own_slots
+from .weights import Stored, read_header
+
+log = logging.getLogger("ballast")
+
+_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact12, Int8, Fp8)}
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn)
+}
+_NOTE = "ballast_encoded"
+_ENTRY_BYTES = 640  # of the header, beside the names of a weight
+_ROOM_BYTES = 2**30  # that the disk keeps free
+
+
+def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | None:
+    """`stored` with the weights that a file holds encoded; None where there is no such file, or a damaged one."""
+    try:
+        header, told = read_header(path), _told(path)
+        found, begin = (
+            dict(stored),
+            path.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0),
+        )
+        stat = path.stat()
+        for name, (codec, others) in told.items():
+            at = begin + header[name]["data_offsets"][0]
+            spans, total = part_spans(codec)
+            if header[name]["data_offsets"][1] - header[name]["data_offsets"][0] != total:
+                raise ValueError(f"{name} has another size than its codec")
+            parts = zip(codec.parts, spans, strict=True)
+            stamp = (stat.st_size, stat.st_mtime_ns)
+            places = (Stored(path, at + first, part.dtype, (part.count,), stamp) for part, (first, _) in parts)
+            for other in others:  # of tied weights one name is enough
+                found.pop(other, None)
+            found[name] = EncodedWeight(codec, tuple(places))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        log.warning("Ballast: dropping damaged encoded weights, %s (%s)", path.name, error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    return found
+
+
+def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], look: Callable[[int], None]) -> int:
+    """Encode the weights of a module that have a maker, a few at a time, into a file. Returns the bytes of the file.
+
+    `sources` tells where each lies, by the `id` of what the host holds of it. `look` is called with the bytes read so
+    far; what it raises ends the writing, and leaves no file. Raises OSError, in one line, where the disk has no room.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    places = {}
+    for owner in module.modules():
+        for slot in own_slots(owner):
+            if slot.encoding and slot.encoding.maker:
+                places[id(slot.tensor)] = slot
+    wanted = sum(slot.tensor.nbytes for slot in places.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < wanted + _ROOM_BYTES:
+        raise OSError(
+            f"encoded weights take {format_bytes(wanted)} in {path.parent}, where {format_bytes(free)} are free. Make "
+            "room there, or leave cache_encoded out."
+        )
+    groups = [[slot.tensor] for slot in places.values()]
+    reserved = sum(_ENTRY_BYTES + 2 * sum(map(len, names[id(slot.shown)])) for slot in places.values()) + _ENTRY_BYTES
+    header: dict[str, Any] = {}
+    told, end = {}, 0
+    with replacing(path) as part, part.open("wb") as file:
+        file.seek(8 + reserved)
+        with contextlib.closing(making(groups, list(places.values()), sources, look)) as made:
+            for found in made:
+                for key, (codec, flat) in found.items():
+                    if codec is None or codec.name not in _CODECS:
+                        continue  # it would not have shrunk
+                    own = names[id(places[key].shown)]
+                    file.write(flat.numpy().data)
+                    told[own[0]] = {"names": own[1:], "codec": codec.name, **_plain(codec)}
+                    header[own[0]] = {"dtype": "U8", "shape": [flat.numel()], "data_offsets": [end, end + flat.numel()]}
+                    end += flat.numel()
+        text = json.dumps({"__metadata__": {_NOTE: json.dumps(told)}, **header}, separators=(",", ":")).encode()
+        file.seek(0)
+        file.write(struct.pack("<Q", reserved) + text.ljust(reserved))
+    return 8 + reserved + end
+
+
+def _plain(codec: Codec) -> dict[str, Any]:
+    """The fields of a codec as JSON has them."""
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in asdict(codec).items()
+    }
+
+
+def _told(path: Path) -> dict[str, tuple[Codec, list[str]]]:
+    """The codec of each weight in a file that `read_header` has checked, and the names of those tied to it."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        notes = json.loads(json.loads(file.read(length))["__metadata__"][_NOTE])
+    return {name: (_codec(note), [str(other) for other in note["names"]]) for name, note in notes.items()}
+
+
+def _codec(note: Mapping[str, Any]) -> Codec:
+    cls = _CODECS[note["codec"]]
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        value = note[field.name]
+        if isinstance(value, str):
+            value = _TYPES[value]
+        values[field.name] = tuple(int(size) for size in value) if isinstance(value, list) else value
+    return cls(**values)

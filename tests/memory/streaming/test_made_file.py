@@ -1,0 +1,182 @@
+"""What encoding makes of plain weights, kept in a file: written once, and then run from as from any file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import pytest
+import torch
+from ballast.memory.codecs.making import MAKERS
+from ballast.memory.units import made_file
+from places import ROOT, TESTS
+
+SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0}
+DEMO = ROOT / "demo" / "shapes"
+
+
+def opened(cache: Path, weights: str = "auto", **more: Any) -> Any:
+    kept = weights != "auto"
+    return ballast.open_pipeline(
+        DEMO, "sim", dtype="bf16", cache_dir=cache, weights=weights, cache_encoded=kept, **more
+    )
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted((cache / "encoded").glob("*"))
+
+
+def forget(pipe: Any) -> None:
+    """As in another process: nothing of the units is known any more."""
+    for unit in (*pipe.encoders, *pipe.denoisers):
+        pipe.manager.evict(unit)
+        unit.drop()
+    pipe.manager.free()
+
+
+@pytest.mark.parametrize("weights", ["exact12", "fp8", pytest.param("int8", marks=pytest.mark.long)])
+def test_runs_from_the_file_as_from_ram(weights: str, tmp_path: Path, sim: ModuleType) -> None:
+    """The first run writes it, and the next opening reads it; in each placement, and from disk where RAM is short."""
+    plain = opened(tmp_path / "plain")
+    cond = plain.encode("a red circle")
+    in_ram = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights=weights)
+    expected = in_ram.sample(cond, **SIZE)
+    assert torch.equal(expected, plain.sample(cond, **SIZE)) == (weights == "exact12")
+    forget(in_ram)
+    written: list[tuple[Path, int]] = []
+    for _ in range(2):
+        pipe = opened(tmp_path, weights)
+        (dit,) = pipe.denoisers
+        for strategy in ("resident", "streamed", "leafwise", "cpu", "resident"):
+            assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), expected), strategy
+            assert dit.source() is not None and dit.maker is None
+            assert sim.stats().allocated_bytes == sim.stats().hazards == 0
+        short = pipe.within(vram=2 * 10**6, ram=int(0.6 * dit.size_bytes))
+        forecast = short.plan(**SIZE, cond=cond).sampling
+        assert torch.equal(short.sample(cond, **SIZE), expected)
+        assert dit.host_bytes <= 0.6 * dit.size_bytes
+        record = pipe.manager.timeline.stages[-1]
+        assert 0 < record.peak_bytes <= forecast.peak_vram_bytes <= 2 * 10**6
+        found = [(path, path.stat().st_mtime_ns) for path in files(tmp_path)]
+        assert len(found) == 1 and written in ([], found), "written once"
+        assert found[0][0].stat().st_size <= 1.05 * dit.size_bytes
+        written = found
+        forget(pipe)
+        del pipe, dit, short
+
+
+def test_a_plan_before_the_first_run_counts_on_the_file(tmp_path: Path, sim: ModuleType) -> None:
+    within: dict[str, Any] = {"vram": 2 * 10**6, "ram": 10**6}
+    without = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights="exact12", cache_dir=tmp_path).plan(
+        **SIZE, **within
+    )
+    assert not without.fits and "must hold all that is encoded" in without.sampling.reason
+    pipe = opened(tmp_path, "exact12", **within)
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    before = pipe.plan(**SIZE, cond=cond)
+    assert before.sampling.fits and not files(tmp_path), "a plan writes nothing"
+    pipe.sample(cond, **SIZE)
+    after = pipe.plan(**SIZE, cond=cond)
+    assert after.sampling.placement == before.sampling.placement == "streamed"
+    assert before.peak_vram_bytes == pytest.approx(after.peak_vram_bytes, rel=0.02)
+    forget(pipe)
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path, sim: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    plain, pipe = opened(tmp_path / "plain"), opened(tmp_path, "exact12")
+    cond, stored = plain.encode("a red circle"), plain.denoisers[0]._stored
+    expected = pipe.sample(cond, **SIZE)
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    forget(pipe)
+    damages = (whole, b""), (whole, whole[:-1]), (b"exact12", b"exact13"), (b"apart", b"aport"), (b"768", b"769")
+    for before, after in damages:
+        path.write_bytes(whole.replace(before, after))
+        caplog.clear()
+        unit = pipe.denoisers[0]
+        unit._module, unit.maker, unit._stored = None, MAKERS["exact12"], stored  # as another process has it
+        assert torch.equal(pipe.sample(cond, **SIZE), expected)
+        assert "dropping damaged encoded weights" in caplog.text
+        assert path.read_bytes() == whole
+        forget(pipe)
+
+
+def test_stopping_leaves_no_file_and_the_next_run_writes_it(
+    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = opened(tmp_path, "int8")
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    left = [0, 3, 11]
+
+    def stop() -> None:
+        if left and left[0] == 0:
+            raise KeyboardInterrupt
+        if left:
+            left[0] -= 1
+
+    monkeypatch.setattr("ballast.memory.residents.host.throw_if_interrupted", stop)
+    while left:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.sample(cond, **SIZE)
+        assert not files(tmp_path) and pipe.denoisers[0].host_bytes == 0 and sim.stats().allocated_bytes == 0
+        left.pop(0)
+    pipe.sample(cond, **SIZE)
+    assert len(files(tmp_path)) == 1
+    forget(pipe)
+
+
+def test_no_room_on_the_disk_is_one_line(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = opened(tmp_path, "int8")
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    few = shutil.disk_usage(tmp_path)._replace(free=2**30 + 1000)
+    monkeypatch.setattr(made_file.shutil, "disk_usage", lambda _: few)
+    with pytest.raises(
+        OSError, match=r"^encoded weights take .* are free. Make room there, or leave cache_encoded out.$"
+    ):
+        pipe.sample(cond, **SIZE)
+    assert not files(tmp_path) and sim.stats().allocated_bytes == 0
+    monkeypatch.undo()
+    pipe.sample(cond, **SIZE)
+    forget(pipe)
+
+
+_WRITE = """
+import json, pathlib, sys
+import conftest, torch
+from ballast.bench.rss import peak_rss_bytes
+from ballast.memory.codecs.making import MAKERS
+from ballast.memory.units.unit import ManagedModel
+from ballast.memory.units.weights import stored_tensors
+from safetensors.torch import save_file
+folder, count, width = pathlib.Path(sys.argv[1]), 60, 2048
+for i in range(count):
+    save_file({f"{i}.weight": torch.full((width, width), 0.5, dtype=torch.bfloat16)}, folder / f"{i}.safetensors")
+def build():
+    with torch.device("meta"):
+        layers = (torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
+        return torch.nn.Sequential(*layers)
+places = stored_tensors(folder.glob("*.safetensors"))
+unit = ManagedModel("dit", "transformer", build, lambda: None, stored=lambda: places)
+unit.maker, unit.made_file = MAKERS["exact12"], folder / "made" / "dit"
+unit.module, torch.zeros(1)
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+before = peak_rss_bytes()
+unit.keep_made()
+print(json.dumps([peak_rss_bytes() - before, unit.made_file.stat().st_size, unit.size_bytes]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only there RAM of a process is told so")
+def test_writing_holds_a_few_weights_in_ram(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _WRITE, str(tmp_path)], cwd=TESTS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rose, wrote, size = json.loads(done.stdout)
+    one = 2048 * 2048 * 2
+    assert wrote == pytest.approx(60 * 0.75 * one, rel=0.01) and size == pytest.approx(wrote, rel=0.01)
+    assert rose < 25 * one, f"{rose / one:.1f} of 60 weights"
