@@ -44,6 +44,16 @@ def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
         yield
 
 
+def leave_weights(module: nn.Module) -> None:
+    """Put on `meta` the parameters that a constructor has put elsewhere, as `torch.nn.utils.skip_init` does."""
+    left: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for owner in module.modules():
+        for key, tensor in owner._parameters.items():
+            if tensor is not None and not tensor.is_meta:
+                empty = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+                owner._parameters[key] = left.setdefault(id(tensor), empty)
+
+
 def only_tiled(module: nn.Module) -> bool:
     """Whether a VAE decodes and encodes in its own tiles, or not at all."""
     return type(module).__name__ in _ONLY_TILED

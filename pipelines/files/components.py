@@ -26,7 +26,7 @@ from ...memory.units.weights import (
     stored_tensors,
 )
 from ...memory.vocabulary import Role
-from .building import on_meta, only_tiled
+from .building import leave_weights, on_meta, only_tiled
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
 _DECODED = torch.bfloat16  # what quantised weights are made into where nothing else is asked for
@@ -146,6 +146,7 @@ class Component:
 
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
             module: Any = self._structure()
+        leave_weights(module)
         if only_tiled(module):
             module.enable_tiling()
         keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())

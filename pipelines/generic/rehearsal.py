@@ -145,7 +145,8 @@ def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: 
         called: Any = modules[name]
         return opened((called.encode if name == "vae" else called)(*args, **kwargs))
 
-    pipe.answers = pipe.look(cond, arguments() | {"latents": None}, see)
+    if pipe.inputs:
+        pipe.answers = pipe.look(cond, arguments() | {"latents": None}, see)
     latents = pipe._denoise(cond, arguments() | {"latents": None}, None, _HOST, denoisers).float()
     pipe.latent_dimensions = latents.ndim
     pipe.check_latents(latents)

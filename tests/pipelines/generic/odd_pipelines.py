@@ -193,8 +193,14 @@ def krea2() -> DiffusionPipeline:
     )
 
 
+def pag() -> DiffusionPipeline:
+    """Looks at its transformer's layers before it samples, and changes them."""
+    parts = tiny.FAMILIES["sd3"].build().components
+    return diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+
+
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
-    build.__name__: build for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2)
+    build.__name__: build for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag)
 }
 
 

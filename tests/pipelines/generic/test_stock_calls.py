@@ -55,7 +55,13 @@ def staged(pipe: Any, negative: str | None = None, **more: Any) -> torch.Tensor:
     return pipe.decode(pipe.sample(cond, steps=2, width=SIDE, height=SIDE, frames=frames, **more))
 
 
-CALLS = {"cogview3": {}, "sdxl": {}, "krea2": {}, "anyflow": {"num_frames": FRAMES}}
+CALLS: dict[str, dict[str, Any]] = {
+    "cogview3": {},
+    "sdxl": {},
+    "krea2": {},
+    "pag": {},
+    "anyflow": {"num_frames": FRAMES},
+}
 CALLS["sana_video"] = {"frames": FRAMES, "use_resolution_binning": False}
 
 

@@ -120,6 +120,7 @@ def _fit_vocabularies(components: dict[str, Any]) -> None:
 
 
 def _fill_zeros(module: torch.nn.Module) -> None:
+    by_chance = type(module).__name__ == "ChatGLMModel"  # which leaves its weights as memory was
     for parameter in module.parameters():
-        if parameter.is_floating_point() and not parameter.any():
+        if parameter.is_floating_point() and (by_chance or not parameter.any()):
             parameter.normal_(std=0.05)

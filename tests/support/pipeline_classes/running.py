@@ -71,6 +71,8 @@ class Stock:
             arguments["negative_prompt"] = case.negative
         if case.guidance is not None and (scale := guidance_name(self.built.cls)):
             arguments[scale] = case.guidance
+        if "max_area" in taken:  # to which a size is scaled
+            arguments["max_area"] = arguments["width"] * arguments["height"]
         if "use_resolution_binning" in taken:  # which draws another size, and resizes the picture
             arguments["use_resolution_binning"] = False
         if "generator" in taken:
@@ -145,6 +147,7 @@ _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
     "do_classifier_free_guidance", "image", "mask_image", "last_image", "strength",
+    "max_area",  # told by width and height
 }  # fmt: skip
 _NAMES = {"image": "image", "mask_image": "mask", "last_image": "last_image"}  # by those of diffusers
 
