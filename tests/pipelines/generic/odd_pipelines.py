@@ -195,8 +195,8 @@ def krea2() -> DiffusionPipeline:
 
 def pag() -> DiffusionPipeline:
     """Looks at its transformer's layers before it samples, and changes them."""
-    parts = tiny.FAMILIES["sd3"].build().components
-    return diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+    parts = {name: part for name, part in tiny.FAMILIES["sd3"].build().components.items() if part is not None}
+    return diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers="blocks.0")
 
 
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
