@@ -9,6 +9,7 @@ from .encode import TextEncode
 from .encode_image import VaeEncode
 from .free import FreeVram
 from .load import LoadPipeline
+from .load_files import LoadModelFiles
 from .load_lora import LoadLora
 from .load_newbie import LoadNewbie
 from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOptions
@@ -38,4 +39,5 @@ class BallastExtension(ComfyExtension):
             NewbieOptions,
             PyramidFlowOptions,
             LoadLora,
+            LoadModelFiles,
         ]

@@ -79,6 +79,8 @@ def open_pipeline(
         family["vae"] = vae  # of a family that has such a file
     name = _family(folder)
     cls: Any = FAMILIES.get(name, GenericPipeline)
+    if shared and not issubclass(cls, GenericPipeline):
+        raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")

@@ -14,6 +14,7 @@ from ...pipelines.files.recognition import is_newbie_folder, is_pyramid_folder
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "demo" / "shapes"
 _MAX_DEPTH = 3
+_WEIGHTS = (".safetensors", ".gguf")
 
 
 def find_pipelines() -> dict[str, Path]:
@@ -28,6 +29,20 @@ def find_pipelines() -> dict[str, Path]:
 def find_llamas() -> dict[str, Path]:
     """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
     return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
+
+
+def find_files(kind: str) -> dict[str, Path]:
+    """Names to choose from, with their files: the safetensors and GGUF files in the host's `models/<kind>` folders.
+
+    The host's own list leaves GGUF out, which packs that read it list for themselves.
+    """
+    found: dict[str, Path] = {}
+    for root in folder_paths.get_folder_paths(kind):
+        for path, folders, names in os.walk(root, followlinks=True):
+            folders.sort()
+            for file in (Path(path, name) for name in names if name.lower().endswith(_WEIGHTS)):
+                found.setdefault(file.relative_to(root).as_posix(), file)
+    return dict(sorted(found.items()))
 
 
 def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:

@@ -45,7 +45,7 @@ class PipelineReference:
     vram_bytes: int | None
     device: str
     keep: bool
-    family: tuple[tuple[str, str], ...] = ()  # arguments of the one family: where else its parts lie, its variant
+    family: tuple[tuple[str, str | tuple[str, ...]], ...] = ()  # where else its parts lie, its variant
     ram_bytes: int | None = None
     loras: tuple[tuple[str, str, float], ...] = ()  # file, its stamp, strength
 
@@ -96,7 +96,7 @@ def make_reference(
     dtype: str,
     keep_loaded: bool,
     device: str,
-    family: Mapping[str, str],
+    family: Mapping[str, str | tuple[str, ...]],
     ram_gb: float,
 ) -> PipelineReference:
     """Make the reference of a loader's inputs, and remember it for the nodes that follow.

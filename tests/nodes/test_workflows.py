@@ -19,6 +19,8 @@ NODES = {node.GET_SCHEMA().node_id: node for node in asyncio.run(BallastExtensio
 # Present in every ComfyUI; widgets of those that have any, by what the page saves.
 CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "Note": 1}
 CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
+# Widgets that offer what the user has.
+OWN_FILES = ("pipeline", "llama", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "vae", "base")
 SOCKETS_ONLY = {
     "MASK",
     "IMAGE",
@@ -74,7 +76,7 @@ def test_widgets_agree_with_the_schemas(file: Path) -> None:
             if kind == "CONTROL":
                 assert value == "fixed", "the picture that the thumbnail shows comes again"
             elif kind == "COMBO":
-                assert value in options["options"] or name in ("pipeline", "llama"), name  # what the user has
+                assert value in options["options"] or name in OWN_FILES, name
             elif kind in ("INT", "FLOAT"):
                 assert options["min"] <= value <= options["max"], name
             else:

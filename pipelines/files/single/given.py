@@ -46,13 +46,17 @@ class GivenFiles:
     def check_read(self, found: Iterable[Component]) -> None:
         """Raise ValueError, in one line, for a file that is no part of the pipeline."""
         parts = list(found)
-        read = {part.single.path for part in parts if isinstance(part, FileComponent)}
+        read = {part.name: part.single.path for part in parts if isinstance(part, FileComponent)}
         encoders = [part for part in parts if part.is_module and part.role == _ENCODER]
-        for path in self.text_encoders:
-            if path not in read:
-                raise ValueError(_fits_none(path, [part for part in encoders if not isinstance(part, FileComponent)]))
+        left = list(self.text_encoders)
+        for path in (read[part.name] for part in encoders if part.name in read):
+            left.remove(path)
+        if left:
+            raise ValueError(_fits_none(left[0], [part for part in encoders if part.name not in read]))
+        if self.transformer_2 == self.transformer:
+            raise ValueError(f"{self.transformer} is given as both transformers. Give the other one as transformer_2.")
         for name, given in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
-            if given and given not in read:
+            if given and name not in read:
                 raise ValueError(f"{given} is given as {name}, and the base has none. Leave {name} out.")
 
 

@@ -1,0 +1,123 @@
+"""Load Model Files: chooses a model by the files of its parts, as ComfyUI's own graphs do. Loads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from comfy_api.latest import io
+
+from .shared.folders import DEMO, file_stamp, find_files, find_pipelines
+from .shared.inputs import late_inputs, loader_inputs, weights_option
+from .shared.reference import PipelineType, make_reference
+from .shared.running import shows_failure
+
+_CHOOSE, _NONE = "choose a file", "none"
+_MODELS, _TEXTS, _FOLDERS = "diffusion_models", "text_encoders", "diffusers"
+_MORE = "One more text encoder, for models that have several. Their order does not matter."
+# Where each part lies, and what it is.
+_PARTS = {
+    "transformer": (_MODELS, "The model in models/diffusion_models or models/unet, such as flux1-dev-Q4_K_S.gguf."),
+    "text_encoder": (
+        _TEXTS,
+        "A text encoder in models/text_encoders or models/clip, such as t5xxl_fp8_e4m3fn_scaled for Flux. none takes "
+        "that of the base.",
+    ),
+    "text_encoder_2": (_TEXTS, _MORE.replace(".", ", such as clip_l for Flux.", 1)),
+    "vae": ("vae", "The VAE in models/vae, such as ae for Flux. none takes that of the base."),
+    "base": (
+        _FOLDERS,
+        "The model's diffusers folder in models/diffusers, for what no file is chosen for: configs, tokenizers, "
+        "scheduler. It needs no weights of the parts that a file is chosen for.",
+    ),
+}
+_LATE = {
+    "text_encoder_3": (_TEXTS, _MORE),
+    "text_encoder_4": (_TEXTS, _MORE),
+    "transformer_2": (_MODELS, "Wan 2.2 only: its model for low noise. That for high noise is the transformer."),
+}
+
+
+class LoadModelFiles(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastLoadModelFiles",
+            display_name="Load Model Files (Ballast)",
+            category="Ballast",
+            description="Chooses a model by the files of its parts, safetensors or GGUF, as ComfyUI's own graphs use "
+            "them. Weights are loaded by the nodes that need them, as they are stored, and given back. Whole folders "
+            "go into Load Pipeline.",
+            search_aliases=["gguf loader", "unet loader", "load diffusion model", "fp8", "checkpoint", "low vram"],
+            inputs=[*_combos(_PARTS), *loader_inputs(), *_combos(_LATE, optional=True), *late_inputs()],
+            outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
+        )
+
+    @classmethod
+    @shows_failure
+    def execute(
+        cls,
+        transformer: str,
+        text_encoder: str,
+        text_encoder_2: str,
+        vae: str,
+        base: str,
+        vram_gb: float,
+        dtype: str = "auto",
+        keep_loaded: bool = True,
+        device: str = "auto",
+        text_encoder_3: str = _NONE,
+        text_encoder_4: str = _NONE,
+        transformer_2: str = _NONE,
+        ram_gb: float = 0.0,
+        weights: str = "auto",
+    ) -> io.NodeOutput:
+        path = _found("transformer", transformer)
+        if path is None:
+            raise ValueError(
+                f"transformer is not chosen. {_PARTS['transformer'][1]} Put it there, press R, and choose it."
+            )
+        further = {"text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3, "text_encoder_4": text_encoder_4}
+        encoders = {"text_encoder": text_encoder, **further}
+        texts = [file for part, name in encoders.items() if (file := _found(part, name))]
+        others = {"vae": vae, "base": base, "transformer_2": transformer_2}
+        files = {part: file for part, name in others.items() if (file := _found(part, name))}
+        stamp = file_stamp(path, *texts, *files.values())
+        family: dict[str, str | tuple[str, ...]] = {part: str(file) for part, file in files.items()}
+        family |= weights_option(weights)
+        if texts:
+            family["text_encoders"] = tuple(map(str, texts))
+        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
+
+    @classmethod
+    def fingerprint_inputs(cls, **chosen: object) -> str:
+        found = (_offered(part).get(str(name)) for part, name in chosen.items() if part in _PARTS or part in _LATE)
+        return file_stamp(*(path for path in found if path))
+
+
+def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[io.Input]:
+    """A list of files for each part. The first entry is none: the order of a folder says nothing."""
+    made: list[io.Input] = []
+    for part, (_, tooltip) in parts.items():
+        nothing = _CHOOSE if part == "transformer" else _NONE
+        options = [nothing, *_offered(part)]
+        made.append(io.Combo.Input(part, options=options, default=nothing, optional=optional, tooltip=tooltip))
+    return made
+
+
+def _offered(part: str) -> dict[str, Path]:
+    """What there is to choose from for a part, by name."""
+    kind = (_PARTS | _LATE)[part][0]
+    if kind == _FOLDERS:
+        return {name: path for name, path in find_pipelines().items() if name != DEMO}
+    return find_files(kind)
+
+
+def _found(part: str, name: str) -> Path | None:
+    """The file or folder that is chosen for a part; None if none is. ValueError if it is gone."""
+    if name in (_CHOOSE, _NONE):
+        return None
+    if (path := _offered(part).get(name)) is None:
+        kind = (_PARTS | _LATE)[part][0]
+        raise ValueError(f"{part}: models/{kind} has no {name!r} any more. Choose another, or put it back.")
+    return path

@@ -1,0 +1,142 @@
+"""Load Model Files: a pipeline by the files of its parts, in the folders that ComfyUI has for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import folder_paths
+import gguf
+import pytest
+import tiny
+import torch
+from ballast.nodes.decode import VaeDecode
+from ballast.nodes.encode import TextEncode
+from ballast.nodes.load_files import LoadModelFiles
+from ballast.nodes.sample import Sampler
+from host import run_node
+from safetensors.torch import save_file
+from single_files import base_of, state_of
+from single_files.original_names import original, original_vae
+
+CHOSEN = {
+    "transformer": "flux/flux1-dev-F32.gguf",
+    "text_encoder": "t5xxl.safetensors",
+    "text_encoder_2": "clip_l.safetensors",
+    "vae": "ae.safetensors",
+    "base": "FLUX.1-dev",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(tiny_folders: Callable[[str], Path]) -> Iterator[Path]:
+    """ComfyUI's models, with a tiny Flux in files, and its folder, which has none of their weights."""
+    root = Path(folder_paths.models_dir)
+    unet, clips, texts, vaes = (root / name for name in ("unet/flux", "clip", "text_encoders", "vae"))
+    made = (unet, clips, texts, vaes, root / "diffusion_models", root / "diffusers")
+    for folder in made:
+        folder.mkdir(parents=True, exist_ok=True)
+    flux = tiny_folders("flux")
+    writer = gguf.GGUFWriter(unet / "flux1-dev-F32.gguf", "flux")
+    for name, value in original("flux", state_of(flux)).items():
+        writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(state_of(flux, "text_encoder_2"), texts / "t5xxl.safetensors")
+    save_file(state_of(flux, "text_encoder"), clips / "clip_l.safetensors")
+    save_file(original_vae(state_of(flux, "vae")), vaes / "ae.safetensors")
+    base_of(flux, root / "diffusers" / "FLUX.1-dev", "text_encoder", "text_encoder_2", "vae")
+    (unet / "notes.txt").write_text("no model")
+    yield root
+    for folder in {root / "unet", *made} - {unet}:
+        shutil.rmtree(folder)
+
+
+def load(**more: Any) -> Any:
+    return run_node(LoadModelFiles, **{**CHOSEN, "device": "sim", **more}).result[0]
+
+
+def drawn(name: str, reference: Any, negative: str = "blurry, grey") -> tuple[torch.Tensor, torch.Tensor]:
+    family = tiny.FAMILIES[name]
+    given = {"pipeline": reference, "prompt": "a red boat", "negative_prompt": negative}
+    conditioning = run_node(TextEncode, **given).result[0]
+    width, height = family.size
+    size = {"width": width, "height": height, "frames": family.frames or 0, "steps": 2, "guidance": family.guidance}
+    latent = run_node(Sampler, pipeline=reference, conditioning=conditioning, **size).result[0]
+    return latent["samples"], run_node(VaeDecode, pipeline=reference, latent=latent).result[0]
+
+
+def test_files_draw_what_the_stock_pipeline_does(tiny_folders: Callable[[str], Path], sim: ModuleType) -> None:
+    """With encoders in an order of their own; the nodes after it work as behind Load Pipeline."""
+    expected = tiny.stock(tiny_folders("flux"), max_sequence_length=512)
+    reference = load(keep_loaded=False)
+    assert reference.open().title == "flux1-dev-F32"
+    latents, picture = drawn("flux", reference)
+    torch.testing.assert_close(latents, expected[0].float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(picture, expected[1], atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    assert load(keep_loaded=False) == reference, "equal references share a pipeline"
+
+
+def test_two_experts(models: Path, sim: ModuleType) -> None:
+    """Wan 2.2, whose second transformer is a file too."""
+    folder = models / "diffusers" / "wan22"
+    pipe: Any = tiny.FAMILIES["wan"].build()
+    torch.manual_seed(1)
+    second = type(pipe.transformer).from_config(pipe.transformer.config).eval().requires_grad_(False)
+    type(pipe)(**pipe.components | {"transformer_2": second}, boundary_ratio=0.9).save_pretrained(folder)
+    expected = tiny.stock(folder, max_sequence_length=512)
+    for part, noise in (("transformer", "high"), ("transformer_2", "low")):
+        save_file(original("wan", state_of(folder, part)), models / "diffusion_models" / f"wan2.2_{noise}.safetensors")
+    chosen = {"transformer": "wan2.2_high.safetensors", "transformer_2": "wan2.2_low.safetensors", "base": "wan22"}
+    reference = load(**dict.fromkeys(("text_encoder", "text_encoder_2", "vae"), "none"), **chosen)
+    torch.testing.assert_close(drawn("wan", reference)[0], expected[0].float(), atol=1e-5, rtol=0)
+
+
+def test_files_of_all_folders_are_offered(models: Path) -> None:
+    inputs = {slot.id: slot for slot in LoadModelFiles.define_schema().inputs}
+    (models / "diffusion_models" / "z.SAFETENSORS").touch()
+    (models / "diffusion_models" / "old.ckpt").touch()
+    options = {name: LoadModelFiles.INPUT_TYPES()["required"][name][1]["options"] for name in CHOSEN}
+    assert options["transformer"][0] == "choose a file" == inputs["transformer"].default
+    assert {CHOSEN["transformer"], "z.SAFETENSORS"} <= set(options["transformer"])
+    assert not [name for name in options["transformer"] if name.endswith((".txt", ".ckpt"))]
+    assert options["text_encoder"] == ["none", "clip_l.safetensors", "t5xxl.safetensors"]
+    assert options["base"][:2] == ["none", "FLUX.1-dev"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"transformer": "choose a file"}, "transformer is not chosen"),
+        ({"text_encoder": "none"}, "text_encoder_2"),
+        ({"base": "none"}, "Give base"),
+        ({"vae": "none"}, "vae"),
+        ({"text_encoder_3": "t5xxl.safetensors"}, "no other file is for"),
+        ({"transformer_2": CHOSEN["transformer"]}, "both transformers"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(change: dict[str, str], said: str, sim: ModuleType) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load(**change)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_gone(models: Path) -> None:
+    """Between the list on the page and the run."""
+    given = {**CHOSEN, "vram_gb": 0.0}
+    with pytest.raises(ValueError, match="vae: models/vae has no 'gone.safetensors' any more"):
+        LoadModelFiles.execute.__wrapped__(LoadModelFiles, **given | {"vae": "gone.safetensors"})
+
+
+def test_a_changed_file_is_another_pipeline(models: Path) -> None:
+    before = LoadModelFiles.fingerprint_inputs(**CHOSEN, vram_gb=0.0)
+    path = models / "clip" / "clip_l.safetensors"
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**12))
+    assert LoadModelFiles.fingerprint_inputs(**CHOSEN, vram_gb=0.0) != before
