@@ -78,9 +78,26 @@ class VaeRun:
         way, first = self.start(tensor)
         done = []
         for part in tensor.split(len(first)):
+            made, way = self._of_batch(part, way)
+            done += made
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _of_batch(self, tensor: torch.Tensor, way: Way) -> tuple[list[torch.Tensor], Way]:
+        """The results of a part: in a way, or one by one where that runs out of memory. And the way that was found."""
+        if self.splits and len(tensor) > 1 and way.name == "whole":
+            try:
+                return [self._run(tensor, way)], way
+            except Exception as error:
+                release_frames(error)
+                if host.is_interrupt(error) or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
+                    raise
+                log.warning("Ballast: %s %d at once ran out of memory; trying one by one", self.name, len(tensor))
+                self.manager.make_room()
+        done = []
+        for part in tensor.split(1 if self.splits else len(tensor)):
             made, way = self._step_down(part, way)
             done.append(made)
-        return done[0] if len(done) == 1 else torch.cat(done)
+        return done, way
 
     def start(self, tensor: torch.Tensor, speed: Rates | None = None) -> tuple[Way, torch.Tensor]:
         """The way to try first, and what of a batch it is for: all of it, or its first."""

@@ -120,6 +120,27 @@ def test_batch_that_does_not_fit_is_decoded_one_by_one(
     assert taken == [("whole", 1)] * 3
 
 
+def test_batch_that_runs_out_of_memory_is_decoded_one_by_one(
+    pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it was thought to fit: whole one by one, not all of it in stripes."""
+    z = latents(3)
+    expected = pipe.decode(z)
+    taken = ways_taken(monkeypatch)
+    run = decode.VaeRun._run
+
+    def short(self: decode.VaeRun, tensor: torch.Tensor, way: decode.Way) -> torch.Tensor:
+        if len(tensor) == 3:
+            with sim.fail_after(after_weights(pipe)):
+                return run(self, tensor, way)
+        return run(self, tensor, way)
+
+    monkeypatch.setattr(decode.VaeRun, "_run", short)
+    torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
+    assert taken == [("whole", 3), *[("whole", 1)] * 3]
+    assert sim.stats().allocated_bytes == 0
+
+
 def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out in the second of three: the first is not decoded again, the third in the way that did it."""
     z = latents(3)
