@@ -27,6 +27,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, help="in pixels, by default as the pipeline is made for")
     parser.add_argument("--height", type=int, help="in pixels, by default as the pipeline is made for")
     parser.add_argument("--frames", type=int, help="frames of a video")
+    parser.add_argument("--batch", type=int, default=1, help="pictures of the prompt, with the seeds from --seed on")
     parser.add_argument("--steps", type=int, help="by default as many as the pipeline is made for")
     parser.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
     parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or generate.SIM_BYTES}, in the CPU.")
     arguments.model, arguments.negative, arguments.dtype = FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
+    arguments.batch = 1
     arguments.compile, arguments.attention = False, "auto"
     arguments.image = arguments.mask = arguments.last_image = arguments.strength = None
     arguments.denoise = arguments.latent = None

@@ -95,7 +95,7 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
 
         def on_step(step: int, steps: int, _: object) -> None:
             bar.total = steps
-            bar.update()
+            bar.update(step - bar.n)  # parts of a batch may be drawn anew
 
         return pipe.sample(
             conditioning,
@@ -105,6 +105,7 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
             guidance=arguments.guidance,
             seed=arguments.seed,
             frames=arguments.frames,
+            batch=arguments.batch,
             strategy=arguments.strategy,
             compile=arguments.compile,
             attention=arguments.attention,

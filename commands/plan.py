@@ -77,7 +77,8 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         dtype=arguments.dtype,
         **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
-    asked = {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "guidance", "strategy")}
+    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch")
+    asked = {name: getattr(arguments, name) for name in names}
     asked["negative_prompt"] = arguments.negative
     images, pictures = opened_pictures(arguments, pipe.edits)
     asked |= {"images": images, **pictures}

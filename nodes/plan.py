@@ -11,7 +11,7 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
-from .shared.inputs import frames_input, size_inputs
+from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
 from .shared.picture_inputs import given_pictures, picture_inputs
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
@@ -40,21 +40,9 @@ class VramPlan(io.ComfyNode):
                     "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
                 ),
                 *size_inputs(),
-                io.Int.Input(
-                    "steps",
-                    default=0,
-                    min=0,
-                    max=1000,
-                    tooltip="Denoising steps; 0 for as many as the pipeline was made for.",
-                ),
-                io.Float.Input(
-                    "guidance",
-                    default=0.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 each "
+                *step_inputs(
+                    "Denoising steps; 0 for as many as the pipeline was made for.",
+                    "Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 each "
                     "step runs twice.",
                 ),
                 io.String.Input(
@@ -88,6 +76,7 @@ class VramPlan(io.ComfyNode):
                     tooltip="Also say what each choice of weights in the loader would take and gain: as they are "
                     "stored, exact12, int8 and fp8.",
                 ),
+                batch_input(),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -112,6 +101,7 @@ class VramPlan(io.ComfyNode):
         conditioning: Conditioning | None = None,
         strength: float = 0.0,
         compare_weights: bool = False,
+        batch: int = 1,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..memory.planning.runplan import compare, draw_plans
@@ -119,7 +109,8 @@ class VramPlan(io.ComfyNode):
 
         budgets = _budgets(vram_gb)
         pipe = pipeline.open()
-        asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None, "strategy": strategy}
+        asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None}
+        asked |= {"strategy": strategy, "batch": batch}
         asked |= {"cond": conditioning, "width": width or None, "height": height or None, "frames": frames or None}
         asked |= given_pictures(strength, **pictures)
         try:
@@ -165,4 +156,4 @@ def _lines(plans: list[RunPlan]) -> str:
     """Summarise plans in short lines: the page draws a proportional font in a narrow node."""
     one = plans[0]
     lines = [f"{one.model}, {one.work}, {one.steps} steps", *(plan.brief() for plan in plans)]
-    return "\n".join(lines if len(plans) > 1 else [*lines, one.reason])
+    return "\n".join(lines if len(plans) > 1 else [*lines, one.reason, one.batch_words()])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .options import in_widgets
-from .shared.inputs import frames_input, size_inputs
+from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
 from .shared.picture_inputs import given_pictures, picture_inputs
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
@@ -33,21 +33,9 @@ class Sampler(io.ComfyNode):
                 ),
                 ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
                 *size_inputs(),
-                io.Int.Input(
-                    "steps",
-                    default=0,
-                    min=0,
-                    max=1000,
-                    tooltip="Denoising steps, for Pyramid-Flow those of each stage; 0 for as many as it was made for.",
-                ),
-                io.Float.Input(
-                    "guidance",
-                    default=0.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 the "
+                *step_inputs(
+                    "Denoising steps, for Pyramid-Flow those of each stage; 0 for as many as it was made for.",
+                    "Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 the "
                     "negative prompt counts, and each step runs twice. 0 suits Flux-dev and HunyuanVideo too, which "
                     "have guidance of their own.",
                 ),
@@ -90,6 +78,7 @@ class Sampler(io.ComfyNode):
                     "ignores it. Leave it at 1 for everything else.",
                 ),
                 *picture_inputs(),
+                batch_input(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -116,6 +105,7 @@ class Sampler(io.ComfyNode):
         latent: Mapping[str, Any] | None = None,
         denoise: float = 1.0,
         strength: float = 0.0,
+        batch: int = 1,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
@@ -143,6 +133,7 @@ class Sampler(io.ComfyNode):
                     seed=seed,
                     frames=frames or None,
                     strategy=strategy,
+                    batch=batch,
                     on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
                     **given_pictures(strength, **pictures),
                     **further,

@@ -61,6 +61,14 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class BestBatch:
+    """So many pictures at once, and the seconds of sampling that each then takes."""
+
+    pictures: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What a run will take: bytes, seconds, and why. `str()` of it is a table with the reasons."""
 
@@ -72,6 +80,19 @@ class RunPlan:
     rates: Rates
     stages: tuple[StagePlan, ...]
     caveat: str = ""  # a sentence, where a forecast is not what will be but a bound on it
+    pictures: int = 1
+    at_once: int = 1
+    best: BestBatch | None = None  # None where several pictures cannot be sampled at once
+
+    @property
+    def picture_seconds(self) -> float:
+        """Seconds of sampling, for each picture."""
+        return self._sample.seconds / self.pictures
+
+    @property
+    def samples(self) -> bool:
+        """Whether sampling fits the budget."""
+        return all(plan.fits for plan in self._sample.units)
 
     @property
     def sampling(self) -> Plan:
@@ -158,7 +179,7 @@ class RunPlan:
         if len(others) > 1:
             parts.append(format_table(others))
         bound = f"No step in this placement is faster than {seconds(self.bound_seconds)}."
-        return "\n\n".join([*parts, f"{self.basis()} {bound}"])
+        return "\n\n".join([*parts, self.batch_words(), f"{self.basis()} {bound}"])
 
     def headline(self) -> str:
         """One line: what runs where, the budget, the peak, and the time."""
@@ -175,6 +196,14 @@ class RunPlan:
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
         peak = f"peak {format_bytes(self.peak_vram_bytes)}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
+
+    def batch_words(self) -> str:
+        """What sampling takes a picture, and in which batch it takes least."""
+        at_once = f", {self.at_once} at once" if self.pictures > 1 else ""
+        words = f"Sampling takes {seconds(self.picture_seconds)} a picture{at_once}"
+        if self.best is None or self.best.pictures == 1:
+            return f"{words}. For this budget the best batch is 1."
+        return f"{words}. For this budget the best batch is {self.best.pictures}: {seconds(self.best.seconds)} each."
 
     def basis(self) -> str:
         """Where the seconds come from, and how the bytes are meant."""
@@ -227,13 +256,14 @@ def _charted(plan: RunPlan) -> charts.Plan:
 def compare(plans: Sequence[RunPlan]) -> str:
     """Plans of the same run for several budgets: a row for each, and its reason in one line."""
     rows: list[tuple[str, ...]] = [
-        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "fits")
+        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "best batch", "fits")
     ]
     for plan in plans:
         sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
         times = map(seconds, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
-        rows.append((budget, plan.sampling.label, *sizes, *times, fits))
+        best = str(plan.best.pictures if plan.best else 1)
+        rows.append((budget, plan.sampling.label, *sizes, *times, best, fits))
     reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
     one = plans[0]
     return "\n\n".join([f"{one.model}, {one.work}, {one.steps} steps", format_table(rows), reasons, one.basis()])

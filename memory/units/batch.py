@@ -64,7 +64,8 @@ def joined(results: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [item for result in results for item in result]
     if isinstance(first, tuple):
-        return tuple(joined(items) for items in zip(*results, strict=True))
+        items = [joined(items) for items in zip(*results, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     if dataclasses.is_dataclass(first) and isinstance(first, Mapping):  # the output classes of diffusers, transformers
         return type(first)(**{key: joined([result[key] for result in results]) for key in first})
     return first

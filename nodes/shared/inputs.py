@@ -103,6 +103,14 @@ def size_inputs() -> list[io.Input]:
     ]
 
 
+def step_inputs(steps: str, guidance: str) -> list[io.Input]:
+    """Steps and guidance, with these tooltips."""
+    return [
+        io.Int.Input("steps", default=0, min=0, max=1000, tooltip=steps),
+        io.Float.Input("guidance", default=0.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip=guidance),
+    ]
+
+
 def frames_input() -> io.Input:
     """The number of frames of a video."""
     return io.Int.Input(
@@ -113,4 +121,17 @@ def frames_input() -> io.Input:
         optional=True,
         advanced=True,
         tooltip="Frames of a video; 0 for the pipeline's own number, and for pictures.",
+    )
+
+
+def batch_input() -> io.Input:
+    """The number of pictures."""
+    return io.Int.Input(
+        "batch",
+        default=1,
+        min=1,
+        max=64,
+        optional=True,
+        tooltip="Pictures of this prompt, with the seeds from seed on. They are drawn at once as far as they fit the "
+        "budget, and share the copies of weights. Several images or latents to start from make a batch by themselves.",
     )

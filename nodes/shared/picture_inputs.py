@@ -18,7 +18,7 @@ def picture_inputs() -> list[io.Input]:
             optional=True,
             tooltip="A picture to start from (image to image), to paint into (with mask), or the first frame of a "
             "video. Ballast takes the pipeline of diffusers for that, with the same weights. What an edit model works "
-            "from goes to Staged Text Encode instead. Several pictures are for as many prompts.",
+            "from goes to Staged Text Encode instead. Several pictures make a batch, or are for as many prompts.",
         ),
         io.Mask.Input(
             "mask", optional=True, tooltip="What to paint anew: 1 is new, 0 stays. It has the size of the picture."

@@ -20,6 +20,7 @@ from ...memory.planning.calls import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
+from ...memory.units.batch import BatchDims, batch_of, in_parts, joined
 from .answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
@@ -50,6 +51,9 @@ class Echo:
                 vars(module)[method] = functools.update_wrapper(answer, original)
 
     def _answer(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        return closed(self._opened_answer(name, method, args, kwargs))
+
+    def _opened_answer(self, name: str, method: str, args: Any, kwargs: Any) -> Any:
         leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name != "return_dict"}))
         heard = self._digest([value for value in leaves if isinstance(value, torch.Tensor)])
         heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
@@ -59,8 +63,7 @@ class Echo:
         if key not in self._shapes:
             self._shapes[key] = self._run(getattr(self._inner.get_submodule(name), method), args, kwargs)
         numbers = itertools.count(1)
-        made = tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
-        return closed(made)
+        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
 
     def _run(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with torch.inference_mode(), dry_card():
@@ -84,6 +87,19 @@ class Echo:
         if raw.numel() > _MOST_ELEMENTS:  # the logits of a text encoder, which nobody reads
             return torch.tensor(heard + number).sin().to(raw.dtype).expand(raw.shape)
         return torch.sin(4 * self._noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
+
+
+class EchoOfEach(Echo):
+    """Answers for a module whose results for a sample follow from this sample alone, as those of transformers do.
+
+    Which part of a call belongs to which sample `memory.units.batch` tells; `dims` as there.
+    """
+
+    dims: BatchDims = {}
+
+    def _opened_answer(self, name: str, method: str, args: Any, kwargs: Any) -> Any:
+        parts = in_parts(args, kwargs, self.dims, batch_of(args, kwargs, self.dims))
+        return joined([super(EchoOfEach, self)._opened_answer(name, method, tuple(some), of) for some, of in parts])
 
 
 def _number_of(words: Sequence[Any]) -> float:

@@ -45,9 +45,9 @@ class Verdict:
     own_size: bool = False
 
 
-def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns) -> dict[str, Echo]:
+def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
     """An echo of each unit, by name."""
-    return {u.name: Echo(u.skeleton, stand_ins, ("decode", "encode") if u.role == "vae" else ()) for u in units}
+    return {u.name: kind(u.skeleton, stand_ins, ("decode", "encode") if u.role == "vae" else ()) for u in units}
 
 
 def compare(
@@ -67,9 +67,14 @@ def compare(
             return Verdict(found)
     if made.shape != made_staged.shape:
         return Verdict(f"its call returns {_shape(made)}, and its VAE decodes {_shape(made_staged)}")
-    if not torch.allclose(made, made_staged, atol=_CLOSE, rtol=0):
+    if not close(made, made_staged):
         return Verdict("its call changes what its VAE decodes")
     return Verdict(left_out=left_out)
+
+
+def close(made: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what was made with echoes is the same, up to rounding."""
+    return made.shape == other.shape and torch.allclose(made, other, atol=_CLOSE, rtol=0)
 
 
 _known: OrderedDict[str, Verdict] = OrderedDict()
@@ -83,10 +88,11 @@ def recall(directory: Path, key: str | None) -> Verdict | None:
     return verdict
 
 
-def keep(directory: Path, key: str | None, verdict: Verdict) -> None:
-    """Keep a verdict. A disk that cannot be written costs the time to prove it again."""
+def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
+    """Keep a verdict; without a directory in this process only. A disk that cannot be written costs the time again."""
     if key:
         _remember(key, verdict)
+    if key and directory:
         with suppress(OSError):
             replace_file(directory / f"{key}.json", json.dumps(asdict(verdict)).encode())
 

@@ -23,10 +23,10 @@ from .tasks import reads_pictures
 
 Arguments = Callable[..., dict[str, Any]]  # of a call, each time new, for a scale of guidance
 
-_PROMPT, _NEGATIVE = "a red boat", "blurry, grey"
+_PROMPT, NEGATIVE = "a red boat", "blurry, grey"
 _SIDE, _STEPS = 64, 2  # pixels; or the next size that the pipeline draws
-_CHECKS = ("safety_checker",)  # blackens what it does not like, and is not run
-_GUIDES = 3.0  # a scale that guides
+CHECKS = ("safety_checker",)  # blackens what it does not like, and is not run
+GUIDES = 3.0  # a scale that guides
 _HOST = torch.device("cpu")
 
 
@@ -35,16 +35,8 @@ def rehearse(pipeline: Any, texts: Any) -> Verdict:
 
     The prompt is encoded by `texts`, which may be another one of the same parts.
     """
-    pipe = copy.copy(pipeline)
-    pipe.components = {
-        name: replace(component, dtype=torch.float32) if component.is_module else component
-        for name, component in pipeline.components.items()
-    }
-    pipe.texts = None  # no circle, which would hold the models until they are collected
-    if texts is not pipeline:
-        pipe.texts = copy.copy(texts)
-        pipe.texts.components = pipe.components
-    echoes = echoes_of([unit for unit in pipe._units.values() if unit.name not in _CHECKS], pipe.stand_ins)
+    pipe = in_float32(pipeline, texts)
+    echoes = echoes_of([unit for unit in pipe._units.values() if unit.name not in CHECKS], pipe.stand_ins)
     with torch.inference_mode():
         try:
             return _compare(pipe, echoes, small=True)
@@ -54,8 +46,22 @@ def rehearse(pipeline: Any, texts: Any) -> Verdict:
             raise error
 
 
+def in_float32(pipeline: Any, texts: Any) -> Any:
+    """A copy to rehearse, in float32, with `texts`, if it is another pipeline of the same parts."""
+    pipe = copy.copy(pipeline)
+    pipe.components = {
+        name: replace(component, dtype=torch.float32) if component.is_module else component
+        for name, component in pipeline.components.items()
+    }
+    pipe.texts = None  # no circle, which would hold the models until they are collected
+    if texts is not pipeline:
+        pipe.texts = copy.copy(texts)
+        pipe.texts.components = pipe.components
+    return pipe
+
+
 def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
-    arguments = functools.partial(_arguments, pipe, small)
+    arguments = functools.partial(arguments_of, pipe, small)
     pairs: list[tuple[str | None, str | None]] = []
     takes = "negative_prompt" in pipe._call
     try:
@@ -66,16 +72,16 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
             raise
         default = ""  # EasyAnimate's own call fails without one
     if takes:
-        pairs.append((_NEGATIVE, _NEGATIVE))
+        pairs.append((NEGATIVE, NEGATIVE))
     runs = [(arguments, *pair) for pair in pairs]
     if pipe.inputs and takes and pipe._guidance_name() in pipe._call:  # which may see another picture when it guides
-        runs.append((functools.partial(arguments, _GUIDES), _NEGATIVE, _NEGATIVE))
+        runs.append((functools.partial(arguments, GUIDES), NEGATIVE, NEGATIVE))
     for given, negative, staged_negative in runs:
         whole = functools.partial(_run_whole, pipe, given, negative)
         verdict = compare(whole, functools.partial(_run_stages, pipe, given, staged_negative), echoes)
         if verdict.differs:
             return verdict
-    unchecked = tuple(name for name in _CHECKS if name in pipe._units)
+    unchecked = tuple(name for name in CHECKS if name in pipe._units)
     left_out = verdict.left_out + unchecked
     asked = arguments()
     sides = asked.get("height"), asked.get("width")
@@ -87,7 +93,7 @@ def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str 
     """The negative prompt that the stock call has encoded when it guides and was given none; None if it has none."""
     asked: list[Mapping[str, Any]] = []
     guides = pipe._guidance_name() in ("guidance_scale", "true_cfg_scale")
-    _run_whole(pipe, functools.partial(arguments, _GUIDES if guides else None), None, modules, asked)
+    _run_whole(pipe, functools.partial(arguments, GUIDES if guides else None), None, modules, asked)
     if not asked:
         raise ValueError("it never encodes its prompt")
     if "negative_prompt" in pipe._encode_prompt:
@@ -97,7 +103,8 @@ def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str 
     return text[0] if isinstance(text, list | tuple) else text
 
 
-def _arguments(pipe: Any, small: bool, guidance: float | None = None) -> dict[str, Any]:
+def arguments_of(pipe: Any, small: bool, guidance: float | None = None) -> dict[str, Any]:
+    """Arguments of `_denoise` for a run that is as small as can be, or of the size that the pipeline is made for."""
     side = -(-_SIDE // pipe.sizes.multiple) * pipe.sizes.multiple
     pipe.pictures = {name: (_picture(side, name),) for name in pipe.inputs}
     width, height = (side if small and name in pipe._call else None for name in ("width", "height"))
@@ -135,23 +142,34 @@ def _run_whole(
 
 
 def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: Modules) -> torch.Tensor:
-    encoders, denoisers = ({u.name: modules[u.name] for u in units} for units in (pipe.encoders, pipe.denoisers))
+    cond = encoded(pipe, negative, modules)
+    latents = drawn(pipe, cond, lambda: arguments() | {"latents": None}, modules)
+    pipe.latent_dimensions = latents.ndim
+    pipe.check_latents(latents)
+    pixels = run_decoder(modules["vae"], latents, _HOST, pipe._decode_arguments(latents, {}, "whole", 0))
+    return to_images(pixels.float(), video=pipe.is_video)
+
+
+def encoded(pipe: Any, negative: str | None, modules: Modules) -> Conditioning:
+    """The conditioning of a prompt, made by these modules."""
+    encoders = {unit.name: modules[unit.name] for unit in pipe.encoders}
     texts = pipe.texts or pipe
     sees = reads_pictures(texts.pipeline_class)
     read = texts._pictures_read(pipe.pictures.get("image", ())) if sees else {}
-    cond = Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
+    return Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
+
+
+def drawn(pipe: Any, cond: Conditioning, arguments: Callable[[], dict[str, Any]], modules: Modules) -> torch.Tensor:
+    """Latents made by these modules. `arguments` gives those of `_denoise`, each time new."""
 
     def see(name: str, *args: Any, **kwargs: Any) -> Any:
         called: Any = modules[name]
         return opened((called.encode if name == "vae" else called)(*args, **kwargs))
 
+    denoisers = {unit.name: modules[unit.name] for unit in pipe.denoisers}
     if pipe.inputs:
-        pipe.answers = pipe.look(cond, arguments() | {"latents": None}, see)
-    latents = pipe._denoise(cond, arguments() | {"latents": None}, None, _HOST, denoisers).float()
-    pipe.latent_dimensions = latents.ndim
-    pipe.check_latents(latents)
-    pixels = run_decoder(modules["vae"], latents, _HOST, pipe._decode_arguments(latents, {}, "whole", 0))
-    return to_images(pixels.float(), video=pipe.is_video)
+        pipe.answers = pipe.look(cond, arguments(), see)
+    return pipe._denoise(cond, arguments(), None, _HOST, denoisers).float()
 
 
 def _picture(side: int, name: str) -> torch.Tensor:

@@ -43,6 +43,8 @@ class SeeingPipeline(StockParts):
         for name in ("vram_bytes", "ram_bytes", "keep"):  # which may be those of a copy
             setattr(run, name, getattr(self, name))
         run.pictures, run.strength = task.pictures, pictures.strength
+        if pictures.image and ("strength" in run._call or run._frames is not None):
+            run.own = tuple(name for name in task.pictures if name != "image_reference")
         return run
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
@@ -91,10 +93,9 @@ class SeeingPipeline(StockParts):
 
     def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
         sights: list[Sight] = []
-        drawn = {"generator": torch.Generator("cpu").manual_seed(0), "latents": None}
         on_host = Conditioning({k: _zeros(v) for k, v in cond.tensors.items()})
         see = functools.partial(self._imagine, sights, room_bytes)
-        self.answers = self.look(on_host, {**arguments, **drawn}, see)
+        self.answers = self.look(on_host, arguments, see)
         return sights
 
     def _imagine(self, sights: list[Sight], room_bytes: int, name: str, *args: Any, **kwargs: Any) -> Any:

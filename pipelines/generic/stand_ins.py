@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...memory.units.unit import ManagedModel
+from ..sampling.batches import Generators, generators
 from ..sampling.latents import check_noise, check_step
 from ..staged import OnStep
 from .answers import Telling
@@ -120,7 +121,9 @@ def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
         drawn = signature.bind(*args, **kwargs)
         if (noise := drawn.arguments.get("latents")) is not None:
-            drawn.arguments |= {"latents": None, "generator": torch.Generator("cpu").manual_seed(0)}
+            drawing = drawn.arguments.get("generator")
+            fresh = generators(0, 0, len(drawing) if isinstance(drawing, list) else 1)
+            drawn.arguments |= {"latents": None, "generator": fresh}
             with telling.again():
                 made = prepare(*drawn.args, **drawn.kwargs)
             check_noise(noise, (made[0] if isinstance(made, tuple) else made).shape)
@@ -132,12 +135,12 @@ def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..
 class Steps:
     """Replaces a scheduler's `step`, which all pipelines call once a step, and calls `on_step` after it.
 
-    Gives the step the run's generator where it draws noise: else the seed would not decide the result.
+    Gives the step the run's generators where it draws noise: else the seed would not decide the result.
 
     The scheduler is held weakly, or the two would keep tensors until the collector runs.
     """
 
-    def __init__(self, scheduler: Any, generator: torch.Generator, on_step: OnStep | None) -> None:
+    def __init__(self, scheduler: Any, generator: Generators, on_step: OnStep | None) -> None:
         self.scheduler, self.step, self.on_step = weakref.ref(scheduler), _weak_step(scheduler), on_step
         functools.update_wrapper(self, self.step)
         draws = "generator" in inspect.signature(self.step).parameters

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,10 +21,12 @@ from ..files.components import Component, names_class, parse_dtype, pipeline_cla
 from ..files.recognition import title_of
 from ..files.single.given import GivenFiles
 from ..planning.forecasts import quietly
+from ..sampling.batches import for_batch
 from ..sampling.picture_sizes import PictureSizes
 from ..staged import OnStep, StagedPipeline, as_stock
 from . import proof
 from .answers import Answers
+from .batch_proof import compare_batch
 from .rehearsal import rehearse
 from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import asks_for_padding, needed_inputs, own_words, picture_sizes, returned_names
@@ -48,6 +50,7 @@ class StockParts(StagedPipeline):
     inputs: frozenset[str]
     pictures: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType({})  # by arguments of its call
     strength: float | None = None
+    own: Collection[str] = ()  # those of one run
     answers = Answers()  # of what saw them
     own_size = False  # whether it draws the size of its picture, whatever it is asked for
 
@@ -131,6 +134,21 @@ class StockParts(StagedPipeline):
             raise ValueError(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
         self.default_negative, self.left_out = verdict.negative, verdict.left_out
         self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
+
+    def _batch_differs(self, texts: Any) -> str:
+        task = {"inputs": sorted(self.inputs), "own": sorted(self.own), "texts": texts.pipeline_class.__name__}
+        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof of a batch", **task)
+        verdict = proof.recall(directory, key)
+        if verdict is None:
+            try:
+                with quietly(), self.manager.between_stages():
+                    verdict = compare_batch(self, texts)
+            except Exception as error:
+                verdict = proof.not_compared(error)
+                proof.keep(None, key, verdict)  # it may have been the machine
+            else:
+                proof.keep(directory, key, verdict)
+        return verdict.differs
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""
@@ -263,6 +281,7 @@ class StockParts(StagedPipeline):
         pipe.scheduler.step = Steps(pipe.scheduler, arguments["generator"], on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
+        cond = for_batch(cond, arguments["generator"], self.cond_dims)
         pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...memory.planning import learned
+from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
+from ...memory.planning.measured import Measured
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan
 from ...memory.probe import card_of
@@ -20,6 +22,7 @@ from ...memory.sizes import format_bytes
 from ...memory.units.unit import ManagedModel
 from ..decoding.decode import VaeRun
 from ..encoding.conditioning import Conditioning
+from ..sampling.batches import halvings
 from ..sampling.loras import branches
 from . import forecast_cache
 from .encoding_forecasts import Encoding
@@ -59,7 +62,7 @@ class Run:
     """A run to plan: its stages, on `device`, with checked arguments. `cond` is what it samples from, if known.
 
     `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling. `foresee` says
-    what sees the run's pictures, if it has any.
+    what sees the run's pictures, if it has any. It makes `pictures`, of which it samples some at once.
     """
 
     model: str
@@ -72,6 +75,26 @@ class Run:
     sampling: Sampling
     decoding: VaeRun
     foresee: Callable[[Conditioning], list[Sight]] | None = None
+    pictures: int = 1
+
+
+def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
+    """The plan of a run of so many pictures: all at once, or the most of their halves that fit.
+
+    `plan_of(pictures, at_once)` plans a run, `together()` says whether several may be sampled at once at all.
+    """
+    one = plan_of(1, 1)
+    several = pictures > 1 or (one.best is not None and one.best.pictures > 1)
+    proved = not several or together()
+    if not proved:
+        one = replace(one, best=None)
+    if pictures == 1:
+        return one
+    for at_once in halvings(pictures) if proved else [1]:
+        plan = plan_of(pictures, at_once)
+        if plan.samples:
+            break
+    return replace(plan, best=one.best)
 
 
 def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
@@ -81,9 +104,11 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
     if rates is None:
         place = functools.partial(place, card=card_of(run.device))
-    steps = run.sampling.steps
+    steps, at_once = run.sampling.steps, run.sampling.pictures
     sampling = run.sampling.with_all_steps(forecasts["sample"])
-    stages = [place("sample", sampling, run.sampling.units, strategy=run.strategy, steps=steps)]
+    sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy)
+    stages = [sample(steps=steps * -(-run.pictures // at_once))]
+    best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures)) if run.pictures == 1 else None
     for sight in reversed(sights):
         if sight.forecast is not None:
             seeing = place(SEEING, sight.forecast, sight.units)
@@ -93,9 +118,13 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
         stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
-    latents = torch.zeros(sampling.result)
+    shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
+    latents = torch.zeros(shape)
     stages.append(_plan_vae("decode", run.decoding, latents, budget_bytes, ram_bytes, used))
-    return RunPlan(run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), run.caveat)
+    return RunPlan(
+        run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), run.caveat,
+        run.pictures, at_once, best,
+    )  # fmt: skip
 
 
 def plan_stage(
@@ -110,12 +139,20 @@ def plan_stage(
     by_user: bool = True,
     steps: int = 1,
     card: str = "",
+    pictures: int = 1,
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
-    What was measured on a `card` is used.
+    What was measured on a `card` is used. Of a forecast for one picture it may be the plan for several at once.
     """
+
+    def measured(unit: ManagedModel, work: UnitForecast) -> Measured | None:
+        found = learned.recall(card, sizes_of(unit), work) if card else None
+        return found and found.scaled(pictures)
+
     named = {unit.name: unit for unit in units}
+    known = {each: measured(named[each], work) for each, work in forecast.units.items()}
+    forecast = scaled(forecast, pictures) if pictures > 1 else forecast
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
     plans = tuple(
@@ -133,7 +170,7 @@ def plan_stage(
             in_ram_bytes=named[unit].host_bytes,
             from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and _reads_pieces(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
-            measured=learned.recall(card, sizes_of(named[unit]), work) if card else None,
+            measured=known[unit],
         )
         for unit, work in forecast.units.items()
     )
@@ -185,7 +222,11 @@ def _forecast_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
         key = run.sampling.key(run.cond)
         key = key and f"{key}-run"
     else:
-        own = {"arguments": run.sampling.dry_arguments, **branches([*run.encoding.units, *run.sampling.units])}
+        own = {
+            "arguments": run.sampling.dry_arguments,
+            **run.sampling.size,
+            **branches([*run.encoding.units, *run.sampling.units]),
+        }
         key = forecaster.key(**run.encoding.texts, stage="run", **own)
         stages["encode"] = names_of(run.encoding.units)
     key = None if run.foresee else key  # what sees pictures is told by a dry run

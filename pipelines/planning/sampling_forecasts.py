@@ -12,6 +12,7 @@ from torch import nn
 from ...memory.planning.forecast import Forecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
+from ..sampling.batches import generators
 from ..sampling.loras import branches
 from .forecasts import Forecaster, shape_of, shapes_in
 
@@ -27,7 +28,8 @@ _DRY_STEPS = 4  # after which multistep solvers hold their full history
 class Sampling:
     """A sampling stage to forecast: `denoise` runs `steps` steps of these units, in a dry run with `dry_arguments`.
 
-    `reports` says whether each step is reported; `noise` is given noise, if any.
+    `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
+    at once.
     """
 
     forecaster: Forecaster
@@ -37,6 +39,7 @@ class Sampling:
     steps: int
     reports: bool = True
     noise: torch.Tensor | None = None
+    pictures: int = 1
 
     def key(self, cond: Conditioning) -> str | None:
         """The digest of everything that decides the activations; None if something has no digest."""
@@ -46,8 +49,13 @@ class Sampling:
         }
         noise = None if self.noise is None else shape_of(self.noise)
         arguments = shapes_in(self.dry_arguments)
-        given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise}
+        given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
+
+    @property
+    def size(self) -> dict[str, int]:
+        """What the key of a batch has that one picture's has not."""
+        return {"pictures": self.pictures} if self.pictures > 1 else {}
 
     def forecast(self, cond: Conditioning, key: str | None) -> Forecast | None:
         """The forecast, from the cache or by a dry run; None where no dry run is possible."""
@@ -59,8 +67,8 @@ class Sampling:
         modules = {unit.name: unit.skeleton() for unit in self.units}
 
         def sample(device: torch.device) -> torch.Tensor:
-            generator = torch.Generator("cpu").manual_seed(0)
-            given = {**self.dry_arguments, "generator": generator, "latents": self.noise}
+            drawing = generators(0, 0, self.pictures)
+            given = {**self.dry_arguments, "generator": drawing, "latents": self.noise}
             report = (lambda step, steps, latents: None) if self.reports else None
             return to_host(self.denoise(cond, given, report, device, modules).float())
 

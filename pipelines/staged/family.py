@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from ..encoding.conditioning import Conditioning
 from ..files.lora_names import Converters
 from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments
+from ..sampling.batches import Dims
 from .pictures import Pictures
 from .prompts import Negative, Prompt, no_effect
 
@@ -54,6 +55,8 @@ class ModelFamily(ABC):
     latent_dimensions = 4
     decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
     batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
+    cond_dims: ClassVar[Dims] = {}
+    own: Collection[str] = ("init_latents",)  # arguments of `_denoise` that may hold something for each picture
     stand_ins: ClassVar[StandIns] = {}  # for code that reads values, of which a dry run has none
     forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where a stand-in makes the forecast a bound
 
@@ -140,6 +143,13 @@ class ModelFamily(ABC):
         scale = self.default_guidance if guidance is None else guidance
         return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
 
+    def _batch_differs(self, texts: ModelFamily) -> str:
+        """How pictures drawn at once would differ from each drawn alone, in a few words; empty where they do not.
+
+        Prompts are encoded by `texts`.
+        """
+        return ""
+
     @abstractmethod
     def _denoise(
         self,
@@ -149,7 +159,10 @@ class ModelFamily(ABC):
         device: torch.device,
         modules: Modules,
     ) -> torch.Tensor:
-        """Latents as the decoder takes them, on any device, made by these transformers."""
+        """Latents as the decoder takes them, on any device, made by these transformers.
+
+        `arguments` have a "generator" for the noise, or a list of them: one for each picture of a batch, all of `cond`.
+        """
 
     # Decode
 

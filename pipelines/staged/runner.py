@@ -135,11 +135,13 @@ class StageRunner(ModelFamily):
         forecast: Callable[[], Forecast | None],
         strategy: str,
         steps: int = 1,
+        parts: bool = False,
     ) -> dict[str, Any]:
         """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
 
-        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk.
-        Before, the files of encoded weights are written that there are to be.
+        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk;
+        where it could run in `parts`, also for one that nobody stated. Before, the files of encoded weights are
+        written that there are to be.
         """
         self.manager.keep_made(units)
         if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
@@ -158,6 +160,8 @@ class StageRunner(ModelFamily):
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
         here = place(budget_bytes=self._vram_budget())
+        if parts:
+            self._refuse_misfit(here, strategy)
         self._refuse_short_ram(here)
         # Other models may stay on the device, which no plan knows of.
         alone = not any(unit.placement for unit in self.manager.units() if unit not in units)
@@ -195,8 +199,9 @@ class StageRunner(ModelFamily):
         forecast: Forecast | None = None,
         planned: StagePlan | None = None,
         keep: bool = False,
+        again: bool = True,
     ) -> Result:
-        """Run a stage. After an out-of-memory error evict all else and run it again: streamed, then in the least."""
+        """Run a stage. After an out-of-memory error evict all else and run it `again`: streamed, then in the least."""
         strategy = host_flags().strategy(strategy, units[0].role if units else "other")
         if strategy == "auto" and forecast is None:
             strategy = self._unforecast(units)
@@ -221,6 +226,8 @@ class StageRunner(ModelFamily):
                 if not is_out_of_memory(error):
                     raise
                 self.manager.make_room()
+                if not again:
+                    raise
                 if attempt == "leafwise" or strategy == attempt == "cpu":
                     raise self._out_of_memory(name, units, error) from None
                 log.warning("Ballast: out of memory in %s; trying again in less", name)

@@ -55,6 +55,25 @@ def test_generate_below_the_size_of_the_model(
     assert Image.open(out).size == (48, 32)
 
 
+@needs_sim
+def test_a_batch_is_written_and_planned(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Four pictures, each that of its seed; and in the plan what one of them takes."""
+    folder, out = tiny_folders("sd3"), tmp_path / "boat.png"
+    run = ["--width", "48", "--height", "32", "--steps", "2", "--device", "sim"]
+    written = ["generate", "--model", str(folder), "--prompt", "a boat", *run, "--out", str(out)]
+    assert ballast.commands.main.main([*written, "--seed", "6", "--batch", "3"]) == 0
+    files = [tmp_path / name for name in ("boat.png", "boat-1.png", "boat-2.png")]
+    third = np.asarray(Image.open(files[2])).astype(int)
+    assert all(file.is_file() for file in files)
+    assert ballast.commands.main.main([*written, "--seed", "8"]) == 0
+    assert abs(np.asarray(Image.open(out)).astype(int) - third).max() <= 1
+    capsys.readouterr()
+    assert ballast.commands.main.main(["plan", str(folder), *run, "--vram", "1GB", "--batch", "3"]) == 0
+    assert "a picture, 3 at once. For this budget the best batch is" in capsys.readouterr().out
+    assert ballast.commands.main.main([*written, "--batch", "0"]) == 1
+    assert "batch is 0; it takes a whole number from 1 to 64." in capsys.readouterr().err
+
+
 def test_generate_and_plan_with_loras(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A file with its strength after a colon, as often as there are LoRAs."""
     folder = tiny_folders("flux")

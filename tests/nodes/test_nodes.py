@@ -45,7 +45,7 @@ from ballast.nodes.sample import Sampler
 from ballast.nodes.shared import running
 from ballast.nodes.shared.folders import DEMO
 from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format
-from ballast.pipelines.staged import pipeline
+from ballast.pipelines.staged import samples
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 from conftest import HOST
@@ -583,10 +583,24 @@ def cpu() -> Iterator[None]:
     manager("cpu").free()
 
 
+def test_batches_go_in_and_out(sim: ModuleType) -> None:
+    """LATENT of three and IMAGE of three."""
+    reference = load()
+    conditioning = encode(reference)
+    latent = sample(reference, conditioning, seed=4, batch=3)
+    images = decode(reference, latent)
+    assert len(latent["samples"]) == len(images) == 3
+    last = sample(reference, conditioning, seed=6)["samples"]
+    torch.testing.assert_close(latent["samples"][2:], last, atol=1e-4, rtol=0)
+    given = {"pipeline": reference, "conditioning": conditioning, "width": WIDTH, "height": HEIGHT, "vram_gb": "1"}
+    text = run_node(VramPlan, **given, batch=3).result[1]
+    assert "a picture, 3 at once. For this budget the best batch is" in text
+
+
 @pytest.mark.usefixtures("sim", "cpu")
 def test_compiling_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = functools.partial(pipeline.kernels, backend="eager")
-    monkeypatch.setattr(pipeline, "kernels", compiled)
+    compiled = functools.partial(samples.kernels, backend="eager")
+    monkeypatch.setattr(samples, "kernels", compiled)
     monkeypatch.setattr(running, "_SECONDS", 0.0)
     reference = load(device="cpu")
     conditioning = encode(reference)

@@ -47,6 +47,7 @@ class HiDreamPipeline(GenericPipeline):
         "transformer": "HiDream-I1",
         "vae": "VAE",
     }
+    cond_dims: ClassVar = {"prompt_embeds_llama3": 1, "negative_prompt_embeds_llama3": 1}
     batch_dims: ClassVar = {"encoder_hidden_states_llama3": 1}  # [layers, batch, tokens, channels]
 
     def __init__(
@@ -70,6 +71,10 @@ class HiDreamPipeline(GenericPipeline):
 
     def _prove(self, texts: StockParts | None = None) -> None:
         """Its stock call draws other sizes than it is asked for; the stages are compared with it in the tests."""
+
+    def _batch_differs(self, texts: Any) -> str:
+        """Nothing, as the tests show; on echoes of its encoders, which are large, that would take long."""
+        return ""
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         import diffusers

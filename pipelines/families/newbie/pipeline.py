@@ -17,6 +17,7 @@ from ...encoding.conditioning import Conditioning, pair
 from ...files.components import parse_dtype
 from ...files.lora_names import Converters
 from ...options import check_known
+from ...sampling.batches import for_batch, seeds_of
 from ...sampling.latents import check_noise, check_step
 from ...sampling.picture_sizes import PictureSizes
 from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list
@@ -26,7 +27,7 @@ from .layouts import find_layout
 from .parts import read_parts
 from .sampling import SAMPLERS, start, times
 from .sizes import config_of
-from .velocity import Velocity, for_batch
+from .velocity import Velocity
 
 _SIDE, _SPATIAL, _PATCH = 1024, 8, 16  # pixels: of a picture, of a latent pixel, of a token
 _MAX_TOKENS = 512
@@ -46,7 +47,7 @@ class NewbiePipeline(StagedPipeline):
     - `renorm_cfg`: how many times larger guidance may make the norm of a sample, 0 for any;
     - `init_latents`: a picture to start from, as the decoder takes it, with `denoise` below 1.
 
-    Picture i of a batch starts from the noise of `seed` + i.
+    Picture i of several prompts starts from the noise of `seed` + i, as that of a batch does.
     """
 
     name = "NewbiePipeline"
@@ -204,7 +205,7 @@ class NewbiePipeline(StagedPipeline):
     ) -> torch.Tensor:
         steps = arguments["num_inference_steps"]
         dtype = self.parts["transformer"].run_dtype
-        tensors = for_batch(cond.to(device, dtype), arguments["init_latents"])
+        tensors = for_batch(cond, arguments["generator"], self.cond_dims).to(device, dtype)
         velocity = Velocity(modules["transformer"], tensors, arguments, dtype)
         schedule = times(steps, arguments["shift"], arguments["denoise"])
         batch = len(velocity.alone[0])
@@ -227,6 +228,5 @@ class NewbiePipeline(StagedPipeline):
         if (given := arguments["latents"]) is not None:
             check_noise(given, (batch, *shape))
             return given.float()
-        seed = arguments["generator"].initial_seed()
-        drawn = (torch.Generator().manual_seed((seed + i) % 2**64) for i in range(batch))
+        drawn = (torch.Generator().manual_seed(seed) for seed in seeds_of(arguments["generator"], batch))
         return torch.stack([torch.randn(*shape, generator=generator) for generator in drawn])

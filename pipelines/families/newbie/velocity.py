@@ -34,18 +34,6 @@ class Velocity:
         return guide(conditional, unconditional, self.arguments["guidance_scale"], self.arguments["renorm_cfg"])
 
 
-def for_batch(tensors: Mapping[str, Any], latents: torch.Tensor | None) -> Mapping[str, Any]:
-    """The text for as many pictures as there are latents to start from: one prompt serves them all."""
-    prompts, count = len(tensors["prompt_embeds"]), 1 if latents is None else len(latents)
-    if count in (1, prompts):
-        return tensors
-    if prompts > 1:
-        raise ValueError(
-            f"there are {count} latents to start from, and {prompts} prompts. Give one prompt, or as many."
-        )
-    return {name: value.expand(count, *value.shape[1:]) for name, value in tensors.items()}
-
-
 def _both(tensors: Mapping[str, Any]) -> Text:
     """The prompts, then the negative ones, which are padded to one length with them."""
     texts = [text_of(tensors), text_of(tensors, "negative_")]

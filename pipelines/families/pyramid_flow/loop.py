@@ -145,10 +145,10 @@ class History:
 
 
 class SeededNoise:
-    """Draws float32 noise on the CPU: sample i of a batch from `seed` + i."""
+    """Draws float32 noise on the CPU: each sample of a batch from a seed of its own."""
 
-    def __init__(self, seed: int, batch: int = 1, gamma: float = 1 / 3) -> None:
-        self.generators = [torch.Generator().manual_seed((seed + i) % 2**64) for i in range(batch)]
+    def __init__(self, seeds: Sequence[int], gamma: float = 1 / 3) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.gamma = gamma
 
     def initial(self, *shape: int) -> torch.Tensor:

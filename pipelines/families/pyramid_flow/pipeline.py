@@ -19,6 +19,7 @@ from ...encoding.listening import encoder_title
 from ...files.components import parse_dtype, read_components
 from ...files.lora_names import Converters
 from ...options import check_known
+from ...sampling.batches import for_batch, seeds_of
 from ...sampling.latents import check_noise
 from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list, no_effect
 from .arguments import CHANNELS, size_of, three_stages
@@ -50,7 +51,7 @@ class PyramidFlowPipeline(StagedPipeline):
       `guidance` - `guidance_alpha` * t, at least `min_guidance`; 0 for none;
     - `init_latents`: the first frame, as `encode_image` makes it. The video then goes on from it.
 
-    Video i of a batch starts from the noise of `seed` + i.
+    Video i of several prompts starts from the noise of `seed` + i, as that of a batch does.
     """
 
     name = "PyramidFlow"
@@ -209,10 +210,10 @@ class PyramidFlowPipeline(StagedPipeline):
         modules: Mapping[str, nn.Module],
     ) -> torch.Tensor:
         dtype = self._dtype("transformer")
-        tensors = cond.to(device, dtype)
+        tensors = for_batch(cond, arguments["generator"], self.cond_dims).to(device, dtype)
         velocity = GuidedVelocity(modules["transformer"], text_of(tensors), text_of(tensors, "negative_"))
         batch = len(velocity.positive[0])
-        draw = SeededNoise(arguments["generator"].initial_seed(), batch)
+        draw = SeededNoise(seeds_of(arguments["generator"], batch))
         noise = draw.initial(*arguments["shape"]) if arguments["latents"] is None else arguments["latents"].float()
         check_noise(noise, (batch, *arguments["shape"]))
         first = arguments["init_latents"]

@@ -327,7 +327,7 @@ def test_one_prompt_serves_a_batch_of_latents(layouts: dict[str, Any], sim: Modu
     for i in range(3):
         torch.testing.assert_close(made[i : i + 1], pipe.sample(cond, **RUN, seed=2 + i), atol=1e-4, rtol=0)
     two = pipe.encode(["a boat", "a car"], "blurry")
-    with pytest.raises(ValueError, match="there are 3 latents to start from, and 2 prompts"):
+    with pytest.raises(ValueError, match="init_latents has 3 for 2 prompts"):
         pipe.sample(two, **run, init_latents=torch.zeros(3, 16, 6, 8))
     assert sim.stats().allocated_bytes == 0
 

@@ -87,7 +87,7 @@ def velocity_of(transformer: Any, tensors: Tensors) -> GuidedVelocity:
 
 
 def run(noise: torch.Tensor, settings: Settings = FEW, velocity: Any = None, **arguments: Any) -> torch.Tensor:
-    draw = arguments.pop("draw", None) or SeededNoise(0, len(noise))
+    draw = arguments.pop("draw", None) or SeededNoise(range(len(noise)))
     given: dict[str, Any] = {"device": "cpu", "dtype": torch.float32} | arguments
     return generate(velocity or Leaning(), noise, draw, settings, **given)
 
@@ -176,14 +176,14 @@ def test_block_noise_is_correlated_in_its_blocks(gamma: float) -> None:
 
 
 def test_halved_and_doubled_noise_stays_white() -> None:
-    noise = 2 * halve(SeededNoise(0).initial(16, 3, 64, 64))
+    noise = 2 * halve(SeededNoise([0]).initial(16, 3, 64, 64))
     assert noise.shape == (1, 16, 3, 32, 32)
     assert float(noise.std()) == pytest.approx(1, abs=0.02)
 
 
 def test_the_seed_settles_a_run_and_each_of_its_videos() -> None:
     def video(seed: int, batch: int = 1) -> torch.Tensor:
-        noise = SeededNoise(seed, batch)
+        noise = SeededNoise(range(seed, seed + batch))
         return run(noise.initial(16, 3, 8, 16), draw=noise)
 
     assert torch.equal(video(5), video(5))
@@ -316,10 +316,10 @@ def test_an_error_keeps_no_tensor_once_its_frames_are_released() -> None:
 
 
 def test_runs_in_the_models_dtype_and_rests_in_ram() -> None:
-    noise = SeededNoise(0)
+    noise = SeededNoise([0])
     start = noise.initial(16, 3, 8, 16)
     latents = run(start, dtype=torch.bfloat16, draw=noise)
-    again = SeededNoise(0)
+    again = SeededNoise([0])
     assert again.initial(16, 3, 8, 16).equal(start)
     whole = run(start, draw=again)
     assert latents.dtype == torch.bfloat16 and latents.device.type == "cpu"

@@ -107,6 +107,7 @@ def test_several_budgets_are_a_table_and_one_picture(
         "per step",
         "first step",
         "total",
+        "best batch",
         "fits",
     ]
     cells = [re.split(r"\s\s+", row) for row in rows]
@@ -223,7 +224,8 @@ def test_node_plans_for_the_budget_of_the_pipeline(sim: ModuleType) -> None:
     picture, text, drawn = run_plan(reference)
     assert picture.shape == (1, 450, 900, 3)
     assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.02
-    head, brief, reason = drawn.splitlines()
+    head, brief, reason, batch = drawn.splitlines()
+    assert batch.startswith("Sampling takes ")
     assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps."
     assert brief.startswith("512 MB: resident; peak ")
     assert reason.startswith("All ") and reason in text

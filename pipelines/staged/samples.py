@@ -1,0 +1,237 @@
+"""SampleStage: drawing latents with the transformer, a picture alone or a batch at once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.host.flags import host_flags
+from ...memory.manager import STRATEGIES
+from ..encoding.conditioning import Conditioning, to_host
+from ..planning.sampling_forecasts import Sampling
+from ..sampling.batches import Batch, batch_of, prompts_of
+from ..sampling.kernels import AUTO, check_attention, kernels
+from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
+from ..sampling.loras import refuse_scales
+from .family import Modules, OnStep
+from .pictures import Given, pictures_of
+from .runner import StageRunner
+
+log = logging.getLogger("ballast")
+
+_WORDS = re.compile(r"\w")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is drawn: the arguments of `_denoise` but for noise, whose picture or pictures it has to see first."""
+
+    cond: Conditioning
+    arguments: Mapping[str, Any]
+    batch: Batch
+    strategy: str
+    sees: bool
+    using: Callable[..., AbstractContextManager[None]]  # kernels, for these modules
+    on_step: OnStep | None
+
+    def given(self, begin: int, at_once: int) -> dict[str, Any]:
+        """The arguments for so many pictures, with generators that have drawn nothing yet."""
+        return self.batch.arguments(self.arguments, begin, at_once)
+
+
+class SampleStage(StageRunner):
+    """The stage of a pipeline that its transformers run."""
+
+    def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
+        """What a user should know of a run with these arguments of `sample`, a sentence each."""
+        notes = []
+        if names := ", ".join(self.left_out):
+            notes = [f"{self.title} runs without {names}: what these make beside pictures, such as sound, is left out."]
+        if not self.takes_negative:
+            return notes
+        if _WORDS.search(cond.info.get("negative_prompt", "")):
+            why = self._unguided(guidance, options)
+            notes += [why] * bool(why)
+        elif guidance and guidance > 1 and not any(name.startswith("negative_") for name in cond.tensors):
+            notes.append("Guidance has no effect without a negative prompt. Encode one; it may be empty.")
+        return notes
+
+    def sample(
+        self,
+        cond: Conditioning,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        seed: int = 0,
+        frames: int | None = None,
+        strategy: str = "auto",
+        on_step: OnStep | None = None,
+        noise: torch.Tensor | None = None,
+        compile: bool = False,
+        attention: str = AUTO,
+        image: Given = None,
+        mask: Given = None,
+        strength: float | None = None,
+        last_image: Given = None,
+        batch: int = 1,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
+
+        Sizes are in pixels. Sizes, steps and guidance are by default those that the pipeline is made for. `guidance` is
+        the scale of classifier-free guidance (`true_cfg_scale` where the pipeline has one, else `guidance_scale`).
+        `seed` gives the noise that the stock pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise`
+        gives it outright, in the layout of the pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise
+        (streamed in the least VRAM) or cpu.
+
+        `batch` pictures of one prompt are drawn at once, so that they share the copies of weights: as many as fit the
+        budget, else half of them, and so on. Picture i has `seed` + i, and is the one that this seed makes alone, up to
+        rounding. Where that cannot be proved of a pipeline's class they are drawn one after the other. Several pictures
+        or latents to start from make a batch of as many.
+
+        `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
+        pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
+        What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
+        attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
+
+        `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
+        where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. The class
+        of diffusers that does this is driven on the same components; it takes pictures in 8 bits.
+        """
+        check_seed(seed)
+        if noise is not None:
+            check_noise(noise)
+            check_finite(noise, "the noise holds")
+        steps = self.default_steps if steps is None else steps
+        strategy = host_flags().strategy(strategy, "transformer")
+        pictures = pictures_of(cond.pictures, image, mask, last_image, strength)
+        pipe = self.with_pictures(pictures) if pictures else self
+        arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        whole = batch_of(batch, seed, noise, prompts_of(cond, self.cond_dims), arguments, pipe.own)
+        check_attention(attention, [unit.module for unit in pipe.denoisers] if attention != AUTO else ())
+        for unit in pipe.denoisers:
+            unit.calls = replace(unit.calls, blocks=compile)
+        using = functools.partial(kernels, compile=compile, attention=attention, on_compile=pipe._on_compile)
+        run = _Run(cond, arguments, whole, strategy, bool(pictures), using, on_step)
+
+        # On the CPU nothing is copied that several could share, and one after the other they take less RAM.
+        alone = strategy == "cpu" or self.manager.accelerator.is_cpu
+        at_once = 1 if alone else pipe._at_once(whole.count, self)
+        drawn: list[torch.Tensor] = []
+        while (begin := sum(map(len, drawn))) < whole.count:
+            try:
+                pipe._draw(run, begin, at_once, drawn)
+            except Exception as error:
+                release_frames(error)
+                if at_once == 1 or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
+                    raise
+                at_once = -(-at_once // 2)
+                log.info("Ballast: the batch is drawn %d at a time (%s)", at_once, error)
+        with torch.inference_mode(False):
+            latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        check_finite(latents, "the transformer made")
+        return latents
+
+    def _at_once(self, count: int, texts: SampleStage) -> int:
+        """How many of so many pictures may be drawn at once: all, or one where it is not proved to be the same."""
+        if count > 1 and (differs := self._batch_differs(texts)):
+            log.info("Ballast: %s draws the pictures of a batch one after the other: %s", self.title, differs)
+            return 1
+        return count
+
+    def _draw(self, run: _Run, begin: int, at_once: int, drawn: list[torch.Tensor]) -> None:
+        """Draw the pictures from `begin` on in one stage, so many at once; each part is added to `drawn` when done.
+
+        Raises DoesNotFitError, or that memory ran out, where fewer at once might fit: only for one there is a ladder.
+        """
+        begins, done = range(begin, run.batch.count, at_once), len(drawn)
+        seers = [self._seen(run, at, at_once) for at in begins]
+
+        def draw(device: torch.device, modules: Modules) -> None:
+            with run.using(modules.values()):
+                for at, seer in list(zip(begins, seers, strict=True))[len(drawn) - done :]:
+                    given = run.given(at, at_once)
+                    report = _counted(run.on_step, len(drawn), done + len(begins))
+                    drawn.append(to_host(seer._denoise(run.cond, given, report, device, modules).float()))
+
+        with self._wearing(self.denoisers):
+            stage = seers[0]._sampling(run.given(begin, at_once), reports=run.on_step is not None)
+            key = stage.key(run.cond)
+            forecast = functools.partial(stage.forecast, run.cond, key)
+            steps, strategy, only = stage.steps * len(begins), run.strategy, at_once == 1
+            expected = self._expected("sample", self.denoisers, forecast, strategy, steps, parts=not only)
+            self._run_stage("sample", self.denoisers, draw, strategy, work=key, **expected, keep=self.keep, again=only)
+
+    def _seen(self, run: _Run, begin: int, at_once: int) -> SampleStage:
+        """This pipeline with what is seen in the pictures of such a part, where the run has any."""
+        if not run.sees:
+            return self
+        seer = copy.copy(self)
+        seer._see(run.cond, run.given(begin, at_once))
+        return seer
+
+    def _on_compile(self, compiles: bool) -> None:
+        for unit in (unit for unit in self.denoisers if unit.leases):
+            self.manager.timeline.tell("compile" if compiles else "compiled", unit)
+
+    def _sampling(self, arguments: Mapping[str, Any], *, reports: bool = True) -> Sampling:
+        """The stage of a run with these arguments of `_denoise`, to forecast."""
+        asked = dict(arguments)
+        drawing, noise = asked.pop("generator"), asked.pop("latents")
+        return Sampling(
+            self._forecaster,
+            self.denoisers,
+            self._denoise,
+            self._dry_run_arguments(asked),
+            self._passes(asked),
+            reports,
+            noise,
+            len(drawing) if isinstance(drawing, list) else 1,
+        )
+
+    def _checked(
+        self,
+        cond: Conditioning | None,
+        width: int | None,
+        height: int | None,
+        steps: int,
+        guidance: float | None,
+        frames: int | None,
+        strategy: str,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        if cond is not None and (made_by := cond.info.get("pipeline", self.name)) != self.name:
+            raise ValueError(
+                f"the conditioning was made by {cond.info.get('model', made_by)}, not {self.title}. Encode the prompt "
+                "with this pipeline."
+            )
+        if strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
+        refuse_scales(self._loras, options)
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; it takes at least 1.")
+        if (given := options.get("init_latents")) is not None:
+            check_latents(given)
+            check_finite(given, "the latents to start from hold")
+        return self._sample_arguments(width, height, steps, guidance, frames, options)
+
+
+def _counted(on_step: OnStep | None, done: int, parts: int) -> OnStep | None:
+    """Reports the steps of one part as those of all parts, of which so many are done."""
+    if on_step is None or parts == 1:
+        return on_step
+
+    def report(step: int, steps: int, latents: torch.Tensor) -> None:
+        on_step(done * steps + step, parts * steps, latents)
+
+    return report
