@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .budget import VramBudget
 from .decode import VaeDecode
 from .encode import TextEncode
 from .encode_image import VaeEncode
@@ -40,4 +41,5 @@ class BallastExtension(ComfyExtension):
             PyramidFlowOptions,
             LoadLora,
             LoadModelFiles,
+            VramBudget,
         ]

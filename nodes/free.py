@@ -138,12 +138,6 @@ def _in_use(theirs: Collection[host.HostModel]) -> dict[str, int]:
     found = {}
     for card in sorted((card for card in cards if not card.is_cpu), key=lambda card: str(card.device)):
         card.empty_cache()
-        pages = sum(_pages(model.patcher) for model in theirs) if card.device == own else 0
+        pages = sum(host.page_bytes(model.patcher) for model in theirs) if card.device == own else 0
         found[str(card.device)] = card.allocated_bytes() + pages
     return found
-
-
-def _pages(patcher: Any) -> int:
-    """Bytes of a dynamic model in pages of its own; 0 for others, whose weights are tensors."""
-    tensors = int(getattr(patcher.model, "model_loaded_weight_memory", 0))
-    return int(patcher.loaded_size()) - tensors if patcher.is_dynamic() else 0

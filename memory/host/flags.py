@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from ..vocabulary import Role
+from .headroom import has_dynamic_vram
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,11 @@ def host_flags() -> HostFlags:
     def said(name: str) -> bool:
         return bool(getattr(options, name, False))
 
-    dynamic = bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
     return HostFlags(
         keeps_all=said("highvram") or said("gpu_only"),
         keeps_none=said("disable_smart_memory"),
         least=said("novram"),
-        encoders_on_cpu=said("lowvram") and not dynamic,
+        encoders_on_cpu=said("lowvram") and not has_dynamic_vram(),
         vae_on_cpu=said("cpu_vae"),
         unpinned=said("disable_pinned_memory"),
         blocking=said("disable_async_offload"),

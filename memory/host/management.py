@@ -80,7 +80,7 @@ def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
         return
     for model in _on_device(mm, wanted_on):
         missing = wanted_bytes - mm.get_free_memory(wanted_on)
-        if missing > 0 and model.patcher.is_dynamic():
+        if missing > 0 and is_dynamic(model.patcher):
             model.patcher.partially_unload(None, missing)
     if mm.get_free_memory(wanted_on) < wanted_bytes:
         mm.free_memory(wanted_bytes, wanted_on, _entries_of_ours(mm))
@@ -99,6 +99,37 @@ def loaded_models() -> list[HostModel]:
     """The host's own models that are on its device."""
     mm = model_management()
     return _on_device(mm, mm.get_torch_device()) if mm else []
+
+
+def held_bytes(on: torch.device) -> int:
+    """Weights on a device in bytes: of all in the host's list, ours too."""
+    mm = model_management()
+    entries = mm.current_loaded_models if mm else []
+    held = [entry.model for entry in list(entries) if entry.model is not None and _is_same(entry.device, on)]
+    return sum(int(patcher.loaded_size()) for patcher in held)
+
+
+def page_bytes(patcher: Any) -> int:
+    """Bytes of a dynamic model in pages, which torch does not count; 0 for others, whose weights are tensors."""
+    tensors = int(getattr(patcher.model, "model_loaded_weight_memory", 0))
+    return int(patcher.loaded_size()) - tensors if is_dynamic(patcher) else 0
+
+
+def is_dynamic(patcher: Any) -> bool:
+    """Whether the host moves this model's weights page by page. Older hosts have no such models."""
+    return bool(getattr(patcher, "is_dynamic", bool)())
+
+
+def shrink_others(bytes: int, on: torch.device, running: Collection[Any]) -> int:
+    """Ask the host to move so many bytes of other models than these off a device. Returns those that left."""
+    mm = model_management()
+    if mm is None or bytes <= 0:
+        return 0
+    staying = {id(patcher.model) for patcher in running}
+    entries = [entry for entry in mm.current_loaded_models if id(getattr(entry.model, "model", None)) in staying]
+    before = held_bytes(on)
+    mm.free_memory(mm.get_free_memory(on) + bytes, on, entries)
+    return before - held_bytes(on)
 
 
 def evict(patchers: Collection[Any]) -> None:

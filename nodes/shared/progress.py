@@ -43,13 +43,18 @@ _failed: set[str] = set()  # the nodes whose text says why they failed
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:
-    """Draw text in the running node, replacing the text there.
+    """Draw text in the running node, replacing the text there."""
+    show_text_in(_id(node), text)
+
+
+def show_text_in(own: str | None, text: str) -> None:
+    """Draw text in the node of that id, replacing the text there; nowhere for None.
 
     Several lines become sentences: Nodes 2.0 draws them as one paragraph.
     """
     from server import PromptServer
 
-    server, own = getattr(PromptServer, "instance", None), _id(node)  # not there when a node runs without a page
+    server = getattr(PromptServer, "instance", None)  # not there when a node runs without a page
     lines = text.splitlines()
     if len(lines) > 1:
         text = "\n".join(line if line.endswith(".") else f"{line}." for line in lines)

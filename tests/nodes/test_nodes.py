@@ -71,6 +71,7 @@ TITLES = {
     "BallastVAEEncode": "FP32 VAE Encode",
     "BallastLoadLoRA": "Load LoRA (Ballast)",
     "BallastLoadModelFiles": "Load Model Files (Ballast)",
+    "BallastVramBudget": "VRAM Budget",
 }
 
 

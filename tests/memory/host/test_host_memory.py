@@ -230,3 +230,20 @@ def test_node_that_fails_in_the_middle_leaves_the_others_and_the_card(host: Host
     assert {"clip", "unet", "load"} & set(host.cached(again)), "what was done before it failed is not done again"
     host.free()
     assert host.device()["allocated_bytes"] == 0
+
+
+def test_vram_budget_shrinks_the_hosts_model_and_nothing_else_changes(host: HostServer) -> None:
+    free = native_run(seed=4)
+    expected = host.run(free)
+    host.free()
+    graph = free | {"budget": node("BallastVramBudget", model=["unet", 0], vram_gb=0.003)}
+    graph["native"] = {**free["native"], "inputs": {**free["native"]["inputs"], "model": ["budget", 0]}}
+    host.events.clear()
+    entry = host.run(graph)
+    assert summary(entry, "seen native") == summary(expected, "seen native")
+    assert card_at(entry, "seen native")["loaded"]["BaseModel"] < UNET / 2
+    assert entry["outputs"]["budget"]["text"] == [
+        "target 3.07 MB of 12.0 MB on sim:0; weights that do not fit stay in RAM"
+    ]
+    said = texts(host)["budget"]
+    assert re.fullmatch(r"peak [\d.]+ MB of 3.07 MB; .* of 4.12 MB stayed(; [\d.]+ [KM]B over the target)?", said), said

@@ -117,3 +117,40 @@ def unet(seed: int = 0, ch: int = 32) -> Any:
     return comfy.model_patcher.CoreModelPatcher(
         model, load_device=mm.get_torch_device(), offload_device=mm.unet_offload_device()
     )
+
+
+def control(seed: int = 0, ch: int = 32) -> Any:
+    """A ControlNet for that UNet, whose output is not zero."""
+    import comfy.controlnet
+    import comfy.ops
+    from comfy import model_management as mm
+    from comfy.cldm.cldm import ControlNet
+
+    shape = {
+        "image_size": 32, "in_channels": 4, "hint_channels": 3, "model_channels": ch, "num_res_blocks": [1, 1],
+        "channel_mult": [1, 2], "transformer_depth": [1, 1], "transformer_depth_middle": 1,
+        "use_spatial_transformer": True, "context_dim": WIDTH, "legacy": False, "num_heads": 2, "num_head_channels": -1,
+    }  # fmt: skip
+    module = ControlNet(**shape, dtype=torch.float32, operations=comfy.ops.manual_cast)
+    module.load_state_dict(_fill(module, seed))
+    return comfy.controlnet.ControlNet(module, load_device=mm.get_torch_device(), manual_cast_dtype=None)
+
+
+def with_loras(unet: Any, *seeds: int) -> Any:
+    """A clone of a MODEL with as many LoRAs on all its linear layers, as Load LoRA puts them there."""
+    import comfy.lora
+
+    patched = unet.clone()
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        state: dict[str, torch.Tensor] = {}
+        for name, module in unet.model.diffusion_model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                key = f"lora_unet_{name.replace('.', '_')}"
+                state[f"{key}.lora_up.weight"] = torch.randn(module.out_features, 4, generator=generator) * 0.1
+                state[f"{key}.lora_down.weight"] = torch.randn(4, module.in_features, generator=generator) * 0.1
+                state[f"{key}.alpha"] = torch.tensor(4.0)
+        keys = {f"lora_unet_{key[16:-7].replace('.', '_')}": key for key in unet.model.state_dict() if "weight" in key}
+        if not patched.add_patches(comfy.lora.load_lora(state, keys), 0.7):
+            raise RuntimeError("no LoRA fits this model")
+    return patched
