@@ -5,9 +5,10 @@ Nothing of the host is patched, and its list of loaded models changes through it
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -247,10 +248,15 @@ def pin_memory(tensor: torch.Tensor) -> bool | None:
         return None
     # It makes room for a pin without asking whether there was enough.
     make_room = getattr(mm, "ensure_pin_registerable", None)
-    if make_room and make_room(tensor.nbytes) is False:
+    if make_room and make_room(tensor.nbytes, **_sparing(make_room)) is False:
         return False
     # Some versions pin nothing but parameters.
-    return mm.pin_memory(torch.nn.Parameter(tensor, requires_grad=False)) is True
+    return mm.pin_memory(torch.nn.Parameter(tensor, requires_grad=False), **_sparing(mm.pin_memory)) is True
+
+
+def _sparing(pin: Callable[..., Any]) -> dict[str, bool]:
+    """The argument that spares the pins of a model that is running, where a version has it."""
+    return {"evict_active": False} if "evict_active" in inspect.signature(pin).parameters else {}
 
 
 def unpin_memory(tensor: torch.Tensor) -> None:

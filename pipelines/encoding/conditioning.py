@@ -101,6 +101,10 @@ class Conditioning:
                 flat[name] = value
         return flat
 
+    def _comfy_cache_tensors(self) -> list[torch.Tensor]:
+        # Asked by ComfyUI's cache of outputs, which drops the largest first when RAM is short.
+        return [*self._flat().values(), *self.pictures]
+
     def __repr__(self) -> str:
         return f"Conditioning({', '.join(self.tensors)}; {self.info.get('prompt', '')[:60]!r})"
 

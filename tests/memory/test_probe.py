@@ -231,6 +231,29 @@ def test_cap_and_flag_of_the_host_are_obeyed(comfy: Callable[[int], Host]) -> No
     assert not hostbuffer.pin(hostbuffer.allocate(100), CUDA)
 
 
+def test_pins_of_a_running_model_are_spared_where_the_host_can(
+    comfy: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI 0.38.1 asks with `evict_active`, True unless said otherwise; so does 0.33, but not in `pin_memory`."""
+    found, asked = comfy(10_000), []
+
+    def pin_memory(tensor: torch.Tensor, evict_active: bool = True) -> bool:
+        asked.append(("pin", evict_active))
+        return Host.pin_memory(found, tensor)
+
+    def make_room(size: int, evict_active: bool = True) -> bool:
+        asked.append(("room", evict_active))
+        return True
+
+    monkeypatch.setattr(found, "ensure_pin_registerable", make_room)
+    flat = hostbuffer.allocate(100)
+    assert hostbuffer.pin(flat, CUDA)
+    hostbuffer.unpin(flat)
+    monkeypatch.setattr(found, "pin_memory", pin_memory)
+    assert hostbuffer.pin(flat, CUDA)
+    assert asked == [("room", False), ("room", False), ("pin", False)]
+
+
 def test_host_that_does_not_pin_leaves_it_to_us(comfy: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
     comfy(0)
     monkeypatch.setitem(sys.modules, "comfy.model_management", ModuleType("comfy.model_management"))

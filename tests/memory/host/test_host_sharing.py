@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ballast.nodes.shared.reference import PipelineReference
+from ballast.pipelines.encoding.conditioning import Conditioning
 from host import HostServer, missing
 from host_graphs import node, our_run, summary
 
@@ -36,6 +39,17 @@ def host(server: HostServer) -> HostServer:
     assert gone(server)
     server.events.clear()
     return server
+
+
+def test_cache_of_outputs_sees_what_a_conditioning_holds_and_nothing_in_a_reference() -> None:
+    """As ComfyUI 0.38.1 asks: for tensors, and of models whether they are dynamic."""
+    items = [torch.ones(2), torch.ones(3)]
+    conditioning = Conditioning({"embeds": torch.ones(4), "texts": items}, pictures=(torch.ones(5),))
+    assert [tensor.numel() for tensor in conditioning._comfy_cache_tensors()] == [4, 2, 3, 5]
+    reference = PipelineReference("a", "b", "auto", None, "cpu", True)
+    for output in (conditioning, reference):
+        assert not hasattr(output, "is_dynamic")
+    assert not hasattr(reference, "_comfy_cache_tensors")
 
 
 def graph(seed: int = 1, **loading: Any) -> dict[str, Any]:
