@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .shared.inputs import late_inputs, loader_inputs, weights_option
+from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -71,6 +71,7 @@ class LoadPipeline(io.ComfyNode):
         variant: str = AUTO,
         ram_gb: float = 0.0,
         weights: str = "auto",
+        cache_encoded: bool = False,
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -82,8 +83,8 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(
                 f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
             )
-        family = {"llama": str(llama_folder)} if llama_folder else {}
-        family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights)
+        family: dict[str, Option] = {"llama": str(llama_folder)} if llama_folder else {}
+        family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights, cache_encoded)
         stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
         return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 

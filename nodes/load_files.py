@@ -7,7 +7,7 @@ from pathlib import Path
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_files, find_pipelines
-from .shared.inputs import late_inputs, loader_inputs, weights_option
+from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -71,6 +71,7 @@ class LoadModelFiles(io.ComfyNode):
         transformer_2: str = _NONE,
         ram_gb: float = 0.0,
         weights: str = "auto",
+        cache_encoded: bool = False,
     ) -> io.NodeOutput:
         path = _found("transformer", transformer)
         if path is None:
@@ -83,8 +84,8 @@ class LoadModelFiles(io.ComfyNode):
         others = {"vae": vae, "base": base, "transformer_2": transformer_2}
         files = {part: file for part, name in others.items() if (file := _found(part, name))}
         stamp = file_stamp(path, *texts, *files.values())
-        family: dict[str, str | tuple[str, ...]] = {part: str(file) for part, file in files.items()}
-        family |= weights_option(weights)
+        family: dict[str, Option] = {part: str(file) for part, file in files.items()}
+        family |= weights_option(weights, cache_encoded)
         if texts:
             family["text_encoders"] = tuple(map(str, texts))
         return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))

@@ -9,7 +9,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .shared.folders import file_stamp
-from .shared.inputs import late_inputs, loader_inputs, weights_option
+from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -63,6 +63,7 @@ class LoadNewbie(io.ComfyNode):
         device: str = "auto",
         ram_gb: float = 0.0,
         weights: str = "auto",
+        cache_encoded: bool = False,
     ) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         for name, chosen in names.items():
@@ -72,7 +73,9 @@ class LoadNewbie(io.ComfyNode):
             name: Path(folder_paths.get_full_path_or_raise(_FOLDERS[name], chosen)) for name, chosen in names.items()
         }
         path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
-        family = {name: str(file) for name, file in files.items()} | weights_option(weights)
+        family: dict[str, Option] = {name: str(file) for name, file in files.items()} | weights_option(
+            weights, cache_encoded
+        )
         stamp += file_stamp(path)
         return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 

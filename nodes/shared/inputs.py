@@ -6,6 +6,8 @@ from comfy_api.latest import io
 
 GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
 
+Option = str | bool | tuple[str, ...]  # an argument of `open_pipeline` as a reference holds it
+
 
 def loader_inputs() -> list[io.Input]:
     """The inputs of every loader: budget, type, device."""
@@ -73,12 +75,21 @@ def late_inputs() -> list[io.Input]:
             "exact12: bfloat16 in 12 bits, the same picture. int8, fp8: 8 bits, a slightly different picture. They are "
             "encoded when they are read, and must then fit in RAM.",
         ),
+        io.Boolean.Input(
+            "cache_encoded",
+            default=False,
+            optional=True,
+            advanced=True,
+            tooltip="With exact12, int8 or fp8: encode once, into a file in ComfyUI's user folder that takes as much "
+            "disk as the weights take RAM, and run from it afterwards, from disk too where RAM is short.",
+        ),
     ]
 
 
-def weights_option(weights: str) -> dict[str, str]:
+def weights_option(weights: str, cache_encoded: bool = False) -> dict[str, Option]:
     """The loader's choice of weights as `open_pipeline` takes it; nothing for those as stored."""
-    return {} if weights == "auto" else {"weights": weights}
+    kept: dict[str, Option] = {"cache_encoded": True} if cache_encoded else {}
+    return kept if weights == "auto" else {"weights": weights, **kept}
 
 
 def size_inputs() -> list[io.Input]:

@@ -16,7 +16,7 @@ from ...memory import simulated
 from ...memory.host import management as host
 from ...requirements import complaint
 from .graph import remember
-from .inputs import GPU_OR_SIM, weights_option
+from .inputs import GPU_OR_SIM, Option, weights_option
 from .progress import show_text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PipelineReference:
     vram_bytes: int | None
     device: str
     keep: bool
-    family: tuple[tuple[str, str | tuple[str, ...]], ...] = ()  # where else its parts lie, its variant
+    family: tuple[tuple[str, Option], ...] = ()  # where else its parts lie, its variant
     ram_bytes: int | None = None
     loras: tuple[tuple[str, str, float], ...] = ()  # file, its stamp, strength
 
@@ -74,8 +74,8 @@ class PipelineReference:
 
     def holding(self, weights: str) -> PipelineReference:
         """The same with its weights held in another way, as `open_pipeline` takes it."""
-        others = tuple(part for part in self.family if part[0] != "weights")
-        return replace(self, family=(*others, *weights_option(weights).items()))
+        others = {name: value for name, value in self.family if name != "weights"}
+        return replace(self, family=tuple((others | weights_option(weights)).items()))
 
     def _key(self) -> tuple[tuple, tuple]:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
@@ -96,7 +96,7 @@ def make_reference(
     dtype: str,
     keep_loaded: bool,
     device: str,
-    family: Mapping[str, str | tuple[str, ...]],
+    family: Mapping[str, Option],
     ram_gb: float,
 ) -> PipelineReference:
     """Make the reference of a loader's inputs, and remember it for the nodes that follow.

@@ -13,8 +13,12 @@ from typing import Any
 import ballast
 import pytest
 import torch
+from ballast.commands.main import main
 from ballast.memory.codecs.making import MAKERS
 from ballast.memory.units import made_file
+from ballast.nodes.load import LoadPipeline
+from ballast.nodes.shared.folders import DEMO as DEMO_NAME
+from node_runner import run_node
 from places import ROOT, TESTS
 
 SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0}
@@ -144,6 +148,21 @@ def test_no_room_on_the_disk_is_one_line(tmp_path: Path, sim: ModuleType, monkey
     monkeypatch.undo()
     pipe.sample(cond, **SIZE)
     forget(pipe)
+
+
+def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"pipeline": DEMO_NAME, "device": "sim", "weights": "int8"}
+    without, kept = (run_node(LoadPipeline, **asked, **more).result[0] for more in ({}, {"cache_encoded": True}))
+    assert without.open().denoisers[0].made_file is None
+    assert kept.open().denoisers[0].made_file is not None and kept.holding("fp8").open().weights == "fp8"
+    assert kept.holding("fp8").open().denoisers[0].made_file is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = ["--steps", "1", "--device", "sim", "--vram", "64MB", "--weights", "int8", "--cache-encoded"]
+    assert (
+        main(["generate", "--model", str(DEMO), "--prompt", "a red circle", *given, "--out", str(tmp_path / "a.png")])
+        == 0
+    )
+    assert len(files(tmp_path / "ballast" / "embeddings")) == 2, "encoder and transformer"
 
 
 _WRITE = """
