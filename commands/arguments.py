@@ -66,6 +66,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transformer-2", type=Path, help="Wan 2.2, beside --base: the file of its expert for low noise"
     )
+    parser.add_argument("--controlnet", type=Path, help="the folder of a ControlNet, which --control is for")
     for part, of in (
         ("vae", "beside --base, and for NewBie and Pyramid-Flow"),
         ("gemma", "NewBie"),
@@ -88,6 +89,7 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", type=Path, help="a picture of the same size, white where to paint anew")
     parser.add_argument("--strength", type=float, help="how much of the picture to replace, up to 1")
     parser.add_argument("--last-image", type=Path, help="the last frame of a video")
+    parser.add_argument("--control", type=Path, help="a picture of edges, depth or the like, for what follows one")
 
 
 def lora(text: str) -> tuple[Path, float]:
@@ -113,6 +115,7 @@ def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         "transformer_2",
         "weights",
         "cache_encoded",
+        "controlnet",
         *several,
     )
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}

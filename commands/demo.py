@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.width = arguments.height = arguments.frames = None
     arguments.batch = 1
     arguments.compile, arguments.attention = False, "auto"
-    arguments.image = arguments.mask = arguments.last_image = arguments.strength = None
+    arguments.image = arguments.mask = arguments.last_image = arguments.control = arguments.strength = None
     arguments.denoise = arguments.latent = None
     # A cache of its own, so that each run shows the encoder on the timeline.
     with tempfile.TemporaryDirectory() as cache_dir:

@@ -38,6 +38,8 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
         given["mask"] = open_image(arguments.mask, None, None).mean(dim=3)
     if arguments.last_image:
         given["last_image"] = open_image(arguments.last_image, None, None)
+    if arguments.control:
+        given["control"] = open_image(arguments.control, None, None)
     if arguments.strength is not None:
         given["strength"] = arguments.strength
     return (opened or None) if edits else None, given

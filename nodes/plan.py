@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 from ..memory.manager import managers
 from ..memory.sizes import parse_bytes
 from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
-from .shared.picture_inputs import given_pictures, picture_inputs
+from .shared.picture_inputs import control_input, given_pictures, picture_inputs
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
@@ -77,6 +77,7 @@ class VramPlan(io.ComfyNode):
                     "stored, exact12, int8 and fp8.",
                 ),
                 batch_input(),
+                control_input(),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),

@@ -61,6 +61,7 @@ def open_pipeline(
     leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
     runs, which take as much disk as the encoded weights do; runs read these, piece by piece where RAM is short.
     `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
+    `controlnet` is the folder of a ControlNet for the model, whose picture is `control` of `sample`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
     transformer, the file `vae` and the folder `text`.

@@ -42,14 +42,24 @@ def picture_inputs() -> list[io.Input]:
     ]
 
 
+def control_input() -> io.Input:
+    """The input for a picture that the model follows."""
+    return io.Image.Input(
+        "control",
+        optional=True,
+        tooltip="A picture of edges, depth or the like, for models that follow one, such as FLUX.1 Canny and Depth.",
+    )
+
+
 def given_pictures(
     strength: float,
     image: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     last_image: torch.Tensor | None = None,
+    control: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The arguments of `sample` and `plan` for these inputs; none for what is not connected."""
-    pictures = {"image": image, "last_image": last_image}
+    pictures = {"image": image, "last_image": last_image, "control": control}
     given: dict[str, Any] = {name: opaque(value) for name, value in pictures.items() if value is not None}
     given |= {} if mask is None else {"mask": mask}
     return given | ({"strength": strength} if strength else {})

@@ -23,7 +23,7 @@ from .stock_parts import FRAMES, HOST
 from .tasks import INPUTS, reads_pictures
 
 _AREA = "max_area"
-_WORDS = {"mask_image": "mask"}  # what inputs are called here
+_WORDS = {"mask_image": "mask", "control_image": "control"}  # what inputs are called here
 _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
 # Arguments that the stages set themselves.

@@ -30,11 +30,12 @@ from .batch_proof import compare_batch
 from .rehearsal import rehearse
 from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import asks_for_padding, needed_inputs, own_words, picture_sizes, returned_names
-from .tasks import INPUTS, edits
+from .tasks import INPUTS, edits, with_controlnet
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 HOST = torch.device("cpu")
 SEEING = ("image_encoder",)  # modules that see a picture before the loop begins, as the VAE does
+_IN_LOOP = ("controlnet",)  # modules of the loop that come before the transformer
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
 _COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|scheduler)(_\d+)?")
@@ -55,9 +56,18 @@ class StockParts(StagedPipeline):
     own_size = False  # whether it draws the size of its picture, whatever it is asked for
 
     def __init__(
-        self, folder: Path, dtype: str | torch.dtype = "auto", *, files: GivenFiles | None = None, **shared: Any
+        self,
+        folder: Path,
+        dtype: str | torch.dtype = "auto",
+        *,
+        files: GivenFiles | None = None,
+        controlnet: str | Path | None = None,
+        **shared: Any,
     ) -> None:
         index, elsewhere = self._contents(folder)
+        if controlnet is not None:
+            beside = Path(controlnet).expanduser()
+            index, elsewhere = with_controlnet(index, beside), {**elsewhere, "controlnet": beside}
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
         given = files.components(index) if files else {}
@@ -197,7 +207,8 @@ class StockParts(StagedPipeline):
         ask = ask or functools.partial(functools.partial, telling.answer)
         parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
         for unit in self._units.values():
-            if unit.name not in modules and (unit.role == "transformer" or unit.name in SEEING):
+            in_loop = unit.role == "transformer" or unit.name in _IN_LOOP
+            if unit.name not in modules and (in_loop or unit.name in SEEING):
                 seeing = ask(unit.name) if unit.name in SEEING else None
                 parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype, seeing)
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...memory.files import read_json
 from ..files.trust import named_class
 from ..staged import Pictures
 from .stock import needed_inputs
 
-INPUTS = frozenset({"image", "mask_image", "last_image", "image_reference"})  # pictures that calls take
-_KINDS = ("", "Img2Img", "Inpaint", "ImageToVideo")
-_KIND = re.compile("(?:Img2Img|Inpaint|ImageToVideo)?Pipeline$")
+INPUTS = frozenset(
+    {"image", "mask_image", "last_image", "image_reference", "control_image"}
+)  # pictures that calls take
+_KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo")
+_KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo)?Pipeline$")
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,37 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
         ways = [{"image": image, "image_reference": references}]
     for way in ways:
         given = way | {"mask_image": pictures.mask, "last_image": pictures.last_image}
+        given["control_image"] = pictures.control
         given = {name: value for name, value in given.items() if value}
         wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
         for found in _candidates(cls):
             if wanted <= parameters(found).keys() and set(needed_inputs(found)) <= given.keys():
                 return Task(found, given)
-    words = {"mask_image": "mask", "image_reference": "images with the prompt and image beside them"}
+    words = {
+        "mask_image": "mask",
+        "control_image": "control",
+        "image_reference": "images with the prompt and image beside them",
+    }
     names = ", ".join(words.get(name, name) for name in sorted(wanted))
     raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
+
+
+def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The index of a model's folder with the ControlNet of another folder, and the class that runs both.
+
+    ValueError or FileNotFoundError, in one line, for what is no ControlNet, and for a model that has no such class.
+    """
+    import diffusers
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}. Give the ControlNet's, in diffusers' layout.")
+    kind = str(read_json(folder / "config.json").get("_class_name"))
+    if "ControlNet" not in kind or named_class(diffusers, kind) is None:
+        raise ValueError(f"{folder} holds no ControlNet of the installed diffusers, but {kind}. Give another folder.")
+    name = _KIND.sub("ControlNetPipeline", index["_class_name"])
+    if "ControlNet" in index["_class_name"] or named_class(diffusers, name) is None:
+        raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
+    return {**index, "_class_name": name, "controlnet": ["diffusers", kind]}
 
 
 def parameters(cls: Any) -> dict[str, inspect.Parameter]:

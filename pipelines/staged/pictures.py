@@ -20,7 +20,8 @@ _SLACK = 0.01  # by which filters that resize a picture overshoot 0..1
 class Pictures:
     """What a run takes beside text: pictures [H,W,3] and masks [H,W], float32 in 0..1 on the CPU.
 
-    `references` are those that came with the prompt. Of a mask, 1 is painted anew. `strength` says how much of `image`
+    `references` are those that came with the prompt, `control` say where what is: edges, depth, poses. Of a mask, 1 is
+    painted anew. `strength` says how much of `image`
     is replaced, up to 1; None for as much as the stock pipeline replaces.
     """
 
@@ -28,14 +29,21 @@ class Pictures:
     references: tuple[torch.Tensor, ...] = ()
     mask: tuple[torch.Tensor, ...] = ()
     last_image: tuple[torch.Tensor, ...] = ()
+    control: tuple[torch.Tensor, ...] = ()
     strength: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.image or self.references or self.mask or self.last_image or self.strength is not None)
+        given = self.image or self.references or self.mask or self.last_image or self.control
+        return bool(given) or self.strength is not None
 
 
 def pictures_of(
-    references: Sequence[torch.Tensor], image: Given, mask: Given, last_image: Given, strength: float | None
+    references: Sequence[torch.Tensor],
+    image: Given,
+    mask: Given,
+    last_image: Given,
+    control: Given,
+    strength: float | None,
 ) -> Pictures:
     """The pictures of one run. TypeError or ValueError, in one line, for what is none, or cannot go together."""
     images, masks = as_pictures(image, "image"), as_masks(mask)
@@ -51,7 +59,8 @@ def pictures_of(
             raise ValueError(f"strength is {str(strength)[:80]}; it takes a number above 0 and up to 1.")
         if not (images or references):
             raise ValueError(f"strength is {strength:g}, but there is no picture to start from. Give image, too.")
-    return Pictures(images, tuple(references), masks, as_pictures(last_image, "last_image"), strength)
+    last, controls = as_pictures(last_image, "last_image"), as_pictures(control, "control")
+    return Pictures(images, tuple(references), masks, last, controls, strength)
 
 
 def as_pictures(given: Given, name: str) -> tuple[torch.Tensor, ...]:

@@ -62,6 +62,7 @@ class StagedPipeline(TextStage, SampleStage, VaeStages):
         mask: Given = None,
         strength: float | None = None,
         last_image: Given = None,
+        control: Given = None,
         batch: int = 1,
         **options: Any,
     ) -> RunPlan:
@@ -81,7 +82,7 @@ class StagedPipeline(TextStage, SampleStage, VaeStages):
         references = as_pictures(images, "images") if cond is None else cond.pictures
         read = self._pictures_read(references) if cond is None else {}
         encoding = self._encoding(prompt, self._negative(prompt, negative_prompt), read)
-        pictures = pictures_of(references, image, mask, last_image, strength)
+        pictures = pictures_of(references, image, mask, last_image, control, strength)
         pipe = self.with_pictures(pictures) if pictures else self
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         prompts = prompts_of(cond, self.cond_dims) if cond else len(as_list(prompt))

@@ -83,6 +83,7 @@ class SampleStage(StageRunner):
         mask: Given = None,
         strength: float | None = None,
         last_image: Given = None,
+        control: Given = None,
         batch: int = 1,
         **options: Any,
     ) -> torch.Tensor:
@@ -105,8 +106,9 @@ class SampleStage(StageRunner):
         attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
 
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
-        where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. The class
-        of diffusers that does this is driven on the same components; it takes pictures in 8 bits.
+        where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
+        [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. The class of diffusers
+        that does this is driven on the same components; it takes pictures in 8 bits.
         """
         check_seed(seed)
         if noise is not None:
@@ -114,7 +116,7 @@ class SampleStage(StageRunner):
             check_finite(noise, "the noise holds")
         steps = self.default_steps if steps is None else steps
         strategy = host_flags().strategy(strategy, "transformer")
-        pictures = pictures_of(cond.pictures, image, mask, last_image, strength)
+        pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength)
         pipe = self.with_pictures(pictures) if pictures else self
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         whole = batch_of(batch, seed, noise, prompts_of(cond, self.cond_dims), arguments, pipe.own)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -74,6 +76,14 @@ TASKS = {
         "Flux2KleinInpaintPipeline",
         size=None,
     ),
+    "control": Task("flux_control", {"control": ONE}, {"control_image": pil(ONE)}),
+    "control, from a picture": Task(
+        "flux_control",
+        {"control": ONE, "image": OTHER, "strength": 0.6},
+        {"control_image": pil(ONE), "image": pil(OTHER), "strength": 0.6},
+        "FluxControlImg2ImgPipeline",
+    ),
+    "controlnet": Task("flux_controlnet", {"control": ONE}, {"control_image": pil(ONE)}),
     "fill": Task("flux_fill", {"image": ONE, "mask": MASK}, {"image": pil(ONE), "mask_image": pil(MASK)}),
     "kontext": Task(
         "kontext",
@@ -155,7 +165,17 @@ def run_of(task: Task) -> dict[str, Any]:
 
 
 # One of each kind, and all with BALLAST_SOAK=1.
-NAMES = ["flux", "sd3", "flux inpaint", "fill", "klein, two references", "wan 2.1, first and last", "ltx"]
+NAMES = [
+    "flux",
+    "sd3",
+    "flux inpaint",
+    "fill",
+    "control",
+    "controlnet",
+    "klein, two references",
+    "wan 2.1, first and last",
+    "ltx",
+]
 
 
 @pytest.mark.parametrize("name", TASKS if os.environ.get("BALLAST_SOAK") else NAMES)
@@ -172,7 +192,38 @@ def test_staged_equals_stock(name: str, folders: Folders, sim: ModuleType) -> No
         assert made.shape == expected.shape
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
     for event in manager("sim").timeline.events:
-        assert len(event.residents) <= 1, f"{event.residents} at once"
+        together = {resident.name for resident in event.residents} - {"controlnet"}  # which runs beside the transformer
+        assert len(together) <= 1, f"{event.residents} at once"
+
+
+def test_a_controlnet_comes_beside_any_folder(folders: Folders, sim: ModuleType, tmp_path: Path) -> None:
+    """As if it was in the folder, which samples as before without one; what is none is refused."""
+    whole, task = folders("flux_controlnet"), TASKS["controlnet"]
+    expected = stock(task, whole)
+    plain = shutil.copytree(whole, tmp_path / "flux")
+    shutil.move(plain / "controlnet", tmp_path / "controlnet")
+    index = json.loads((plain / "model_index.json").read_text("utf-8"))
+    del index["controlnet"]
+    (plain / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    pipe = ballast.open_pipeline(plain, device="sim", controlnet=tmp_path / "controlnet")
+    cond = encoded(task, pipe)
+    made = pipe.decode(pipe.sample(cond, **run_of(task)))
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+    plan = pipe.plan(**{k: v for k, v in run_of(task).items() if k != "seed"}, cond=cond, vram="1GB")
+    stage = next(stage for stage in manager("sim").timeline.stages if stage.name == "sample")
+    assert stage.peak_bytes <= plan.peak_vram_bytes and {unit.unit for unit in plan.stages[-2].units} >= {"controlnet"}
+    with pytest.raises(ValueError, match="Give it: control"):
+        pipe.sample(cond, steps=2)
+    with pytest.raises(ValueError, match="takes no control: diffusers has no pipeline"):
+        ballast.open_pipeline(plain, device="sim").sample(cond, steps=2, control=ONE)
+    for folder, error, words in (
+        (tmp_path / "none", FileNotFoundError, "there is no folder"),
+        (plain / "transformer", ValueError, "holds no ControlNet"),
+    ):
+        with pytest.raises(error, match=words):
+            ballast.open_pipeline(plain, device="sim", controlnet=folder)
+    with pytest.raises(ValueError, match="no pipeline for FluxControlNetPipeline with a ControlNet"):
+        ballast.open_pipeline(whole, device="sim", controlnet=tmp_path / "controlnet")
 
 
 def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:

@@ -42,6 +42,22 @@ def flux_fill() -> DiffusionPipeline:
     return diffusers.FluxFillPipeline(**parts)
 
 
+def flux_control() -> DiffusionPipeline:
+    """FLUX.1 Canny and Depth: its transformer is given the control picture with each token."""
+    parts = _parts(flux(), "image_encoder", "feature_extractor")
+    config = _config(parts["transformer"]) | {"in_channels": 16 + 16, "out_channels": 16}
+    parts["transformer"] = diffusers.FluxTransformer2DModel.from_config(config)
+    return diffusers.FluxControlPipeline(**parts)
+
+
+def flux_controlnet() -> DiffusionPipeline:
+    """A second model runs before the transformer in each step."""
+    parts = _parts(flux())
+    config = _config(parts["transformer"]) | {"num_layers": 1, "num_single_layers": 1}
+    config.pop("out_channels", None)
+    return diffusers.FluxControlNetPipeline(**parts, controlnet=diffusers.FluxControlNetModel.from_config(config))
+
+
 def sd3_16() -> DiffusionPipeline:
     """As many channels as its inpainting asks for."""
     from tiny_parts import autoencoder
@@ -183,6 +199,8 @@ BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
         hunyuan_video_i2v,
         kontext,
         flux_fill,
+        flux_control,
+        flux_controlnet,
         sd3_16,
         wan_i2v,
         wan_flf,

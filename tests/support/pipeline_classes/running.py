@@ -146,10 +146,15 @@ class Staged:
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
-    "do_classifier_free_guidance", "image", "mask_image", "last_image", "strength",
+    "do_classifier_free_guidance", "image", "mask_image", "last_image", "control_image", "strength",
     "max_area",  # told by width and height
 }  # fmt: skip
-_NAMES = {"image": "image", "mask_image": "mask", "last_image": "last_image"}  # by those of diffusers
+_NAMES = {
+    "image": "image",
+    "mask_image": "mask",
+    "last_image": "last_image",
+    "control_image": "control",
+}  # by those of diffusers
 
 
 def _tensors(pictures: Any) -> list[torch.Tensor]:
