@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tiny
 import torch
 from ballast.pipelines.generic import proof, rehearsal
 from ballast.pipelines.generic.echo import Echo
+from diffusers.pipelines.wan import pipeline_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -211,3 +213,13 @@ def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monke
         ):
             ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
     ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu", cache_dir=tmp_path)
+
+
+def test_a_package_that_diffusers_lacks_is_named(
+    tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wan's prompts are cleaned by ftfy, which diffusers imports where it is."""
+    monkeypatch.delattr(pipeline_wan, "ftfy")
+    monkeypatch.setattr(proof, "_known", OrderedDict())
+    with pytest.raises(ImportError, match="WanPipeline needs the package ftfy: pip install ftfy."):
+        ballast.open_pipeline(tiny_folders("wan"), device="cpu", cache_dir=tmp_path)
