@@ -55,20 +55,26 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         type=Path,
-        help="where the model is the file of a transformer: the diffusers folder of that model, for all else",
+        help="where the model is the file of a transformer: the diffusers folder of that model, for what has no file; "
+        "without it, the configs of the published models that come with Ballast",
     )
     parser.add_argument(
         "--text-encoder",
         type=Path,
         action="append",
-        help="a file of a text encoder, in place of the base's; may be given several times",
+        help="a file of a text encoder; may be given several times",
     )
+    parser.add_argument("--transformer-2", type=Path, help="Wan 2.2: the file of its expert for low noise")
     parser.add_argument(
-        "--transformer-2", type=Path, help="Wan 2.2, beside --base: the file of its expert for low noise"
+        "--tokenizer",
+        type=_tokenizer,
+        action="append",
+        metavar="KIND=FOLDER",
+        help="without --base, the folder of a tokenizer: clip, t5, umt5, qwen or llama; one --tokenizer each",
     )
     parser.add_argument("--controlnet", type=Path, help="the folder of a ControlNet, which --control is for")
     for part, of in (
-        ("vae", "beside --base, and for NewBie and Pyramid-Flow"),
+        ("vae", "single files, NewBie and Pyramid-Flow"),
         ("gemma", "NewBie"),
         ("jina", "NewBie"),
     ):
@@ -101,9 +107,16 @@ def lora(text: str) -> tuple[Path, float]:
         return Path(text), 1.0  # the colon is of a drive
 
 
+def _tokenizer(text: str) -> tuple[str, Path]:
+    kind, equals, folder = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KIND=FOLDER, such as clip=path/to/tokenizer")
+    return kind, Path(folder)
+
+
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """LoRAs, files beside a model's, and arguments of its family, that were given, by the names of `open_pipeline`."""
-    several = {"text_encoder": "text_encoders", "lora": "loras"}
+    several = {"text_encoder": "text_encoders", "tokenizer": "tokenizers", "lora": "loras"}
     names = (
         "llama",
         "variant",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from comfy_api.latest import io
 
-from .shared.folders import DEMO, file_stamp, find_files, find_pipelines
+from .shared.folders import DEMO, file_stamp, find_files, find_pipelines, find_tokenizers
 from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
+from .shared.progress import show_text
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -20,14 +21,14 @@ _PARTS = {
     "text_encoder": (
         _TEXTS,
         "A text encoder in models/text_encoders or models/clip, such as t5xxl_fp8_e4m3fn_scaled for Flux. none takes "
-        "that of the base.",
+        "that of base.",
     ),
     "text_encoder_2": (_TEXTS, _MORE.replace(".", ", such as clip_l for Flux.", 1)),
-    "vae": ("vae", "The VAE in models/vae, such as ae for Flux. none takes that of the base."),
+    "vae": ("vae", "The VAE in models/vae, such as ae for Flux. none takes that of base."),
     "base": (
         _FOLDERS,
-        "The model's diffusers folder in models/diffusers, for what no file is chosen for: configs, tokenizers, "
-        "scheduler. It needs no weights of the parts that a file is chosen for.",
+        "none for the configs that come with Ballast; each part then has a file. Or the model's diffusers folder in "
+        "models/diffusers, which needs no weights of the parts that a file is chosen for.",
     ),
 }
 _LATE = {
@@ -88,7 +89,12 @@ class LoadModelFiles(io.ComfyNode):
         family |= weights_option(weights, cache_encoded)
         if texts:
             family["text_encoders"] = tuple(map(str, texts))
-        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
+        if "base" not in files:
+            family["tokenizers"] = tuple((kind, str(folder)) for kind, folder in find_tokenizers().items())
+        made = make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb)
+        if "base" not in files:
+            show_text(cls, f"configs of {made.open().folder.name}")
+        return io.NodeOutput(made)
 
     @classmethod
     def fingerprint_inputs(cls, **chosen: object) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..memory.units.weights import refuse_pickle
 from .encoding.embedding_cache import shared_cache
 from .families.hidream import HiDreamPipeline
 from .families.newbie import NewbiePipeline, is_newbie
 from .families.pyramid_flow import PyramidFlowPipeline, is_pyramid
 from .files.components import read_model_index
 from .files.single.given import GivenFiles
+from .files.single.published import KINDS
 from .generic import GenericPipeline
 from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
@@ -42,6 +42,7 @@ def open_pipeline(
     text_encoders: Sequence[str | Path] = (),
     vae: str | Path | None = None,
     transformer_2: str | Path | None = None,
+    tokenizers: Mapping[str, str | Path] | Iterable[tuple[str, str | Path]] = (),
     loras: Loras = (),
     weights: str = "auto",
     cache_encoded: bool = False,
@@ -55,7 +56,8 @@ def open_pipeline(
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
     `text_encoders` in any order, of which each encoder takes the one that fits it, `vae`, and `transformer_2`, the
-    expert for low noise of Wan 2.2.
+    expert for low noise of Wan 2.2. Without a base the configs of the published models come with the pack, there is a
+    file for every part, and `tokenizers` are folders by kind: "clip", "t5", "qwen", "llama".
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
     leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
@@ -69,12 +71,13 @@ def open_pipeline(
     """
     folder = Path(path).expanduser()
     shared: dict[str, Any] = {}
-    if base is not None:
-        shared["files"] = _given(folder, text_encoders, vae, transformer_2)
-        folder = Path(base).expanduser()
+    if base is not None or (folder.is_file() and not (is_newbie(folder) or is_pyramid(folder))):
+        files = _given(folder, text_encoders, vae, transformer_2, tokenizers)
+        shared["files"] = files
+        folder = files.published() if base is None else Path(base).expanduser()
     elif text_encoders:
         raise ValueError(
-            "text_encoders are files beside a base. Give base as well: the diffusers folder of that model."
+            f"{folder} takes no text_encoders: they go with the single file of a transformer. Leave them out."
         )
     elif vae is not None:
         family["vae"] = vae  # of a family that has such a file
@@ -111,9 +114,13 @@ def open_pipeline(
 
 
 def _given(
-    path: Path, text_encoders: Sequence[str | Path], vae: str | Path | None, transformer_2: str | Path | None
+    path: Path,
+    text_encoders: Sequence[str | Path],
+    vae: str | Path | None,
+    transformer_2: str | Path | None,
+    tokenizers: Mapping[str, str | Path] | Iterable[tuple[str, str | Path]],
 ) -> GivenFiles:
-    """The files beside a base. FileNotFoundError or ValueError for what is no single file."""
+    """The files of parts of a model. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
     encoders = tuple(Path(each).expanduser() for each in text_encoders)
@@ -121,7 +128,10 @@ def _given(
     for each in (path, *encoders, decoder, second):
         if each is not None and not each.is_file():
             raise FileNotFoundError(f"there is no file {each}. Put it back, or name another.")
-    return GivenFiles(path, encoders, decoder, second)
+    folders = {kind: Path(each).expanduser() for kind, each in dict(tokenizers).items()}
+    if unknown := sorted(folders.keys() - KINDS.keys()):
+        raise ValueError(f"there are no tokenizers of {', '.join(unknown)}. Known are {', '.join(KINDS)}.")
+    return GivenFiles(path, encoders, decoder, second, folders)
 
 
 def _family(path: Path) -> str:
@@ -129,12 +139,6 @@ def _family(path: Path) -> str:
         return "NewbiePipeline"
     if is_pyramid(path):
         return "PyramidFlow"
-    if path.is_file():
-        refuse_pickle(path)
-        raise ValueError(
-            f"{path} is a file of one model, which is no whole pipeline. Give base as well: the diffusers folder of "
-            "that model, for its text encoders, VAE, tokenizers and scheduler."
-        )
     return read_model_index(path)["_class_name"]
 
 

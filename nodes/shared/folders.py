@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import comfy.utils
 import folder_paths
 
 from ...memory.files import model_roots, read_json
@@ -15,6 +16,13 @@ DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "demo" / "shapes"
 _MAX_DEPTH = 3
 _WEIGHTS = (".safetensors", ".gguf")
+# Where the host has tokenizers, by the kinds of `open_pipeline`.
+_TOKENIZERS = {
+    "clip": "sd1_tokenizer",
+    "t5": "text_encoders/t5_tokenizer",
+    "qwen": "text_encoders/qwen25_tokenizer",
+    "llama": "text_encoders/llama_tokenizer",
+}
 
 
 def find_pipelines() -> dict[str, Path]:
@@ -43,6 +51,12 @@ def find_files(kind: str) -> dict[str, Path]:
             for file in (Path(path, name) for name in names if name.lower().endswith(_WEIGHTS)):
                 found.setdefault(file.relative_to(root).as_posix(), file)
     return dict(sorted(found.items()))
+
+
+def find_tokenizers() -> dict[str, Path]:
+    """The folders of tokenizers that the host brings along, by kind."""
+    root = Path(comfy.utils.__file__).parent
+    return {kind: root / name for kind, name in _TOKENIZERS.items() if (root / name).is_dir()}
 
 
 def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:

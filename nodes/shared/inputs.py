@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
 
-Option = str | bool | tuple[str, ...]  # an argument of `open_pipeline` as a reference holds it
+Option = str | bool | tuple[Any, ...]  # an argument of `open_pipeline` as a reference holds it
 
 
 def loader_inputs() -> list[io.Input]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,7 +61,10 @@ def check_runs(dtype: torch.dtype, where: Path) -> None:
 
 @dataclass(frozen=True)
 class Component:
-    """One entry of `model_index.json`. `dtype` None means the type that the files are stored in."""
+    """One entry of `model_index.json`. `dtype` None means the type that the files are stored in.
+
+    `config` is that of a module; of a tokenizer, what is set otherwise than in its files.
+    """
 
     name: str
     folder: Path
@@ -107,14 +111,17 @@ class Component:
         """Digests of the files that the component is made of, for cache keys."""
         if self.is_module:
             return [file_identity(path) for path in (self.folder / "config.json", *self.files[0])]
-        return [file_identity(path) for path in files_beside_weights(self.folder)]
+        settings = [json.dumps(self.config, sort_keys=True)] if self.config else []
+        return [file_identity(path) for path in files_beside_weights(self.folder)] + settings
 
     def create(self) -> Any:
         """A component without weights: a tokenizer, a scheduler."""
         # Of classes that choose others by what a folder says, which may then ask to run code of its own.
         strict = {"trust_remote_code": False} if self.cls.__name__.startswith("Auto") else {}
         with one_line(self.folder, f"read as {self.cls.__name__}"):
-            made = self.cls.from_pretrained(self.folder, local_files_only=True, **strict)  # type: ignore[attr-defined]
+            made = self.cls.from_pretrained(  # type: ignore[attr-defined]
+                self.folder, local_files_only=True, **strict, **self.config
+            )
         if getattr(made, "model_max_length", 0) > _LONGEST_TEXT:
             made.model_max_length = _ENDLESS  # some pipelines fill up to there
         return made
@@ -255,6 +262,10 @@ def pipeline_class(name: str) -> type:
     return found
 
 
+def _as_it_is(component: Component) -> Component:
+    return component
+
+
 def read_components(
     folder: Path,
     index: dict[str, Any],
@@ -292,5 +303,6 @@ def read_components(
             check_runs(component.run_dtype, path)
         else:
             check_settings(path, model)
+            component = (given or {}).get(name, _as_it_is)(component)
         found[name] = component
     return found

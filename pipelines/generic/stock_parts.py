@@ -71,6 +71,7 @@ class StockParts(StagedPipeline):
         self.name = index["_class_name"]
         self.pipeline_class: Any = pipeline_class(self.name)
         given = files.components(index) if files else {}
+        elsewhere |= files.folders(index) if files else {}
         found = read_components(folder, index, parse_dtype(dtype), elsewhere, given)
         if files:
             files.check_read(found.values())

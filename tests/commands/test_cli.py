@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ballast.commands.main
 import numpy as np
 import pytest
+import tiny
 import torch
 from adapters import lora_files
 from ballast.commands.arguments import lora
 from ballast.commands.images import open_image
 from ballast.memory import simulated
+from ballast.pipelines.files.single import published
 from pictured.pictures import picture
 from PIL import Image
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
+from single_files.original_names import original
+from single_files.published_facts import facts_of, files_of
 
 Folders = Callable[[str], Path]
 
@@ -135,6 +140,52 @@ def test_generate_takes_single_files(tiny_folders: Folders, tmp_path: Path, caps
     capsys.readouterr()
     assert ballast.commands.main.main(["plan", *files, "--vram", "1GB", *shared]) == 0
     assert "flux" in capsys.readouterr().out
+
+
+def test_generate_takes_single_files_without_a_base(
+    tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder, out = tiny_folders("flux"), tmp_path / "boat.png"
+    facts_of("flux", folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of("flux", folder, tmp_path)
+    files = [str(given["path"]), "--vae", str(given["vae"])]
+    files += [word for path in given["text_encoders"] for word in ("--text-encoder", str(path))]
+    tokenizers = [word for kind, at in given["tokenizers"].items() for word in ("--tokenizer", f"{kind}={at}")]
+    shared = ["--prompt", "a boat", "--width", "48", "--height", "32", "--steps", "2", "--device", "cpu"]
+    assert ballast.commands.main.main(["generate", "--model", *files, *tokenizers, *shared, "--out", str(out)]) == 0
+    made = np.asarray(Image.open(out))
+    assert ballast.commands.main.main(["generate", "--model", str(folder), *shared, "--out", str(out)]) == 0
+    assert np.array_equal(np.asarray(Image.open(out)), made)
+    capsys.readouterr()
+    assert ballast.commands.main.main(["generate", "--model", *files, *shared, "--out", str(out)]) != 0
+    assert "needs the tokenizer of CLIP" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ballast.commands.main.main(["generate", "--model", *files, "--tokenizer", "clip", *shared, "--out", str(out)])
+    assert "KIND=FOLDER" in capsys.readouterr().err
+
+
+def test_generate_takes_the_second_expert(tmp_path: Path, tiny_folders: Folders) -> None:
+    """Wan 2.2: the frames of its folder, which are others with one transformer in both places."""
+    folder = tmp_path / "wan"
+    pipe: Any = tiny.FAMILIES["wan"].build()
+    torch.manual_seed(1)
+    second = type(pipe.transformer).from_config(pipe.transformer.config).eval().requires_grad_(False)
+    type(pipe)(**pipe.components | {"transformer_2": second}, boundary_ratio=0.9).save_pretrained(folder)
+    base = base_of(folder, tmp_path / "base", "transformer_2")
+    for part in ("transformer", "transformer_2"):
+        save_file(original("wan", state_of(folder, part)), tmp_path / f"{part}.safetensors")
+    files = [str(tmp_path / "transformer.safetensors"), "--transformer-2", str(tmp_path / "transformer_2.safetensors")]
+    width, height = tiny.FAMILIES["wan"].size
+    shared = ["--prompt", "a boat", "--width", str(width), "--height", str(height), "--frames", "5", "--steps", "2"]
+    made = {}
+    for name, model in (("folder", [str(folder)]), ("files", [*files, "--base", str(base)])):
+        out = tmp_path / name / "boat.png"
+        given = ["generate", "--model", *model, *shared, "--device", "cpu", "--out", str(out)]
+        assert ballast.commands.main.main(given) == 0
+        made[name] = [np.asarray(Image.open(path)) for path in sorted(out.parent.iterdir())]
+    assert len(made["files"]) == 5
+    assert all(np.array_equal(one, other) for one, other in zip(made["folder"], made["files"], strict=True))
 
 
 def test_generate_starts_from_pictures(tiny_folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

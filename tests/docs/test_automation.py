@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,16 @@ def test_what_runs_nothing_in_comfyui_is_not_shipped() -> None:
     ignored = (ROOT / ".comfyignore").read_text("ascii").split()
     assert {".ci/", ".github/", ".pre-commit-config.yaml", "tests/", "bench/", "Makefile"} <= set(ignored)
     assert all((ROOT / name).exists() for name in ignored)
+
+
+def test_the_configs_of_published_models_are_shipped() -> None:
+    """By pip, as a pattern says, and by the registry, as nothing keeps them out."""
+    shipped = [path.relative_to(ROOT) for path in (ROOT / "pipelines" / "files" / "single" / "facts").rglob("*.json")]
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    patterns = re.search(r"package-data]\nballast = (\[.*\])", project)
+    assert patterns
+    found = {path.relative_to(ROOT) for pattern in json.loads(patterns[1]) for path in ROOT.glob(pattern)}
+    assert shipped and set(shipped) <= found
+    assert sum((ROOT / path).stat().st_size for path in shipped) < 100_000
+    ignored = (ROOT / ".comfyignore").read_text("ascii").split()
+    assert not [path for path in shipped if str(path).startswith(tuple(ignored))]

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import comfy.utils
 import folder_paths
-import gguf
 import pytest
 import tiny
 import torch
@@ -18,10 +18,13 @@ from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load_files import LoadModelFiles
 from ballast.nodes.sample import Sampler
-from host import run_node
+from ballast.pipelines.files.single import published
+from host import page, run_node
 from safetensors.torch import save_file
 from single_files import base_of, state_of
+from single_files.comfy_folders import write_gguf
 from single_files.original_names import original, original_vae
+from single_files.published_facts import facts_of
 
 CHOSEN = {
     "transformer": "flux/flux1-dev-F32.gguf",
@@ -41,13 +44,7 @@ def models(tiny_folders: Callable[[str], Path]) -> Iterator[Path]:
     for folder in made:
         folder.mkdir(parents=True, exist_ok=True)
     flux = tiny_folders("flux")
-    writer = gguf.GGUFWriter(unet / "flux1-dev-F32.gguf", "flux")
-    for name, value in original("flux", state_of(flux)).items():
-        writer.add_tensor(name, value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(unet / "flux1-dev-F32.gguf", original("flux", state_of(flux)))
     save_file(state_of(flux, "text_encoder_2"), texts / "t5xxl.safetensors")
     save_file(state_of(flux, "text_encoder"), clips / "clip_l.safetensors")
     save_file(original_vae(state_of(flux, "vae")), vaes / "ae.safetensors")
@@ -99,6 +96,30 @@ def test_two_experts(models: Path, sim: ModuleType) -> None:
     torch.testing.assert_close(drawn("wan", reference)[0], expected[0].float(), atol=1e-5, rtol=0)
 
 
+def test_without_a_base(
+    models: Path,
+    tiny_folders: Callable[[str], Path],
+    sim: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The configs come with the pack, the tokenizers with ComfyUI; the node says which model it is taken for."""
+    folder = tiny_folders("flux")
+    expected = tiny.stock(folder, max_sequence_length=512)
+    facts_of("flux", folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    for name, part in (("sd1_tokenizer", "tokenizer"), ("text_encoders/t5_tokenizer", "tokenizer_2")):
+        shutil.copytree(folder / part, tmp_path / "comfy" / name)
+    monkeypatch.setattr(comfy.utils, "__file__", str(tmp_path / "comfy" / "utils.py"))
+    with page() as shown:
+        reference = load(base="none")
+    assert [text for _, text in shown.texts][-1] == "configs of flux"
+    torch.testing.assert_close(drawn("flux", reference)[0], expected[0].float(), atol=1e-5, rtol=0)
+    shutil.rmtree(tmp_path / "comfy" / "sd1_tokenizer")
+    with pytest.raises(ValueError, match="needs the tokenizer of CLIP"):
+        load(base="none", dtype="float32")
+
+
 def test_files_of_all_folders_are_offered(models: Path) -> None:
     inputs = {slot.id: slot for slot in LoadModelFiles.define_schema().inputs}
     (models / "diffusion_models" / "z.SAFETENSORS").touch()
@@ -116,7 +137,7 @@ def test_files_of_all_folders_are_offered(models: Path) -> None:
     [
         ({"transformer": "choose a file"}, "transformer is not chosen"),
         ({"text_encoder": "none"}, "text_encoder_2"),
-        ({"base": "none"}, "Give base"),
+        ({"base": "none"}, "Give base as well"),
         ({"vae": "none"}, "vae"),
         ({"text_encoder_3": "t5xxl.safetensors"}, "no other file is for"),
         ({"transformer_2": CHOSEN["transformer"]}, "both transformers"),

@@ -19,6 +19,7 @@ from ....memory.files import read_json
 from ....memory.units.calls import interpose
 from ...encoding.conditioning import Conditioning
 from ...files.components import Component
+from ...files.single.published import comes_with_pack
 from ...generic import GenericPipeline, StockParts
 from ...sampling.picture_sizes import PictureSizes
 from ...staged import Negative, Prompt
@@ -80,17 +81,18 @@ class HiDreamPipeline(GenericPipeline):
         import diffusers
 
         index, elsewhere = super()._contents(folder)
-        config = read_json(folder / "transformer" / "config.json")
-        model, tokenizer = find_llama(
-            folder, self._llama, max(config["llama_layers"]) + 1, config["caption_channels"][1]
-        )
+        if not comes_with_pack(index):  # else Llama is one of the files
+            config = read_json(folder / "transformer" / "config.json")
+            layers, channels = max(config["llama_layers"]) + 1, config["caption_channels"][1]
+            model, tokenizer = find_llama(folder, self._llama, layers, channels)
+            elsewhere |= {FOLDER: model, TOKENIZER_FOLDER: tokenizer}
         # The states are the same as those of LlamaForCausalLM, without a projection to 128256 logits for each token.
         index |= {FOLDER: ["transformers", "LlamaModel"]}
         index |= {TOKENIZER_FOLDER: ["transformers", "PreTrainedTokenizerFast"]}
         self._choose(folder, index.get("scheduler", ["", ""])[1])
         if self.variant is not None and not hasattr(diffusers, index["scheduler"][1]):
             index["scheduler"] = ["diffusers", self.variant.scheduler]
-        return index, elsewhere | {FOLDER: model, TOKENIZER_FOLDER: tokenizer}
+        return index, elsewhere
 
     def _choose(self, folder: Path, scheduler: str) -> None:
         """Choose the variant, and whether to use the scheduler in the folder."""

@@ -104,16 +104,27 @@ def transformer_component(base: Component, single: SingleFile) -> FileComponent:
     ValueError, in one line, where the file is of another model.
     """
     layout = _layout_for(base, single)
-    config = _completed(base.cls, base.config)
-    told = layout.told(single.shapes, config)
-    for name, value in told.items():
-        if name not in layout.sizes and not _same(value, config.get(name)):
-            raise ValueError(
-                f"{single.path} has {name} = {value}, where {base.folder / 'config.json'} has {config.get(name)}: it "
-                f"is another {single.title}. Give that model's folder as base."
-            )
+    if found := difference(base.cls, base.config, single):
+        raise ValueError(
+            f"{single.path} has {found[0]} = {found[1]}, where {base.folder / 'config.json'} has {found[2]}: it is "
+            f"another {single.title}. Give that model's folder as base."
+        )
+    told = layout.told(single.shapes, _completed(base.cls, base.config))
     made = {**base.config, **{name: value for name, value in told.items() if name in layout.sizes}}
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single))
+
+
+def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tuple[str, Any, Any] | None:
+    """What a file says otherwise than a config of that class, beside the sizes of a model that was made smaller.
+
+    The name of the first such value, what the file has, and what the config has; None where all are the same.
+    """
+    layout, completed = single.layout, _completed(cls, config)
+    assert layout is not None
+    for name, value in layout.told(single.shapes, completed).items():
+        if name not in layout.sizes and not _same(value, completed.get(name)):
+            return name, value, completed.get(name)
+    return None
 
 
 def vae_component(base: Component, single: SingleFile) -> FileComponent:

@@ -1,46 +1,76 @@
-"""The files that a user gives for parts of a pipeline, the rest of which a base has: a diffusers folder."""
+"""The files that a user gives for parts of a pipeline, the rest of which a base has: a diffusers folder, or ours."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..components import Component
 from .component import FileComponent, encoder_component, transformer_component, vae_component
-from .contents import read_single, type_of
+from .contents import SingleFile, read_single, type_of
+from .published import folders_of, published_folder
+from .spiece import CarriedTokenizer, carries_tokenizer
 from .transformers import LAYOUTS
 from .vaes import VAES
 
 _ENCODER, _TRANSFORMER, _SECOND, _VAE = "text_encoder", "transformer", "transformer_2", "vae"
+_HIGH, _LOW = re.compile("high.?noise", re.IGNORECASE), re.compile("low.?noise", re.IGNORECASE)
+_IN_FILES = ("t5", "umt5")  # kinds of tokenizers that lie in files of encoders
 Maker = Callable[[Component], Component]
 
 
 @dataclass(frozen=True)
 class GivenFiles:
-    """Single files: of the transformer and, if given, of the second one, of text encoders and of the VAE."""
+    """Single files: of the transformer and, if given, of the second one, of text encoders and of the VAE.
+
+    `tokenizers` are folders by the kind of tokenizer, for a model whose base comes with the pack.
+    """
 
     transformer: Path
     text_encoders: tuple[Path, ...] = ()
     vae: Path | None = None
     transformer_2: Path | None = None
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+
+    def published(self) -> Path:
+        """The base that comes with the pack. ValueError, in one line, where there is none for the transformer."""
+        return published_folder(_read(self.transformer, None), self.transformer_2 is not None)
+
+    def folders(self, index: Mapping[str, Any]) -> dict[str, Path]:
+        """Where parts of the base lie that its folder does not hold. ValueError for a tokenizer that is nowhere."""
+        return folders_of(index, self.transformer, self.tokenizers, _IN_FILES if self._carrying else ())
+
+    @property
+    def _carrying(self) -> Path | None:
+        """The one encoder's file that has a tokenizer in it as well."""
+        found = [path for path in self.text_encoders if carries_tokenizer(path)]
+        return found[0] if len(found) == 1 else None
 
     def components(self, index: Mapping[str, Any]) -> dict[str, Maker]:
         """What makes of a component of the base, by its name, the same with its weights from the file given for it.
 
         It raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or not of that model. Of the
-        encoders' files each encoder takes the first that fits it.
+        encoders' files each encoder takes the first that fits it. A base that comes with the pack has no weights: there
+        must be a file for each part.
         """
-        left = list(self.text_encoders)
-        makers: dict[str, Maker] = {_TRANSFORMER: partial(_transformer, self.transformer)}
+        left, parts = list(self.text_encoders), index.get("_parts", {})
+        makers: dict[str, Maker] = {
+            name: partial(_with_settings, settings, None if kind in self.tokenizers else self._carrying)
+            for name, (kind, settings) in index.get("_tokenizers", {}).items()
+        }
+        makers |= {name: partial(_lacking, self.transformer, usual) for name, (_, usual) in parts.items()}
+        makers[_TRANSFORMER] = partial(_transformer, self.transformer)
         if self.transformer_2:
             makers[_SECOND] = partial(_transformer, self.transformer_2)
         if self.vae:
             makers[_VAE] = partial(_vae, self.vae)
         if left:
-            makers |= {name: partial(_encoder, left) for name in index if name.startswith(_ENCODER)}
+            encoders = (name for name in index if name.startswith(_ENCODER))
+            makers |= {name: partial(_encoder, left, makers.get(name, _with_weights)) for name in encoders}
         return makers
 
     def check_read(self, found: Iterable[Component]) -> None:
@@ -55,21 +85,26 @@ class GivenFiles:
             raise ValueError(_fits_none(left[0], [part for part in encoders if part.name not in read]))
         if self.transformer_2 == self.transformer:
             raise ValueError(f"{self.transformer} is given as both transformers. Give the other one as transformer_2.")
+        if self.transformer_2 and _LOW.search(self.transformer.stem) and _HIGH.search(self.transformer_2.stem):
+            raise ValueError(f"{self.transformer} is the model for low noise. Give it as transformer_2.")
         for name, given in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
             if given and name not in read:
                 raise ValueError(f"{given} is given as {name}, and the base has none. Leave {name} out.")
 
 
+def _read(path: Path, base: Component | None) -> SingleFile:
+    return read_single(path, LAYOUTS, "transformer", (base and base.dtype) or type_of(path))
+
+
 def _transformer(path: Path, base: Component) -> Component:
-    single = read_single(path, LAYOUTS, "transformer", base.dtype or type_of(path))
-    return transformer_component(base, single)
+    return transformer_component(base, _read(path, base))
 
 
 def _vae(path: Path, base: Component) -> Component:
     return vae_component(base, read_single(path, VAES, "VAE", base.dtype or type_of(path), base.config))
 
 
-def _encoder(left: list[Path], base: Component) -> Component:
+def _encoder(left: list[Path], otherwise: Maker, base: Component) -> Component:
     """An encoder with the weights of the first of the files that fits it, which is taken from them; else the base's."""
     reasons = []
     for path in left:
@@ -81,10 +116,32 @@ def _encoder(left: list[Path], base: Component) -> Component:
         left.remove(path)
         return made
     try:
-        base.files  # noqa: B018  # which are looked for then
-    except FileNotFoundError as error:
+        return otherwise(base)
+    except (FileNotFoundError, ValueError) as error:
+        if not reasons:
+            raise
         raise ValueError(" ".join([f"{error} None of the files given fits it:", *reasons])) from error
+
+
+def _with_weights(base: Component) -> Component:
+    base.files  # noqa: B018  # which are looked for then
     return base
+
+
+def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Component) -> Component:
+    """A tokenizer that is set to these, from its folder, or from the file of an encoder that has it."""
+    if carrying is None:
+        return replace(base, config=dict(settings))
+    return CarriedTokenizer(base.name, base.folder, base.cls, None, dict(settings), source=carrying)
+
+
+def _lacking(transformer: Path, usual: str, base: Component) -> Component:
+    """Raise ValueError for a part that no file was given for."""
+    how = "among text_encoders" if base.role == _ENCODER else f"as {base.name}"
+    raise ValueError(
+        f"{transformer} needs a file for its {base.name} ({base.cls.__name__}) as well, such as {usual}. "
+        f"Give it {how}, or a base that has it: the diffusers folder of that model."
+    )
 
 
 def _fits_none(path: Path, encoders: Iterable[Component]) -> str:

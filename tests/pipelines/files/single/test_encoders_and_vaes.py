@@ -143,7 +143,7 @@ def test_what_fits_no_part(tiny_folders: Folders, tmp_path: Path, kept: Path) ->
     assert "text_encoder_2" in said and str(gemma) in said
     said = refusal(path, base=whole, vae=clip)
     assert str(clip) in said and "VAE" in said
-    assert "Give base" in refusal(folder, text_encoders=[clip])
+    assert "takes no text_encoders" in refusal(folder, text_encoders=[clip])
 
 
 def test_an_encoder_with_a_weight_too_many(tiny_folders: Folders, tmp_path: Path, kept: Path) -> None:

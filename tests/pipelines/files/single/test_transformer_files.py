@@ -121,5 +121,10 @@ def test_two_experts_from_two_files(tiny_folders: Folders, tmp_path: Path, kept:
     _, encode, sample, _ = tiny.stages("wan", path, "sim", base=base, cache_dir=kept, **files)
     torch.testing.assert_close(sample(encode()), expected.float(), atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
+    swapped = path.rename(tmp_path / "wan2.2_Low_noise.safetensors")
+    high = files["transformer_2"].rename(tmp_path / "wan2.2_high-noise.safetensors")
+    with pytest.raises(ValueError, match="is the model for low noise. Give it as transformer_2"):
+        ballast.open_pipeline(swapped, device="sim", base=base, transformer_2=high)
+    files, path = {"transformer_2": high}, swapped.rename(tmp_path / "wan.safetensors")
     with pytest.raises(ValueError, match="given as transformer_2, and the base has none"):
         ballast.open_pipeline(path, device="sim", base=base_of(tiny_folders("wan"), kept / "wan"), **files)

@@ -1,0 +1,90 @@
+"""What published models have beside their weights, which files alone lack: configs that come with the pack.
+
+`facts/models` has a folder for each model, in diffusers' layout and without weights; `facts/parts` the configs that
+several share. Beside what diffusers reads, an index says under `_file` which files are of that model, under `_parts`
+where each config lies and what its file is usually called, and under `_tokenizers` the kind and settings of each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....memory.files import read_json
+from ..components import read_model_index
+from ..trust import component_class
+from .component import difference
+from .contents import SingleFile
+
+FACTS = Path(__file__).parent / "facts"
+# What people call the kinds of tokenizers.
+KINDS = {
+    "clip": "CLIP",
+    "t5": "T5",
+    "umt5": "UMT5",
+    "qwen": "Qwen",
+    "llama": "Llama 3",
+    "gemma": "Gemma 2",
+}
+
+
+def published_folder(single: SingleFile, two: bool) -> Path:
+    """The folder of facts of the model whose transformer that file is, one of `two`, or the only one.
+
+    Models of the same sizes are told by the file's name. ValueError, in one line, where none is known.
+    """
+    known = []
+    for folder in sorted((FACTS / "models").iterdir()):
+        index = read_model_index(folder)
+        told = index["_file"]
+        if told["title"] != single.title:
+            continue
+        config = read_json(folder / "transformer" / "config.json")
+        fits = difference(component_class(*index["transformer"]), config, single) is None
+        if fits and two == told.get("two", False) and _is_named(single.path, told):
+            return folder
+        known.append(folder.name + _how(told))
+    raise ValueError(
+        f"{single.path} is {single.title}, and of no model whose configs come with Ballast"
+        f"{': these are ' + ', '.join(known) if known else ''}. Give base as well: the diffusers folder of that model."
+    )
+
+
+def _is_named(path: Path, told: Mapping[str, Any]) -> bool:
+    has, has_not = (re.search(told.get(key, ""), path.stem, re.IGNORECASE) for key in ("named", "not_named"))
+    return bool(has) and not (has_not and "not_named" in told)
+
+
+def _how(told: Mapping[str, Any]) -> str:
+    """How files of models of the same sizes are told apart."""
+    how = [f"named {told['named']}"] if "named" in told else []
+    return f" ({', '.join([*how, 'with transformer_2'])})" if told.get("two") else f" ({how[0]})" if how else ""
+
+
+def comes_with_pack(index: Mapping[str, Any]) -> bool:
+    """Whether an index is one of ours, whose model has a file for every part."""
+    return "_parts" in index
+
+
+def folders_of(
+    index: Mapping[str, Any], transformer: Path, tokenizers: Mapping[str, Path], carried: Collection[str]
+) -> dict[str, Path]:
+    """Where the parts lie that a model's folder of facts does not hold. `tokenizers` are folders by kind.
+
+    Those of a kind that is `carried` lie in the file of an encoder: a folder without files stands for them.
+    ValueError, in one line, for one that is nowhere.
+    """
+    found = {name: FACTS / "parts" / part for name, (part, _) in index.get("_parts", {}).items()}
+    for name, (kind, _) in index.get("_tokenizers", {}).items():
+        if kind in tokenizers:
+            found[name] = tokenizers[kind]
+        elif kind in carried:
+            found[name] = found[name.replace("tokenizer", "text_encoder")]
+        else:
+            raise ValueError(
+                f"{transformer} needs the tokenizer of {KINDS[kind]}, which no file here has. Give base as well: the "
+                f"diffusers folder of that model; or tokenizers, a folder with one for {kind!r}."
+            )
+    return found

@@ -1,0 +1,204 @@
+"""Files without a base: the configs of the published models come with the pack."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import diffusers
+import full_size
+import pytest
+import tiny
+import torch
+from ballast.pipelines.files.components import Component, read_model_index
+from ballast.pipelines.files.single import published
+from ballast.pipelines.files.single.given import GivenFiles
+from ballast.pipelines.files.trust import component_class
+from single_files.published_facts import TOKENIZERS, facts_of, files_of
+
+Folders = Callable[[str], Path]
+SHIPPED = published.FACTS
+MODELS = sorted(folder.name for folder in (SHIPPED / "models").iterdir())
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_files_alone_draw_what_the_stock_pipeline_does(
+    name: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folders(name)
+    facts_of(name, folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of(name, folder, tmp_path)
+    expected = tiny.stock(folder)
+    _, encode, sample, decode = tiny.stages(name, given.pop("path"), "sim", cache_dir=tmp_path, **given)
+    latents = sample(encode())
+    torch.testing.assert_close(latents, expected[0].float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(decode(latents), expected[1], atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+
+
+@pytest.fixture
+def flux(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    facts_of("flux", tiny_folders("flux"), tmp_path / "facts", not_named="kontext")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    return files_of("flux", tiny_folders("flux"), tmp_path)
+
+
+def refusal(given: Mapping[str, Any], **change: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        ballast.open_pipeline(**{"device": "cpu", **given, **change})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_missing_is_named(flux: dict[str, Any]) -> None:
+    clip, t5 = flux["text_encoders"]
+    assert "text_encoder (CLIPTextModel) as well, such as text_encoder.safetensors" in refusal(flux, text_encoders=[t5])
+    assert "text_encoder_2 (T5EncoderModel) as well" in refusal(flux, text_encoders=[clip])
+    assert "None of the files given fits it" in refusal(flux, text_encoders=[clip, flux["vae"]])
+    assert "its vae (AutoencoderKL) as well" in refusal(flux, vae=None)
+    said = refusal(flux, tokenizers={"clip": flux["tokenizers"]["clip"]})
+    assert "needs the tokenizer of T5" in said and "'t5'" in said and "Give base" in said
+    assert "no tokenizers of bert" in refusal(flux, tokenizers={"bert": Path()})
+    assert "fits no text encoder" in refusal(flux, text_encoders=[t5, clip, flux["vae"]])
+
+
+def test_another_model_of_that_shape_is_not_taken_for_it(flux: dict[str, Any], tiny_folders: Folders) -> None:
+    path = flux["path"].rename(flux["path"].with_name("my-Kontext-mix.safetensors"))
+    said = refusal(flux, path=path)
+    assert "these are flux" in said and "Give base" in said
+    assert "these are flux" in refusal(
+        flux, path=path.rename(path.with_name("x.safetensors")), transformer_2=flux["vae"]
+    )
+
+
+def test_settings_of_a_tokenizer_count(flux: dict[str, Any], tmp_path: Path) -> None:
+    """Stable Diffusion 3 pads the prompt of one encoder otherwise; the embeddings of both have keys of their own."""
+    path = tmp_path / "facts" / "models" / "flux" / "model_index.json"
+    index = json.loads(path.read_text("utf-8"))
+    found = []
+    for settings in ({}, {"pad_token": "!", "model_max_length": 9}):
+        index["_tokenizers"]["tokenizer"] = ["clip", settings]
+        path.write_text(json.dumps(index), "utf-8")
+        pipe = ballast.open_pipeline(**{"device": "cpu", **flux})
+        found.append((pipe.components["tokenizer"].create(), pipe.components["tokenizer"].identity()))
+    assert found[1][0].pad_token == "!" != found[0][0].pad_token and found[1][0].model_max_length == 9
+    assert found[0][1] != found[1][1]
+
+
+# The configs that come with the pack
+
+
+# What files of the models are called, and a name that files of the same sizes have that are of another model.
+NAMES = {
+    "FLUX.1-dev": ("flux1-dev-Q4_K_S", "flux1-kontext-dev"),
+    "FLUX.1-Kontext-dev": ("flux1-dev-kontext_fp8_scaled", "flux1-dev"),
+    "FLUX.1-schnell": ("flux1-schnell", ""),
+    "HiDream-I1-Dev": ("hidream_i1_dev_bf16", "hidream_i1_full_fp8"),
+    "HiDream-I1-Fast": ("hidream_i1_fast_bf16", "hidream_e1"),
+    "HiDream-I1-Full": ("hidream_i1_full_fp8", "hidream_i1_dev_bf16"),
+    "Qwen-Image": ("qwen_image_fp8_e4m3fn", "qwen_image_edit_2509_fp8_e4m3fn"),
+    "Wan2.1-T2V": ("wan2.1_t2v_1.3B_fp16", "wan2.2_t2v_high_noise_14B_fp8_scaled"),
+    "Wan2.2-I2V-A14B": ("wan2.2_i2v_high_noise_14B_fp8_scaled", ""),
+    "Wan2.2-T2V-A14B": ("wan2.2_t2v_high_noise_14B_fp8_scaled", ""),
+    "Z-Image-Turbo": ("z_image_turbo_bf16", "z_image_bf16"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_is_known_by_its_file(name: str, tmp_path: Path) -> None:
+    """Of a file with the model's own widths and one layer, which has no bytes."""
+    folder, (stem, other) = SHIPPED / "models" / name, NAMES[name]
+    index = read_model_index(folder)
+    cls: Any = component_class(*index["transformer"])
+    config = {key: value for key, value in cls.load_config(folder / "transformer").items() if not key.startswith("_")}
+    layers = [key for key in inspect.signature(cls.__init__).parameters if re.fullmatch("n(um)?_.*layers", key)]
+    module = full_size.empty(cls, config | dict.fromkeys(layers, 1))
+    path = tmp_path / f"{stem}.safetensors"
+    full_size._write_sparse(path, {key: tensor.to(torch.bfloat16) for key, tensor in module.named_parameters()})
+    second = path if index["_file"].get("two") else None
+    assert GivenFiles(path, transformer_2=second).published() == folder
+    path = path.rename(tmp_path / f"{other or stem}.safetensors")
+    found = [
+        published_or_none(GivenFiles(path, transformer_2=each)) for each in ({None, path} if not other else {None})
+    ]
+    assert (folder in found) == (not other)
+    assert len(set(found)) == len(found)
+
+
+def published_or_none(files: GivenFiles) -> Path | None:
+    try:
+        return files.published()
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_has_what_its_pipeline_takes(name: str) -> None:
+    """Classes that there are, schedulers of their config, and a kind for each tokenizer."""
+    folder = SHIPPED / "models" / name
+    index = read_model_index(folder)
+    expected = getattr(diffusers, index["_class_name"]).__init__.__annotations__.keys()
+    parts = {key for key in index if not key.startswith("_") and key != "boundary_ratio"}
+    assert parts <= expected
+    for key in parts - {key for key in parts if None in index[key]}:
+        cls = component_class(*index[key])
+        where = {**{k: SHIPPED / "parts" / p for k, (p, _) in index["_parts"].items()}}.get(key, folder / key)
+        assert key in index["_tokenizers"] or where.is_dir(), key
+        if key == "scheduler":
+            config = json.loads((where / "scheduler_config.json").read_text("utf-8"))
+            made = cls.from_pretrained(where)
+            assert all(made.config[field] == value for field, value in config.items() if not field.startswith("_"))
+    assert {kind for kind, _ in index["_tokenizers"].values()} <= published.KINDS.keys()
+
+
+PUBLISHED = {
+    "clip_l": ("flux", "text_encoder"),
+    "t5_xxl": ("flux", "text_encoder_2"),
+    "flux_vae": ("flux", "vae"),
+    "umt5_xxl": ("wan", "text_encoder"),
+    "wan_vae": ("wan", "vae"),
+    "qwen2_5_vl_7b": ("qwenimage", "text_encoder"),
+    "qwen_vae": ("qwenimage", "vae"),
+}
+
+
+@pytest.mark.parametrize("part", PUBLISHED)
+def test_parts_are_those_that_were_published(part: str, tmp_path: Path) -> None:
+    """Against the published sizes that plans are tested with, and in what a config says beside sizes."""
+    family, key = PUBLISHED[part]
+    pipe: Any = tiny.FAMILIES[family].build()
+    cls = type(getattr(pipe, key))
+    expected = full_size.empty(cls, full_size.PARTS[family][key])
+    found = Component(key, SHIPPED / "parts" / part, cls, torch.bfloat16)
+    with full_size.init_empty_weights(include_buffers=False):
+        module: Any = found._structure()
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()
+    assert shapes(module) == shapes(expected)
+    own, theirs = (each.config.to_dict() if hasattr(each.config, "to_dict") else dict(each.config) for each in
+                   (module, expected))  # fmt: skip
+    assert told(own) == told(theirs)
+
+
+SAID = re.compile(
+    "hidden_act|feed_forward|heads|eps$|theta|mrope|rope_type|relative|tie_word|scaling_factor|shift_factor|latents_|"
+    "temperal|fullatt|window_size|groups|merge|patch|block_types|bos_token|eos_token"
+)
+
+
+def told(config: Any, name: str = "") -> dict[str, Any]:
+    """What a config says beside sizes, which weights have, by the names of its values."""
+    if isinstance(config, dict):
+        return {k: v for key, value in config.items() for k, v in told(value, f"{name}.{key}").items()}
+    return {name: list(config) if isinstance(config, tuple) else config} if SAID.search(name) else {}
+
+
+def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

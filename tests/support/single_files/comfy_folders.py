@@ -1,0 +1,59 @@
+"""Tiny models in ComfyUI's folders, under the names of the files that the templates choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import gguf
+import tiny
+import torch
+from safetensors.torch import save_file
+
+from . import base_of, state_of
+from .original_names import original, original_vae
+
+
+def write_gguf(at: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A GGUF file of Flux whose weights are plain."""
+    writer = gguf.GGUFWriter(at, "flux")
+    for name, value in tensors.items():
+        writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def put_templates(models: Path, folders: Callable[[str], Path]) -> None:
+    """The files of the templates, and a base for each: tiny-flux and tiny-wan."""
+    for name in ("diffusion_models", "text_encoders", "vae", "diffusers"):
+        (models / name).mkdir(parents=True, exist_ok=True)
+    flux = folders("flux")
+    write_gguf(models / "diffusion_models" / "flux1-dev-Q4_K_S.gguf", original("flux", state_of(flux)))
+    save_file(state_of(flux, "text_encoder_2"), models / "text_encoders" / "t5xxl_fp8_e4m3fn_scaled.safetensors")
+    save_file(state_of(flux, "text_encoder"), models / "text_encoders" / "clip_l.safetensors")
+    save_file(original_vae(state_of(flux, "vae")), models / "vae" / "ae.safetensors")
+    base_of(flux, models / "diffusers" / "tiny-flux", "text_encoder", "text_encoder_2", "vae")
+    wan = models.parent / "wan22_i2v"
+    tiny.seeded(wan22_i2v)().save_pretrained(wan)
+    for part, noise in (("transformer", "high"), ("transformer_2", "low")):
+        path = models / "diffusion_models" / f"wan2.2_i2v_{noise}_noise_14B_fp8_scaled.safetensors"
+        save_file(original("wan", state_of(wan, part)), path)
+    save_file(state_of(wan, "text_encoder"), models / "text_encoders" / "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
+    save_file(state_of(wan, "vae"), models / "vae" / "wan_2.1_vae.safetensors")
+    base_of(wan, models / "diffusers" / "tiny-wan", "transformer_2", "text_encoder", "vae")
+
+
+def wan22_i2v() -> Any:
+    """Wan 2.2 A14B of pictures: two transformers, and no image encoder."""
+    pipe: Any = tiny.FAMILIES["wan"].build()
+    config = dict(pipe.transformer.config) | {"in_channels": 16 + 16 + 4}
+    made = [diffusers.WanTransformer3DModel.from_config(config) for _ in range(2)]
+    parts = {name: part for name, part in pipe.components.items() if not name.startswith("transformer")}
+    return diffusers.WanImageToVideoPipeline(
+        **parts, transformer=made[0], transformer_2=made[1], image_encoder=None, image_processor=None,
+        boundary_ratio=0.9,
+    )  # fmt: skip
