@@ -8,6 +8,7 @@ claims to hold.
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,6 +30,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _ARRAY = 8, 9
 
 Fact = int | float | bool | str | tuple[int, ...]
+Words = list[str | None] | tuple[float, ...]  # texts, or numbers; None for a long text
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,15 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises FileNotFoundError, or ValueError in one line if the file is damaged, cut short, or something else.
     """
+    return _read(path, frozenset())[0]
+
+
+def read_gguf_arrays(path: Path, names: Collection[str]) -> dict[str, Words]:
+    """Those of the named arrays that the header has, whole: the words of a tokenizer. Raises as `read_gguf_header`."""
+    return _read(path, names)[1]
+
+
+def _read(path: Path, names: Collection[str]) -> tuple[GgufHeader, dict[str, Words]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. Put it back, or download it again.")
     with path.open("rb", buffering=2**20) as file:
@@ -71,14 +82,16 @@ def read_gguf_header(path: Path) -> GgufHeader:
             raise ValueError(f"{path} is GGUF of version {version}; Ballast reads 2 and 3. Get a newer file.")
         size = path.stat().st_size
         try:
-            return _Reader(file, size).header()
+            reader = _Reader(file, size, names)
+            return reader.header(), reader.arrays
         except (ValueError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} has a damaged header ({error}). Download it again.") from error
 
 
 class _Reader:
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size, self._at = file, size, 8
+    def __init__(self, file: BinaryIO, size: int, names: Collection[str]) -> None:
+        self._file, self._size, self._at, self._names = file, size, 8, names
+        self.arrays: dict[str, Words] = {}  # those of these names
 
     def header(self) -> GgufHeader:
         tensor_count, fact_count = self._numbers("QQ")
@@ -86,8 +99,11 @@ class _Reader:
             raise ValueError(f"it claims {tensor_count} tensors and {fact_count} facts")
         facts: dict[str, Fact] = {}
         for _ in range(fact_count):
-            key = self._name()
-            value = self._value(self._number("I"))
+            key, of = self._name(), self._number("I")
+            if of == _ARRAY and key in self._names:
+                self.arrays[key] = self._array()
+                continue
+            value = self._value(of)
             if value is not None:
                 facts[key] = value
         infos = [self._tensor_info() for _ in range(tensor_count)]
@@ -149,6 +165,15 @@ class _Reader:
         for _ in range(count):
             self._value(of, depth + 1)
         return None
+
+    def _array(self) -> Words:
+        of, count = self._numbers("IQ")
+        if of not in (*_SCALARS, _TEXT) or count > _MAX_HEADER_BYTES:
+            raise ValueError(f"an array has {count} values of kind {of}")
+        if of == _TEXT:
+            return [self._text() for _ in range(count)]
+        size = struct.calcsize(_SCALARS[of])
+        return struct.unpack(f"<{count}{_SCALARS[of]}", self._take(count * size))
 
     def _name(self) -> str:
         length = self._number("Q")

@@ -1,24 +1,27 @@
-"""Tokenizers of SentencePiece that lie in the file of their encoder, as ComfyUI's files of UMT5 have them.
+"""Tokenizers of SentencePiece that lie in the file of their encoder, as ComfyUI's files and GGUF of UMT5 have them.
 
-Only of the unigram kind, which T5 and UMT5 have. The bytes are those of a `spiece.model`: a protocol buffer, of which
-the few fields that tokenizing needs are read here.
+Only of the unigram kind, which T5 and UMT5 have. In safetensors the bytes are those of a `spiece.model`: a protocol
+buffer, of which the few fields that tokenizing needs are read here. GGUF has the same as facts.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....memory.files import one_line
+from ....memory.units.gguf import read_gguf_arrays, read_gguf_header
 from ....memory.units.weights import file_identity, read_header, read_tensors
 from ..components import Component
 
 _BLOB = "spiece_model"
+_GGUF = "tokenizer.ggml"
 _UNIGRAM = 1
+_UNKNOWN, _BYTE = 2, 6  # kinds of pieces
 _MAX_BYTES, _MAX_PIECES = 64 * 2**20, 1_000_000
 # Kinds of fields: a number, eight bytes, a length and so many bytes, four bytes.
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
@@ -44,9 +47,8 @@ class CarriedTokenizer(Component):
         """The tokenizer. ValueError, in one line, for bytes that are none."""
         from transformers import PreTrainedTokenizerFast
 
-        with one_line(self.source, "read as a file with a tokenizer (spiece_model)"):
-            blob = bytes(read_tensors([self.source], [_BLOB])[_BLOB].numpy())
-            made = tokenizer_of(read_spiece(blob))
+        with one_line(self.source, "read as a file with a tokenizer"):
+            made = tokenizer_of(_spiece_in(self.source))
         tokens = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return PreTrainedTokenizerFast(tokenizer_object=made, **tokens, **self.config)
 
@@ -57,7 +59,22 @@ class CarriedTokenizer(Component):
 
 def carries_tokenizer(path: Path) -> bool:
     """Whether the file of an encoder has a SentencePiece tokenizer beside the weights."""
+    if path.suffix.lower() == ".gguf":
+        return read_gguf_header(path).facts.get(f"{_GGUF}.model") == "t5"
     return path.suffix.lower() == ".safetensors" and _BLOB in read_header(path)
+
+
+def _spiece_in(path: Path) -> Spiece:
+    if path.suffix.lower() != ".gguf":
+        return read_spiece(bytes(read_tensors([path], [_BLOB])[_BLOB].numpy()))
+    names = ("tokens", "scores", "token_type", "precompiled_charsmap")
+    found: Mapping[str, Sequence[Any]] = read_gguf_arrays(path, [f"{_GGUF}.{name}" for name in names])
+    texts, scores, kinds, charsmap = (list(found.get(f"{_GGUF}.{name}", ())) for name in names)
+    if not len(texts) == len(scores) == len(kinds) or kinds.count(_UNKNOWN) != 1 or None in texts:
+        raise ValueError("its tokens, their scores and their kinds do not belong together")
+    pieces = [(str(text), float(score or 0)) for text, score in zip(texts, scores, strict=True)]
+    flat = bytes(int(value or 0) & 0xFF for value in charsmap)
+    return Spiece(pieces, kinds.index(_UNKNOWN), flat, _BYTE in kinds)
 
 
 def read_spiece(blob: bytes) -> Spiece:

@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from ballast.memory.units.gguf import read_gguf_header
+from ballast.memory.units.gguf import read_gguf_arrays, read_gguf_header
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from hypothesis import given, settings
@@ -54,6 +54,14 @@ def model(writer: gguf.GGUFWriter) -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf", model)
+
+
+def test_arrays_are_read_when_they_are_asked_for(path: Path) -> None:
+    named = {"tokenizer.ggml.tokens", "tokenizer.ggml.scores", "flux.axes", "flux.none", "general.name"}
+    found = read_gguf_arrays(path, named)
+    assert found.keys() == named - {"flux.none", "general.name"}
+    assert found["tokenizer.ggml.tokens"] == [f"token {i}" for i in range(5000)]
+    assert found["tokenizer.ggml.scores"] == (0.5,) * 5000 and found["flux.axes"] == (16, 56, 56)
 
 
 def test_tensors_lie_where_the_package_says(path: Path) -> None:

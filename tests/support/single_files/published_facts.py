@@ -18,6 +18,7 @@ TOKENIZERS = {
     "sd3": ("Stable Diffusion 3", {"tokenizer": "clip", "tokenizer_2": "clip", "tokenizer_3": "t5"}),
     "qwenimage": ("Qwen-Image", {"tokenizer": "qwen"}),
     "zimage": ("Z-Image", {"tokenizer": "qwen"}),
+    "chroma": ("Chroma", {"tokenizer": "t5"}),
     "wan": ("Wan", {"tokenizer": "umt5"}),
     "hidream": (
         "HiDream-I1",

@@ -97,6 +97,7 @@ def test_settings_of_a_tokenizer_count(flux: dict[str, Any], tmp_path: Path) -> 
 
 # What files of the models are called, and a name that files of the same sizes have that are of another model.
 NAMES = {
+    "Chroma": ("Chroma1-HD-Q8_0", "Chroma1-Flash"),
     "FLUX.1-dev": ("flux1-dev-Q4_K_S", "flux1-kontext-dev"),
     "FLUX.1-Kontext-dev": ("flux1-dev-kontext_fp8_scaled", "flux1-dev"),
     "FLUX.1-schnell": ("flux1-schnell", ""),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ballast
+import gguf
 import pytest
 import sentencepiece
 import torch
@@ -72,6 +73,49 @@ def test_a_tokenizer_in_a_file_pads_and_cuts(tmp_path: Path) -> None:
     assert [len(ids) for ids in found.input_ids] == [6, 6]
     assert found.input_ids[1][-1] == 1 and found.attention_mask[0][-1] == 0 == found.input_ids[0][-1]
     assert component.identity() != carried(tmp_path / "umt5.safetensors", trained(), model_max_length=7).identity()
+
+
+def write_gguf(path: Path, blob: bytes, **change: object) -> None:
+    """The tokenizer as llama.cpp's converter writes that of T5, with more pieces than there are, which it pads."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=blob)
+    count = model.get_piece_size()
+    kinds = [
+        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in range(count)
+    ]
+    words = {
+        "tokens": [*(model.id_to_piece(i) for i in range(count)), "[PAD0]"],
+        "scores": [*(model.get_score(i) for i in range(count)), -10000.0],
+        "types": [*kinds, 5],
+    } | change
+    writer = gguf.GGUFWriter(path, "t5")
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list(words["tokens"])
+    writer.add_token_scores(words["scores"])
+    writer.add_token_types(words["types"])
+    writer.add_precompiled_charsmap(read_spiece(blob).charsmap)
+    writer.add_tensor("enc.output_norm.weight", torch.ones(4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"byte_fallback": True, "vocab_size": 400}], ids=str)
+def test_numbers_are_the_same_from_gguf(more: dict[str, Any], tmp_path: Path) -> None:
+    blob = trained(**more)
+    write_gguf(path := tmp_path / "umt5.gguf", blob)
+    assert carries_tokenizer(path)
+    made = CarriedTokenizer("tokenizer", tmp_path, object, None, {}, source=path).create()
+    expected = sentencepiece.SentencePieceProcessor(model_proto=blob)
+    for text in TEXTS:
+        assert made(text).input_ids == [*expected.encode(text), 1], text
+
+
+@pytest.mark.parametrize("change", [{"types": [1, 1]}, {"scores": [0.0]}, {"tokens": ["a"]}], ids=str)
+def test_facts_that_do_not_belong_together(change: dict[str, Any], tmp_path: Path) -> None:
+    write_gguf(path := tmp_path / "umt5.gguf", trained(), **change)
+    with pytest.raises(ValueError, match="do not belong together"):
+        CarriedTokenizer("tokenizer", tmp_path, object, None, {}, source=path).create()
 
 
 @pytest.mark.parametrize(
