@@ -6,10 +6,12 @@ does: a head, a tower for pictures, a tokenizer. That is not read.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +36,20 @@ def plain_name(name: str) -> str:
     """A name without the prefixes of the models that it lies in."""
     match = _PREFIX.match(name)
     return name[match.end() :] if match else name
+
+
+@functools.cache
+def unprojected(cls: type) -> type:
+    """The class of a CLIP encoder whose projection does nothing, and has no weight.
+
+    Stable Diffusion 3 takes what CLIP-L says as it is; diffusers, which projects it, has ones in the diagonal there.
+    """
+
+    def init(self: Any, config: Any) -> None:
+        cls.__init__(self, config)  # type: ignore[misc]
+        self.text_projection = nn.Identity()
+
+    return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
 def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFile:

@@ -12,6 +12,7 @@ from typing import Any
 from ..components import Component
 from .component import FileComponent, encoder_component, transformer_component, vae_component
 from .contents import SingleFile, read_single, type_of
+from .encoders import unprojected
 from .published import folders_of, published_folder
 from .spiece import CarriedTokenizer, carries_tokenizer
 from .transformers import LAYOUTS
@@ -71,6 +72,7 @@ class GivenFiles:
         if left:
             encoders = (name for name in index if name.startswith(_ENCODER))
             makers |= {name: partial(_encoder, left, makers.get(name, _with_weights)) for name in encoders}
+        makers |= {name: partial(_unprojected, makers[name]) for name in index.get("_unprojected", ())}
         return makers
 
     def check_read(self, found: Iterable[Component]) -> None:
@@ -126,6 +128,11 @@ def _encoder(left: list[Path], otherwise: Maker, base: Component) -> Component:
 def _with_weights(base: Component) -> Component:
     base.files  # noqa: B018  # which are looked for then
     return base
+
+
+def _unprojected(make: Maker, base: Component) -> Component:
+    """An encoder whose projection does nothing, which its identity says as well."""
+    return make(replace(base, cls=unprojected(base.cls), config={**base.config, "_unprojected": True}))
 
 
 def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Component) -> Component:

@@ -2,7 +2,8 @@
 
 `facts/models` has a folder for each model, in diffusers' layout and without weights; `facts/parts` the configs that
 several share. Beside what diffusers reads, an index says under `_file` which files are of that model, under `_parts`
-where each config lies and what its file is usually called, and under `_tokenizers` the kind and settings of each.
+where each config lies and what its file is usually called, under `_tokenizers` the kind and settings of each, and
+under `_unprojected` the encoders whose projection does nothing.
 """
 
 from __future__ import annotations
