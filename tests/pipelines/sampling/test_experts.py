@@ -32,29 +32,28 @@ def test_the_first_is_gone_after_the_boundary(folder: Path, tmp_path: Path, sim:
     run: dict[str, Any] = {**size, "steps": STEPS, "guidance": family.guidance, **family.call_kwargs}
     opened = ballast.open_pipeline(folder, device="sim", cache_dir=tmp_path)
     cond = opened.encode("a red boat", "blurry, grey", **family.encode_kwargs)
-    bytes_of_one = opened.denoisers[0].size_bytes
     peaks = {}
     for strategy, vram in (("resident", "1GB"), ("streamed", 1)):
         peaks[strategy] = opened.plan(**run, cond=cond, vram=vram, strategy=strategy).sampling.peak_vram_bytes
-    for keep, ram in ((False, None), (True, bytes_of_one * 5 // 4)):  # which does not hold both
-        for vram in peaks.values():
-            pipe = opened.within(vram, ram, keep)
-            plan = pipe.plan(**run, cond=cond).stages[0]
-            seen: list[tuple[bool, ...]] = []
-            held: list[int] = []
+    tight = opened.denoisers[0].size_bytes * 5 // 4  # which does not hold both
+    for vram, ram, keep in ((peaks["resident"], None, False), (peaks["streamed"], tight, True)):
+        pipe = opened.within(vram, ram, keep)
+        plan = pipe.plan(**run, cond=cond).stages[0]
+        seen: list[tuple[bool, ...]] = []
+        held: list[int] = []
 
-            def look(step: int, steps: int, latents: torch.Tensor) -> None:
-                seen.append(tuple(unit.placement is not None for unit in opened.denoisers))  # noqa: B023
-                held.append(sum(unit.host_bytes for unit in opened.denoisers))  # noqa: B023
+        def look(step: int, steps: int, latents: torch.Tensor) -> None:
+            seen.append(tuple(unit.placement is not None for unit in opened.denoisers))  # noqa: B023
+            held.append(sum(unit.host_bytes for unit in opened.denoisers))  # noqa: B023
 
-            latents = pipe.sample(cond, **run, on_step=look)
-            torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
-            assert seen == [(True, False)] * BOUNDARY + [(False, True)] * (STEPS - BOUNDARY)
-            assert ram is None or max(held) <= ram, "RAM as well"
-            record = manager("sim").timeline.stages[-1]
-            assert record.peak_bytes <= plan.peak_vram_bytes <= 1.05 * record.peak_bytes
-            assert record.peak_bytes <= vram
-            placements = {unit.name: unit.placement for unit in record.units.values()}
-            assert {unit.unit: unit.placement for unit in plan.units} == placements
+        latents = pipe.sample(cond, **run, on_step=look)
+        torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)
+        assert seen == [(True, False)] * BOUNDARY + [(False, True)] * (STEPS - BOUNDARY)
+        assert ram is None or max(held) <= ram, "RAM as well"
+        record = manager("sim").timeline.stages[-1]
+        assert record.peak_bytes <= plan.peak_vram_bytes <= 1.05 * record.peak_bytes
+        assert record.peak_bytes <= vram
+        placements = {unit.name: unit.placement for unit in record.units.values()}
+        assert {unit.unit: unit.placement for unit in plan.units} == placements
     manager("sim").free()
     assert sim.stats().allocated_bytes == 0
