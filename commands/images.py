@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
+ANIMATIONS = (".webp", ".gif", ".mp4")
 OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
 
 
@@ -50,36 +51,51 @@ def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[P
 
     A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
     """
-    from PIL import Image
-
     written = []
     out.parent.mkdir(parents=True, exist_ok=True)
-    for number, item in enumerate((images * 255).round().byte().numpy()):
+    for number, item in enumerate(images):
         path = out.with_stem(f"{out.stem}-{number}") if number else out
-        frames = [Image.fromarray(frame) for frame in (item if item.ndim == 4 else item[None])]
-        if path.suffix == ".mp4":
-            _save_film(frames, path, frame_rate)
-            written.append(path)
-        elif len(frames) > 1 and path.suffix in (".webp", ".gif"):
-            frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
-            written.append(path)
-        elif len(frames) > 1:
-            for index, frame in enumerate(frames):
+        if item.ndim == 4 and len(item) > 1 and path.suffix not in ANIMATIONS:
+            for index, frame in enumerate(item):
                 written.append(path.with_stem(f"{path.stem}-{index:04}"))
-                frame.save(written[-1])
+                write_image(frame, written[-1], path.suffix)
         else:
-            frames[0].save(path)
+            write_image(item, path, path.suffix, frame_rate)
             written.append(path)
     return written
 
 
+def write_image(
+    image: torch.Tensor, path: Path, suffix: str, frame_rate: int = 24, words: Mapping[str, str] | None = None
+) -> None:
+    """Write a picture [H,W,3] or a video [F,H,W,3] in 0..1 as what the suffix says, whatever the path ends in.
+
+    `words` are text chunks by keyword, which PNG has.
+    """
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    pixels = (image * 255).round().byte().numpy()
+    frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else pixels[None])]
+    kind = Image.registered_extensions().get(suffix.lower(), "")
+    if suffix == ".mp4":
+        _save_film(frames, path, frame_rate)
+    elif len(frames) > 1:
+        frames[0].save(path, kind, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
+    else:
+        chunks = PngInfo()
+        for keyword, text in (words or {}).items():
+            chunks.add_text(keyword, text)
+        frames[0].save(path, kind, **({"pnginfo": chunks} if words and kind == "PNG" else {}))
+
+
 def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
-    """Write pictures as H.264. ImportError, with what to install, without PyAV."""
+    """Write pictures as H.264 in MP4. ImportError, with what to install, without PyAV."""
     try:
         import av
     except ImportError as error:
         raise ImportError(f"writing {path.name} needs PyAV: pip install av. Or use .webp, .gif or .png.") from error
-    with av.open(str(path), "w") as film:
+    with av.open(str(path), "w", format="mp4") as film:
         stream = film.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"

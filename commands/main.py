@@ -1,4 +1,4 @@
-"""`ballast demo | generate | plan | doctor | bench`: the parser, and errors in one line."""
+"""`ballast demo | generate | batch | plan | doctor | bench`: the parser, and errors in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import bench, demo, generate, plan
+from . import batch, bench, demo, generate, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ballast", description="Run diffusion transformers that do not fit in VRAM.")
-    commands = parser.add_subparsers(required=True, metavar="demo | generate | plan | doctor | bench")
+    commands = parser.add_subparsers(required=True, metavar="demo | generate | batch | plan | doctor | bench")
 
     drawing = commands.add_parser("demo", help="draw a picture with the bundled model")
     demo.add_arguments(drawing)
@@ -37,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     running = commands.add_parser("generate", help="run a diffusers pipeline folder")
     generate.add_arguments(running)
     running.set_defaults(run=generate.run)
+
+    running_many = commands.add_parser("batch", help="run a list of prompts, each model loaded once for all of them")
+    batch.add_arguments(running_many)
+    running_many.set_defaults(run=batch.run)
 
     planning = commands.add_parser("plan", help="say what a run would take, and why, without loading anything")
     plan.add_arguments(planning)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -263,6 +263,9 @@ class StockParts(StagedPipeline):
             "components": {c.name: c.config if c.is_module else c.identity() for c in self.components.values()},
             "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
         }
+
+    def _files(self) -> dict[str, Sequence[str]]:
+        return {name: component.identity() for name, component in self.components.items()}
 
     def _guidance_name(self) -> str | None:
         """Which argument is the scale of classifier-free guidance, or the component that has it."""

@@ -6,8 +6,12 @@ from .family import ModelFamily, Modules, OnStep, Part
 from .pictures import Pictures, as_handed, as_stock, handed
 from .pipeline import StagedPipeline
 from .prompts import Negative, Prompt, as_list, no_effect
+from .runs import Item, Latents, Made
 
 __all__ = [
+    "Item",
+    "Latents",
+    "Made",
     "ModelFamily",
     "Modules",
     "Negative",

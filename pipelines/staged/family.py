@@ -69,7 +69,19 @@ class ModelFamily(ABC):
     def facts(self) -> dict[str, Any]:
         """Everything that decides the activations of the stages, beside their arguments, as plain data."""
 
+    @abstractmethod
+    def _files(self) -> dict[str, Sequence[str]]:
+        """Digests of all files that it runs, by component."""
+
     # Encode
+
+    def encodes_with(self, name: str) -> bool:
+        """Whether an option of this name is one of `encode`, and not of `sample`."""
+        try:
+            self._check_options({name: None})
+        except TypeError:
+            return False
+        return True
 
     @abstractmethod
     def _check_options(self, options: dict[str, Any]) -> None:

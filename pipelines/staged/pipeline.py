@@ -15,12 +15,10 @@ from ..sampling.loras import Given as Loras
 from ..sampling.loras import open_loras
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt, as_list
-from .samples import SampleStage
-from .text import TextStage
-from .vae import VaeStages
+from .runs import ManyRuns
 
 
-class StagedPipeline(TextStage, SampleStage, VaeStages):
+class StagedPipeline(ManyRuns):
     """A pipeline whose encoders, transformer and decoder take turns on one device.
 
     Made by `open_pipeline`. `keep=False` gives every byte back when a stage ends; with `keep=True` the transformer

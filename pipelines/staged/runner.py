@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from hashlib import sha256
@@ -29,7 +31,7 @@ from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
-from ..sampling.loras import Lora, worn_by
+from ..sampling.loras import Lora, named, worn_by
 from .family import ModelFamily, Modules, Part
 
 log = logging.getLogger("ballast")
@@ -86,6 +88,12 @@ class StageRunner(ModelFamily):
         other.ram_bytes = None if ram is None else parse_bytes(ram)
         other.keep = keep
         return other
+
+    def digest(self) -> str:
+        """Tells what this pipeline makes from what any other does: by its files, LoRAs, forms and libraries."""
+        worn = named(self._loras, [*self.encoders, *self.denoisers])
+        facts = [self.facts(), self._files(), self.weights, worn]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
         """The managed model of a part, which every pipeline of this device that has the same part shares."""

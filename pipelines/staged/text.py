@@ -48,33 +48,46 @@ class TextStage(StageRunner):
             self._encoded(prompt, negative_prompt, self._pictures_read(pictures) | options), pictures=pictures
         )
 
-    def _encoded(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> Conditioning:
+    def _encoded(
+        self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any], keep: bool = False
+    ) -> Conditioning:
         negative_prompt = self._negative(prompt, negative_prompt)
         key = self._encoding_key(prompt, negative_prompt, options)
         if key and (found := self.cache.get(key)):
             return found
 
-        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
-        info = {name: "" if value is None else str(value) for name, value in words.items()}
         encoding = self._encoding(prompt, negative_prompt, options)
         strategy = host_flags().strategy("auto", "text_encoder")
         self._listener.start()
 
         def run(device: torch.device, modules: Modules) -> Conditioning:
-            tensors = self._encode(prompt, negative_prompt, options, device, modules)
-            notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
-            return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
+            return self._made(prompt, negative_prompt, self._encode(prompt, negative_prompt, options, device, modules))
 
         with self._wearing(self.encoders):
             expected = self._expected("encode", self.encoders, encoding.forecast, strategy)
             # Prompts that take the same are the same work.
             forecast = expected.get("forecast")
             work = "encode", cache_key(forecast.to_dict()) if forecast else len(as_list(prompt))
-            conditioning = self._run_stage("encode", self.encoders, run, strategy, work=work, **expected)
+            conditioning = self._run_stage("encode", self.encoders, run, strategy, work=work, **expected, keep=keep)
+        return self._kept(prompt, negative_prompt, options, conditioning)
+
+    def _made(
+        self, prompt: Prompt, negative_prompt: Negative, tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
+    ) -> Conditioning:
+        """The conditioning that these tensors are, with what was noted while they were made."""
+        words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
+        info = {name: "" if value is None else str(value) for name, value in words.items()}
+        notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
+        return Conditioning.of(tensors, info | {"notes": "\n".join(notes)})
+
+    def _kept(
+        self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any], conditioning: Conditioning
+    ) -> Conditioning:
+        """The conditioning, checked, and kept in the cache."""
         for tensors in conditioning.tensors.values():  # before it is kept for good
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 check_finite(tensor, "the text encoders made")
-        self._encoding_key(prompt, negative_prompt, options)  # raises where a file was changed meanwhile
+        key = self._encoding_key(prompt, negative_prompt, options)  # raises where a file was changed meanwhile
         if key:
             self.cache.put(key, conditioning)
         return conditioning

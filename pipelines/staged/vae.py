@@ -17,7 +17,9 @@ from .runner import StageRunner
 
 
 class VaeStages(StageRunner):
-    """The stages of a pipeline that its VAE runs."""
+    """The stages of a pipeline that its VAE runs. It leaves when one ends, unless the pipeline `keeps_vae`."""
+
+    keeps_vae = False
 
     def decode(self, latents: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Pictures from latents, decoded in float32: [B,H,W,3], for a video [B,F,H,W,3], float32 in 0..1 on the CPU.
@@ -70,7 +72,7 @@ class VaeStages(StageRunner):
             self.manager,
             self.decoder,
             forecasts.call,
-            {"alone": not self.keep, "vram": self.vram_bytes, "ram": self.ram_bytes},
+            {"alone": not self.keep, "keep": self.keeps_vae, "vram": self.vram_bytes, "ram": self.ram_bytes},
             room_bytes,
             forecasts if planned or not self.manager.accelerator.is_cpu else None,
             splits=not any(isinstance(value, torch.Tensor) for value in given.values()),

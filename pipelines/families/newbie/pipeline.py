@@ -5,7 +5,7 @@ No pipeline of diffusers runs it (huggingface/diffusers#12803 is open), so the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -144,6 +144,11 @@ class NewbiePipeline(StagedPipeline):
             "tokenizers": [[file_identity(path) for path in w.files] for w in (layout.gemma_words, layout.jina_words)],
             "dtypes": {name: str(part.run_dtype) for name, part in self.parts.items()},
         }
+
+    def _files(self) -> dict[str, Sequence[str]]:
+        words = (*self.layout.gemma_words.files, *self.layout.jina_words.files)
+        parts = {name: part.identity() for name, part in self.parts.items()}
+        return {**parts, "tokenizers": [file_identity(path) for path in words]}
 
     # Sample
 

@@ -5,7 +5,7 @@ No pipeline of diffusers runs it, so the stages are ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -137,6 +137,10 @@ class PyramidFlowPipeline(StagedPipeline):
             "texts": {n: t.config if t.is_module else t.identity() for n, t in self.texts.items()},
             "dtypes": {unit.name: str(self._dtype(unit.name)) for unit in (*self.encoders, *self.denoisers)},
         }
+
+    def _files(self) -> dict[str, Sequence[str]]:
+        parts: dict[str, Any] = {**self.texts, **self.parts}
+        return {name: part.identity() for name, part in parts.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
         part: Any = self.texts.get(name) or self.parts[name]

@@ -1,0 +1,202 @@
+"""`ballast batch`: runs the lines of a file, stage by stage, and writes a picture or more for each."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_device_arguments, add_model_arguments, family_arguments
+from .images import ANIMATIONS, OUTPUTS, open_image
+from .lines import Line, read_lines
+from .results import LatentFiles, Result
+
+if TYPE_CHECKING:
+    from ..pipelines import StagedPipeline
+    from ..pipelines.staged import Item
+
+_DEFAULTS = ("width", "height", "frames", "steps", "guidance", "seed", "batch", "strategy", "compile", "attention")
+_PICTURES = ("image", "mask", "last_image")  # files by their names in a line
+_NO_MATTER = ("strategy",)  # the picture is the same
+_PARTS = {"encode": 5, "sample": 90, "decode": 5}  # of the work of a line, for the bar
+_WHOLE = sum(_PARTS.values())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_device_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "lines", type=Path, help="a file with a prompt a line (.txt), or with arguments of its own (.jsonl, .csv)"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for the results")
+    parser.add_argument("--format", help="png, jpg or webp; for videos webp, gif or mp4; by default png or webp")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
+    parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the lines that have no results yet. Returns 1 if one failed. Raises ValueError for bad options."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    from ..memory import simulated
+    from ..pipelines import open_pipeline
+    from .generate import SIM_BYTES
+
+    lines = read_lines(arguments.lines)
+    if not lines:
+        raise ValueError(f"{arguments.lines} has no lines. Write a prompt on each.")
+    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
+        simulated.enable(total=arguments.vram or SIM_BYTES)
+    transformers_logging.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
+    pipe = open_pipeline(
+        arguments.model,
+        arguments.device,
+        arguments.vram,
+        arguments.ram,
+        arguments.dtype,
+        **family_arguments(arguments),
+    )
+    jobs, failed = _jobs(pipe, lines, arguments)
+    todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # the same line twice is made once
+    made, more = _run(pipe, list(todo.values()))
+    failed |= more
+    there = len(jobs) - len(todo)
+    print(
+        f"wrote {made} of {len(lines)} lines to {arguments.out}" + (f"; {there} had results already" if there else "")
+    )
+    for number in sorted(failed):
+        print(f"ballast: line {number}: {failed[number]}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+class _Job:
+    """A line to run, and its result."""
+
+    def __init__(self, line: int, result: Result, item: Callable[[Callable[..., None]], Item]) -> None:
+        self.line, self.result, self.item = line, result, item
+
+
+def _jobs(
+    pipe: StagedPipeline, lines: Sequence[Line], arguments: argparse.Namespace
+) -> tuple[list[_Job], dict[int, str]]:
+    """What the lines ask for, and what is wrong with the others, by their numbers."""
+    suffix = f".{arguments.format or ('webp' if pipe.is_video else 'png')}".lower()
+    if suffix not in (ANIMATIONS if pipe.is_video else OUTPUTS[:3]):
+        kinds = "webp, gif, mp4" if pipe.is_video else "png, jpg, webp"
+        raise ValueError(f"cannot write {arguments.format} of {pipe.title}. Use {kinds}.")
+    usual = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
+    facts = {"model": pipe.title, "model_digest": pipe.digest()}
+    jobs, wrong = [], {line.number: line.wrong for line in lines if line.wrong}
+    for line in lines:
+        if line.wrong:
+            continue
+        try:
+            jobs.append(_job(pipe, line, {"negative_prompt": arguments.negative, **usual}, facts, arguments, suffix))
+        except (ValueError, TypeError, OSError) as error:
+            wrong[line.number] = _in_a_line(error)
+    return jobs, wrong
+
+
+def _job(
+    pipe: StagedPipeline,
+    line: Line,
+    usual: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    arguments: argparse.Namespace,
+    suffix: str,
+) -> _Job:
+    given = {**usual, **line.given}
+    prompt, negative = given.pop("prompt"), given.pop("negative_prompt")
+    files = {name: _paths(given.pop(name), arguments.lines.parent) for name in _PICTURES if name in given}
+    known = inspect.signature(pipe.sample).parameters
+    texts = {name for name in given if name not in known and pipe.encodes_with(name)}
+    encoding = {name: given.pop(name) for name in sorted(texts)}
+    digests = {name: [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths] for name, paths in files.items()}
+    settings = {**given, **encoding, **digests, **facts, "prompt": prompt, "negative_prompt": negative}
+    settings = {name: value for name, value in settings.items() if name not in _NO_MATTER}
+    batch = given.get("batch")
+    count = batch if type(batch) is int and 1 <= batch <= 64 else 1  # another number `sample` refuses
+    result = Result(arguments.out, suffix, settings, count)
+
+    def item(on_step: Callable[..., None]) -> Item:
+        from ..pipelines.staged import Item
+
+        def encode() -> dict[str, Any]:
+            return encoding | ({"images": _opened(files["image"])} if pipe.edits and "image" in files else {})
+
+        def sample() -> dict[str, Any]:
+            opened: dict[str, Any] = {}
+            for name, paths in files.items():
+                if name == "mask":
+                    opened[name] = _opened(paths)[0].mean(dim=3)
+                elif not (name == "image" and pipe.edits):
+                    opened[name] = _opened(paths)
+            return {**given, **opened, "on_step": on_step}
+
+        return Item(prompt, negative, encode, sample)
+
+    return _Job(line.number, result, item)
+
+
+def _paths(given: Any, folder: Path) -> list[Path]:
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"it names the picture {str(given)[:80]!r}. Write the path of a file, from the list's folder.")
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}. Put it there, or name another.")
+    return paths
+
+
+def _opened(paths: Sequence[Path]) -> list[Any]:
+    return [open_image(path, None, None) for path in paths]
+
+
+def _run(pipe: StagedPipeline, jobs: Sequence[_Job]) -> tuple[int, dict[int, str]]:
+    """Run jobs and write their results. Returns how many were written, and why the others were not, by line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    failed: dict[int, str] = {}
+    written = 0
+    if not jobs:
+        return written, failed
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=_WHOLE * len(jobs))
+        done = [0.0] * len(jobs)
+
+        def moved(number: int, parts: float, stage: str) -> None:
+            done[number] = parts
+            bar.update(task, completed=sum(done), description=f"{stage} {written + len(failed)}/{len(jobs)}")
+
+        def stepped(number: int, step: int, steps: int, _: object) -> None:
+            moved(number, _PARTS["encode"] + _PARTS["sample"] * step / steps, "sample")
+
+        items = [job.item(functools.partial(stepped, number)) for number, job in enumerate(jobs)]
+        for made in pipe.run_items(items, LatentFiles([job.result for job in jobs])):
+            job, parts = jobs[made.number], list(_PARTS)
+            if made.error is not None:
+                failed[job.line] = _in_a_line(made.error)
+                if made.stage == "decode" and job.result.latents.is_file():
+                    failed[job.line] += f" The latent is not lost: it is in {job.result.latents}."
+            elif made.images is not None:
+                job.result.write(made.images, pipe.frame_rate)
+                written += 1
+            through = parts[: parts.index(made.stage) + 1] if made.error is None else parts
+            moved(made.number, sum(_PARTS[part] for part in through), made.stage)
+    return written, failed
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,105 @@
+"""Results of a batch: named by what they are made of, written once, and found again by a run that goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .images import write_image
+
+if TYPE_CHECKING:
+    import torch
+
+LATENTS = "latents"  # the folder in the results' own of what is sampled, and not decoded yet
+_SLUG = re.compile(r"[^a-z0-9]+")
+_LONGEST_SLUG = 40
+
+
+@dataclass(frozen=True)
+class Result:
+    """The pictures of one line: `settings` are all that decides them, as plain data, `count` how many there are."""
+
+    folder: Path
+    suffix: str
+    settings: Mapping[str, Any]
+    count: int
+
+    @property
+    def digest(self) -> str:
+        """Of the settings."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:24]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Where the pictures go."""
+        slug = _SLUG.sub("-", self.settings["prompt"].lower()).strip("-")[:_LONGEST_SLUG].strip("-")
+        stem = f"{slug}-{self.digest}" if slug else self.digest
+        names = [stem] if self.count == 1 else [f"{stem}-{number}" for number in range(self.count)]
+        return [self.folder / f"{name}{self.suffix}" for name in names]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all pictures are there."""
+        return all(path.is_file() for path in self.paths)
+
+    @property
+    def latents(self) -> Path:
+        """Where the latents wait to be decoded."""
+        return self.folder / LATENTS / f"{self.digest}.latent"
+
+    def write(self, images: torch.Tensor, frame_rate: int) -> list[Path]:
+        """Write the pictures that are not there yet, each whole or not at all. Returns where they are."""
+        from ..memory.files import replacing
+
+        for number, (path, image) in enumerate(zip(self.paths, images, strict=True)):
+            if not path.is_file():
+                with replacing(path) as part:
+                    write_image(image, part, self.suffix, frame_rate, self._words(number))
+        return self.paths
+
+    def _words(self, number: int) -> dict[str, str]:
+        """What a PNG says of its picture. Description and Software are PNG's own keywords."""
+        seed = self.settings["seed"]
+        facts = dict(self.settings) | ({"seed": (seed + number) % 2**64} if isinstance(seed, int) else {})
+        return {"Description": self.settings["prompt"], "Software": "Ballast", "ballast": json.dumps(facts)}
+
+
+class LatentFiles(MutableMapping[int, Any]):
+    """What is sampled of some results, by their numbers, in files beside them."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._results = results
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and self._results[number].latents.is_file()
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        from ..pipelines.decoding.rescue import load_latents
+
+        try:
+            return load_latents(self._results[number].latents)
+        except ValueError:  # of a disk that lost some of it
+            del self[number]
+            raise
+
+    def __setitem__(self, number: int, latents: torch.Tensor) -> None:
+        from ..pipelines.decoding.rescue import save_latents
+
+        save_latents(latents, self._results[number].latents)
+
+    def __delitem__(self, number: int) -> None:
+        path = self._results[number].latents
+        path.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in range(len(self._results)) if number in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

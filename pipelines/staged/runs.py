@@ -1,0 +1,158 @@
+"""ManyRuns: many prompts, stage by stage. All are encoded, then all sampled, then all decoded, so models come once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ...memory.errors import release_frames
+from ..encoding.conditioning import Conditioning
+from ..sampling.loras import refuse_scales
+from .pictures import as_pictures
+from .prompts import Negative
+from .samples import SampleStage
+from .texts import ManyTexts, Text
+from .vae import VaeStages
+
+_MOST_BYTES = 2**30  # of embeddings in RAM at once
+_SHARE = 4  # so many times as much RAM is spare, at least
+
+Latents = MutableMapping[int, torch.Tensor]  # by number of the item
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt to run: with options of `encode`, its `images` among them, and arguments of `sample`.
+
+    Each are called for when they are needed.
+    """
+
+    prompt: str
+    negative_prompt: Negative = None
+    encoding: Callable[[], dict[str, Any]] = dict
+    sampling: Callable[[], dict[str, Any]] = dict
+
+
+@dataclass(frozen=True)
+class Made:
+    """What became of an item in a stage: its pictures, as `decode` gives them, or why there will be none."""
+
+    number: int
+    stage: Literal["encode", "sample", "decode"]
+    images: torch.Tensor | None = None
+    error: Exception | None = None
+
+
+class ManyRuns(ManyTexts, SampleStage, VaeStages):
+    """The stages of a pipeline, for many prompts at once."""
+
+    def run(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int] | None = None,
+        negative_prompt: Negative = None,
+        **settings: Any,
+    ) -> Iterator[torch.Tensor]:
+        """The pictures of each prompt in turn, as `decode` gives them: all encoded, then all sampled, then all decoded.
+
+        So each model comes to the device once for all of them. `seeds` are by default 0; `settings` are arguments of
+        `sample`. What is wrong with a prompt is raised when it would be encoded or sampled.
+        """
+        seeds = [0] * len(prompts) if seeds is None else seeds
+        if isinstance(prompts, str) or len(seeds) != len(prompts):
+            raise ValueError(
+                f"there are {len(prompts)} prompts and {len(seeds)} seeds. Give a list, and as many seeds."
+            )
+        items = [
+            Item(prompt, negative_prompt, sampling=functools.partial(dict, settings, seed=seed))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        for made in self.run_items(items):
+            if made.error is not None:
+                raise made.error
+            if made.images is not None:
+                yield made.images
+
+    def run_items(self, items: Sequence[Item], latents: Latents | None = None) -> Iterator[Made]:
+        """Run items stage by stage, in chunks whose embeddings RAM holds, and tell what becomes of each.
+
+        One that fails stops no other. `latents` hold what is sampled until its pictures are taken; what is there
+        already is not sampled again.
+        """
+        latents = {} if latents is None else latents
+        run = self.within(self.vram_bytes, self.ram_bytes, keep=True)
+        run.keeps_vae = True
+        left = list(range(len(items)))
+        while left:
+            conds: dict[int, Conditioning] = {}
+            chunk = yield from run._encode_chunk(items, left, latents, conds)
+            left = left[len(chunk) :]
+            try:
+                for number in chunk:
+                    if number in conds:
+                        yield run._sample_item(number, items[number], conds.pop(number), latents)
+            finally:
+                run.manager.leave(run.denoisers, False)
+            try:
+                for number in chunk:
+                    if number not in latents:
+                        continue
+                    made = run._decode_item(number, latents)
+                    yield made
+                    if made.error is None:
+                        del latents[number]
+            finally:
+                run.manager.leave([run.decoder], False)
+
+    def _encode_chunk(
+        self, items: Sequence[Item], left: list[int], latents: Latents, conds: dict[int, Conditioning]
+    ) -> Generator[Made, None, list[int]]:
+        """Encode items from the first of those left on, into `conds`. Returns which these are, the failed ones too."""
+        texts: dict[int, Text] = {}
+        pictures: dict[int, tuple[torch.Tensor, ...]] = {}
+        for number in left:
+            if number in latents:
+                continue
+            try:
+                texts[number], pictures[number] = self._text_of(items[number])
+            except Exception as error:
+                release_frames(error)
+                yield Made(number, "encode", error=error)
+        made: list[Conditioning | Exception] = []
+        if texts:
+            made = self.encode_some(list(texts.values()), min(_MOST_BYTES, self.manager.ram_room() // _SHARE))
+        for number, found in zip(texts, made, strict=False):
+            if isinstance(found, Exception):
+                yield Made(number, "encode", error=found)
+            else:
+                conds[number] = replace(found, pictures=pictures[number])
+                yield Made(number, "encode")
+        done = list(texts)[: len(made)]
+        return left if len(done) == len(texts) else left[: left.index(list(texts)[len(done)])]
+
+    def _text_of(self, item: Item) -> tuple[Text, tuple[torch.Tensor, ...]]:
+        options = item.encoding()
+        pictures = as_pictures(options.pop("images", None), "images")
+        self._check_options(options)
+        refuse_scales(self._loras, options)
+        negative = self._negative(item.prompt, item.negative_prompt)
+        return Text(item.prompt, negative, self._pictures_read(pictures) | options), pictures
+
+    def _sample_item(self, number: int, item: Item, cond: Conditioning, latents: Latents) -> Made:
+        try:
+            latents[number] = self.sample(cond, **item.sampling())
+        except Exception as error:
+            release_frames(error)
+            return Made(number, "sample", error=error)
+        return Made(number, "sample")
+
+    def _decode_item(self, number: int, latents: Latents) -> Made:
+        try:
+            return Made(number, "decode", self.decode(latents[number]))
+        except Exception as error:
+            release_frames(error)
+            return Made(number, "decode", error=error)

@@ -1,0 +1,171 @@
+"""`ballast batch`: lines of any kind, results written once, and a run that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ballast
+import ballast.commands.main
+import numpy as np
+import pytest
+from ballast.commands.lines import read_lines
+from ballast.memory import simulated
+from PIL import Image
+from places import ROOT, TESTS
+
+DEMO = ROOT / "demo" / "shapes"
+PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow circle", "a white square", "a purple circle")
+
+
+def batch(lines: Path, out: Path, *more: str) -> int:
+    given = ["batch", str(lines), "--model", str(DEMO), "--out", str(out), "--device", "cpu", "--steps", "2"]
+    return ballast.commands.main.main([*given, *more])
+
+
+def jsonl(path: Path, *lines: dict[str, Any] | str) -> Path:
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines), "utf-8")
+    return path
+
+
+def seen(out: Path) -> dict[str, tuple[int, bytes]]:
+    """The results by name: when they were written, and what they hold."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(out.glob("*.png"))}
+
+
+def test_lines_are_run_once_and_bad_ones_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = jsonl(
+        tmp_path / "prompts.jsonl",
+        {"prompt": PROMPTS[0], "seed": 7},
+        "no json",
+        {"prompt": PROMPTS[1], "batch": 2, "negative": "blue"},
+        {"prompt": PROMPTS[2], "steps": 0},
+        "",
+        {"prompt": PROMPTS[2], "no_such": 1},
+        {"prompt": PROMPTS[0], "seed": 7},
+        {"seed": 1},
+        {"prompt": PROMPTS[3], "image": "none.png"},
+    )
+    out = tmp_path / "out"
+    assert batch(lines, out) == 1
+    first, said = seen(out), capsys.readouterr()
+    assert len(first) == 3 and not (out / "latents").exists()
+    wrong = said.err.split("ballast: ")[1:]
+    assert [text.split(":")[0] for text in wrong] == [f"line {number}" for number in (2, 4, 6, 8, 9)]
+    assert "it is not JSON" in wrong[0] and "steps is 0" in wrong[1] and "no argument no_such" in wrong[2]
+    assert "it has no prompt" in wrong[3] and "there is no file" in wrong[4]
+    assert "Traceback" not in said.err and "wrote 2 of 8 lines" in said.out
+
+    pipe: Any = ballast.open_pipeline(DEMO, device="cpu")
+    made = pipe.decode(pipe.sample(pipe.encode(PROMPTS[0], ""), seed=7, steps=2))
+    (name,) = (name for name in first if name.startswith("a-red-circle-"))
+    with Image.open(out / name) as picture:
+        assert np.array_equal(np.asarray(picture), (made[0] * 255).round().byte().numpy())
+        facts = json.loads(picture.text["ballast"])  # type: ignore[attr-defined]
+        assert picture.text["Description"] == PROMPTS[0]  # type: ignore[attr-defined]
+    assert (facts["prompt"], facts["seed"], facts["steps"]) == (PROMPTS[0], 7, 2)
+    assert facts["model_digest"] == pipe.digest()
+
+    assert batch(lines, out) == 1
+    assert seen(out) == first, "nothing is made twice"
+    assert batch(lines, out, "--guidance", "2") == 1
+    assert len(seen(out)) == 6, "other settings are other results"
+
+
+def test_text_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "prompts.csv"
+    table.write_bytes(b'\xef\xbb\xbfprompt,seed,guidance\n"a red circle, left",3,\n\na green square,,2.5\nx,1,2,3\n')
+    one, two, bad = read_lines(table)
+    assert one.given == {"prompt": "a red circle, left", "seed": 3}
+    assert two.given == {"prompt": "a green square", "guidance": 2.5}
+    assert bad.wrong.startswith("it has 4 cells for 3 columns")
+    text = tmp_path / "prompts.txt"
+    text.write_bytes("a red circle\r\n\r\n a green square \n\xff".encode("latin-1"))
+    assert [(line.number, line.given.get("prompt")) for line in read_lines(text)] == [
+        (1, "a red circle"), (3, "a green square"), (4, None),
+    ]  # fmt: skip
+    assert batch(text, tmp_path / "out", "--format", "jpg") == 1
+    assert len(list((tmp_path / "out").glob("*.jpg"))) == 2
+    assert "line 4: it is not UTF-8" in capsys.readouterr().err
+    for content, words in ((b"", "has no lines"), (b"seed\n1", "has no column prompt")):
+        table.write_bytes(content or b"prompt\n")
+        assert batch(table, tmp_path / "none") == 1
+        assert words in capsys.readouterr().err
+    assert batch(tmp_path / "none.txt", tmp_path / "none") == 1
+    assert "there is no file" in capsys.readouterr().err
+    assert batch(text, tmp_path / "none", "--format", "mp4") == 1
+    assert "Use png, jpg, webp." in capsys.readouterr().err
+
+
+@pytest.mark.skipif(simulated.supported() is not None, reason=str(simulated.supported()))
+def test_latents_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sampled before the disk was full is decoded by the next run, and not sampled again."""
+    lines, out = jsonl(tmp_path / "prompts.txt", *PROMPTS[:2]), tmp_path / "out"
+    from ballast.commands import results
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_image", full)
+        assert batch(lines, out) == 1
+    assert len(list((out / "latents").iterdir())) == 2 and not seen(out)
+    from ballast.pipelines.staged import samples
+
+    monkeypatch.setattr(samples.SampleStage, "sample", full)
+    assert batch(lines, out) == 0
+    assert len(seen(out)) == 2 and not (out / "latents").exists()
+
+
+_COMMAND = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from import_pack import import_pack
+import_pack()
+import torch
+torch.set_num_threads(1)
+from ballast.commands.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL")
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_at_any_point_it_goes_on(kills: int, tmp_path: Path) -> None:
+    """Each result is written once, and is that of a run which nobody disturbed."""
+    seeds = range(1 if kills == 1 else 8)
+    lines = jsonl(tmp_path / "prompts.jsonl", *({"prompt": p, "seed": seed} for seed in seeds for p in PROMPTS))
+    assert batch(lines, tmp_path / "whole") == 0
+    expected = {name: content for name, (_, content) in seen(tmp_path / "whole").items()}
+    out, written, chance = tmp_path / "out", {}, random.Random(0)
+    command = [sys.executable, "-c", _COMMAND, str(TESTS / "support"), "batch", str(lines), "--model", str(DEMO)]
+    command += ["--out", str(out), "--device", "cpu", "--steps", "2"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    for kill in range(kills):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = progress(out)
+        while process.poll() is None and progress(out) <= before:
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.3)
+        process.kill()
+        process.wait()
+        for name, (when, content) in seen(out).items():
+            assert content == expected[name], "whole, and the same"
+            assert written.setdefault(name, when) == when, f"written again after kill {kill}"
+    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+    found = seen(out)
+    assert {name: content for name, (_, content) in found.items()} == expected
+    assert all(found[name][0] == when for name, when in written.items())
+    assert not (out / "latents").exists()
+
+
+def progress(out: Path) -> int:
+    """How much of the work is on disk."""
+    return 2 * len(list(out.glob("*.png"))) + len(list(out.glob("latents/*.latent")))
