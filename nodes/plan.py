@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +9,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
-from ..memory.sizes import parse_bytes
-from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
+from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs
 from .shared.picture_inputs import control_input, given_pictures, picture_inputs
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
@@ -36,8 +34,11 @@ class VramPlan(io.ComfyNode):
             "stated here, when the free VRAM does.",
             search_aliases=["memory", "estimate", "forecast", "fits"],
             inputs=[
-                PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
+                io.MultiType.Input(
+                    "pipeline",
+                    [PipelineType, io.Model],
+                    tooltip="From a Ballast loader (Load Pipeline, Load NewBie), or a MODEL from any of ComfyUI's own, "
+                    "with its LoRAs and VRAM Budget: the plan is then for ComfyUI's samplers, an estimate.",
                 ),
                 *size_inputs(),
                 *step_inputs(
@@ -61,11 +62,12 @@ class VramPlan(io.ComfyNode):
                     advanced=True,
                     tooltip="As in Offloaded Sampler: auto chooses what is fastest of what fits.",
                 ),
-                ConditioningType.Input(
+                io.MultiType.Input(
                     "conditioning",
+                    [ConditioningType, io.Conditioning],
                     optional=True,
                     tooltip="From Staged Text Encode: the plan is then for sampling from it and decoding. Without, it "
-                    "is for a prompt of usual length, encoding included.",
+                    "is for a prompt of usual length, encoding included. With a MODEL, ComfyUI's own conditioning.",
                 ),
                 *picture_inputs(),
                 io.Boolean.Input(
@@ -78,6 +80,11 @@ class VramPlan(io.ComfyNode):
                 ),
                 batch_input(),
                 control_input(),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    tooltip="With a MODEL: the latents that it is to sample, which give size, frames and batch.",
+                ),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -91,7 +98,7 @@ class VramPlan(io.ComfyNode):
     @shows_failure
     def execute(
         cls,
-        pipeline: PipelineReference,
+        pipeline: PipelineReference | Any,
         width: int,
         height: int,
         steps: int,
@@ -99,28 +106,39 @@ class VramPlan(io.ComfyNode):
         vram_gb: str,
         frames: int = 0,
         strategy: str = "auto",
-        conditioning: Conditioning | None = None,
+        conditioning: Conditioning | Any = None,
         strength: float = 0.0,
         compare_weights: bool = False,
         batch: int = 1,
+        latent: dict[str, Any] | None = None,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..memory.planning.runplan import compare, draw_plans
         from ..pipelines.planning.plans import NoBudgetError
 
-        budgets = _budgets(vram_gb)
-        pipe = pipeline.open()
+        budgets = budgets_of(vram_gb)
+        size = {"width": width, "height": height, "frames": frames}
         asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None}
-        asked |= {"strategy": strategy, "batch": batch}
-        asked |= {"cond": conditioning, "width": width or None, "height": height or None, "frames": frames or None}
+        asked |= {"strategy": strategy, **{name: value or None for name, value in size.items()}}
+        asked |= {"batch": batch} if batch > 1 else {}
         asked |= given_pictures(strength, **pictures)
+        beside = ""
         try:
-            plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
+            if isinstance(pipeline, PipelineReference):
+                if latent is not None:
+                    raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
+                pipe = pipeline.open()
+                plans = [pipe.plan(vram=budget, cond=conditioning, **asked) for budget in budgets]
+            else:
+                from .native.plan import plan_native
+
+                plans, beside = plan_native(pipeline, budgets, latent, conditioning, **asked)
         except NoBudgetError:
             raise NoBudgetError("8, 12, 24 in vram_gb") from None
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         if compare_weights:
-            text = "\n\n".join([text, *(_choices(pipeline, budget, asked) for budget in budgets)])
+            beside = _choices(pipeline, budgets, {"cond": conditioning, **asked})
+        text = "\n\n".join(filter(None, [text, beside]))
         show_text(cls, _lines(plans))
         picture = np.asarray(draw_plans(plans, 900, 450 if len(plans) == 1 else 340), dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], text, ui=ui.PreviewText(text))
@@ -131,26 +149,20 @@ class VramPlan(io.ComfyNode):
         gpus = [manager for manager in managers() if not manager.accelerator.is_cpu]
         free = [f"{manager.device}: {manager.budget_bytes // _FREE_STEP_BYTES}" for manager in gpus]
         try:
-            return "" if all(_budgets(vram_gb)) else "; ".join(free)
+            return "" if all(budgets_of(vram_gb)) else "; ".join(free)
         except ValueError:  # which `execute` reports
             return ""
 
 
-def _choices(pipeline: PipelineReference, budget: int | None, asked: dict[str, Any]) -> str:
+def _choices(pipeline: Any, budgets: list[int | None], asked: dict[str, Any]) -> str:
+    """What each choice of weights would take and gain, a table for each budget."""
     from ..memory.planning.choices import CHOICES, compare_weights
 
-    return compare_weights({choice: pipeline.holding(choice).open().plan(vram=budget, **asked) for choice in CHOICES})
-
-
-def _budgets(words: str) -> list[int | None]:
-    """Parse budgets to bytes; 0 is all that is free, None the pipeline's own budget."""
-    sizes: list[int | None] = []
-    for word in filter(None, map(str.strip, words.split(","))):
-        try:
-            sizes.append(parse_bytes(f"{word}GB" if re.fullmatch(r"[\d.]+", word) else word))
-        except ValueError:
-            raise ValueError(f"vram_gb has {word!r}, which is no size. Write GB, such as 8, 12, 24.") from None
-    return sizes or [None]
+    if not isinstance(pipeline, PipelineReference):
+        raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")
+    opened = {choice: pipeline.holding(choice).open() for choice in CHOICES}
+    plans = ({choice: pipe.plan(vram=budget, **asked) for choice, pipe in opened.items()} for budget in budgets)
+    return "\n\n".join(map(compare_weights, plans))
 
 
 def _lines(plans: list[RunPlan]) -> str:

@@ -121,6 +121,11 @@ def is_dynamic(patcher: Any) -> bool:
     return bool(getattr(patcher, "is_dynamic", bool)())
 
 
+def copy_streams() -> int:
+    """On how many streams the host copies weights ahead of their use."""
+    return int(getattr(model_management(), "NUM_STREAMS", 0))
+
+
 def shrink_others(bytes: int, on: torch.device, running: Collection[Any]) -> int:
     """Ask the host to move so many bytes of other models than these off a device. Returns those that left."""
     mm = model_management()

@@ -53,6 +53,14 @@ def with_budget(patcher: Any, budget_bytes: int, tell: Callable[[str], None]) ->
     return Budgeted(clone, f"target {format_bytes(budget_bytes)} of {format_bytes(total)} on {on}; {rest}")
 
 
+def budget_of(patcher: Any) -> int | None:
+    """The budget of a MODEL in bytes, if it has one."""
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = getattr(patcher, "wrappers", {}).get(getattr(WrappersMP, _KINDS[0], ""), {}).get(_KEY, [])
+    return next((wrapper.__self__.bytes for wrapper in wrappers), None)
+
+
 def _why_not(patcher: Any) -> str:
     """Why the host cannot keep a budget for this model; empty if it can."""
     from comfy import patcher_extension
@@ -89,7 +97,7 @@ class _Budget:
     """The wrappers of one budget, and the run that they are in."""
 
     def __init__(self, bytes: int, tell: Callable[[str], None]) -> None:
-        self._bytes, self._tell = bytes, tell
+        self.bytes, self._tell = bytes, tell
         self._run: _Run | None = None
 
     def sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +108,7 @@ class _Budget:
             return executor(*args, **kwargs)
         before, self._run = self._run, _Run(guider.model_patcher, getattr(guider, "cfg", None))
         control = headroom() if host.is_dynamic(guider.model_patcher) else None
-        free_bytes = max(0, Accelerator(on).total_bytes() - self._bytes)
+        free_bytes = max(0, Accelerator(on).total_bytes() - self.bytes)
         try:
             with control.at_least(free_bytes) if control else contextlib.nullcontext():
                 return executor(*args, **kwargs)
@@ -117,11 +125,11 @@ class _Budget:
             return executor(patcher, shape, conditionings, *args, **kw)
         guidance = self._run.guidance if self._run else None
         working = expected(patcher, shape, conditionings).of(guidance)
-        shape = _filling(patcher, shape, conditionings, self._bytes - working)
+        shape = _filling(patcher, shape, conditionings, self.bytes - working)
         made = executor(patcher, shape, conditionings, *args, **kw)
         # It knows the free memory only roughly, and not at all with --highvram.
         on, buffers = patcher.load_device, int(getattr(patcher.model, "model_offload_buffer_memory", 0))
-        over = host.held_bytes(on) + buffers + working - self._bytes
+        over = host.held_bytes(on) + buffers + working - self.bytes
         over -= host.shrink_others(over, on, [patcher, *made[2]])
         if over > 0:
             patcher.partially_unload(patcher.offload_device, over)
@@ -138,9 +146,9 @@ class _Budget:
     def _report(self, run: _Run) -> None:
         size, peak = int(run.patcher.model_size()), run.peak_bytes
         held = format_bytes(min(run.held_bytes, size))
-        said = [f"peak {format_bytes(peak)} of {format_bytes(self._bytes)}", f"{held} of {format_bytes(size)} stayed"]
-        if peak > self._bytes:
-            said.append(f"{format_bytes(peak - self._bytes)} over the target")
+        said = [f"peak {format_bytes(peak)} of {format_bytes(self.bytes)}", f"{held} of {format_bytes(size)} stayed"]
+        if peak > self.bytes:
+            said.append(f"{format_bytes(peak - self.bytes)} over the target")
         text = "; ".join(said)
         log.info("Ballast: VRAM budget: %s", text)
         self._tell(text)

@@ -26,17 +26,11 @@ from ...pipelines.decoding.policy import Way
 from ...pipelines.decoding.precision import full_float32
 from ...pipelines.sampling.latents import check_finite, check_fit, check_latents
 from .digest import base_tensors
+from .structure import copied, tensors_of
 
 log = logging.getLogger("ballast")
 
 _SHARE = 0.9  # of the free memory that stripes may take
-
-# Of modules: the host's handles on the weights of its dynamic models, which no copy may share or can make.
-_HANDLES = (
-    "_v", "_v_block", "_v_signature", "_v_weight", "_v_bias",
-    "_prefetch", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
-    "dynamic_vbars", "dynamic_pins", "dynamic_patchers",
-)  # fmt: skip
 
 
 # Of the host's VAE: methods that decode in tiles.
@@ -129,7 +123,7 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
 
 def _mixes_pictures(module: nn.Module) -> bool:
     """Whether the pictures of a batch are frames of one video, as Stable Video Diffusion's VAE takes them."""
-    return any("mix_factor" in name for name, _ in _tensors(module))
+    return any("mix_factor" in name for name, _ in tensors_of(module))
 
 
 @contextmanager
@@ -272,26 +266,14 @@ def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
 def float32_copy(patcher: Any) -> nn.Module:
     """The module of a patcher with its unpatched weights, in float32 on the CPU. Nothing is shared with the first."""
-    memo: dict[int, Any] = {}
     originals = base_tensors(patcher)
-    for name, tensor in _tensors(patcher.model):
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        value = originals[name].detach().to("cpu", dtype, copy=True)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
-    for part in patcher.model.modules():
-        for handle in _HANDLES:
-            value = vars(part).get(handle)
-            if value is not None and not isinstance(value, int | str):  # which may be the very objects that others are
-                memo[id(value)] = handle
-    double = copy.deepcopy(patcher.model, memo)
-    for part in double.modules():
-        for handle in _HANDLES:
-            vars(part).pop(handle, None)
+
+    def float32(name: str, first: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if first.is_floating_point() else first.dtype
+        return originals[name].detach().to("cpu", dtype, copy=True)
+
+    double = copied(patcher.model, float32)
     from comfy import model_management
 
     getattr(model_management, "archive_model_dtypes", lambda module: None)(double)
-    return double.requires_grad_(False)
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return double

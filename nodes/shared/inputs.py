@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from comfy_api.latest import io
+
+from ...memory.sizes import parse_bytes
 
 GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
 
@@ -148,3 +151,14 @@ def batch_input() -> io.Input:
         tooltip="Pictures of this prompt, with the seeds from seed on. They are drawn at once as far as they fit the "
         "budget, and share the copies of weights. Several images or latents to start from make a batch by themselves.",
     )
+
+
+def budgets_of(words: str) -> list[int | None]:
+    """Parse the budgets of VRAM Plan to bytes; 0 is all that is free, None the own budget of what is planned."""
+    sizes: list[int | None] = []
+    for word in filter(None, map(str.strip, words.split(","))):
+        try:
+            sizes.append(parse_bytes(f"{word}GB" if re.fullmatch(r"[\d.]+", word) else word))
+        except ValueError:
+            raise ValueError(f"vram_gb has {word!r}, which is no size. Write GB, such as 8, 12, 24.") from None
+    return sizes or [None]

@@ -20,6 +20,7 @@ LANGUAGES = ("en", "zh")
 ENGLISH_NAMES = {
     ("BallastTextEncode", "pipeline"): "pipeline or clip",
     ("BallastVAEDecode", "pipeline"): "pipeline or vae",
+    ("BallastVRAMPlan", "pipeline"): "pipeline or model",
     ("BallastFreeVRAM", "host_models"): "ComfyUI's models",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

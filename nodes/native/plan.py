@@ -1,0 +1,245 @@
+"""A plan of sampling with ComfyUI's own MODEL: what stays in VRAM, what passes through, and how long a step takes.
+
+ComfyUI places the weights by its own rules, which are imitated here; activations come from a dry run. Nothing is
+loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from ...memory.accelerator import Accelerator
+from ...memory.budget import spare_ram_bytes
+from ...memory.host import management as host
+from ...memory.host.flags import host_flags
+from ...memory.planning.planner import Plan
+from ...memory.planning.runplan import RunPlan, StagePlan
+from ...memory.probe import rates as measured_rates
+from ...memory.rates import ASSUMED, Rates
+from ...memory.sizes import format_bytes
+from ...pipelines.planning.plans import NoBudgetError
+from .budget import budget_of
+from .estimate import Expected, expected
+from .foresee import foresee
+from .weights import Weights, weights_of
+
+_SIZE = 1024  # pixels, where nothing says otherwise
+_STEPS = 20
+_CAVEAT = "An estimate: ComfyUI runs the model and places its weights."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a MODEL is to sample: latents of `shape`, batch first, in `steps` with a scale of guidance."""
+
+    shape: tuple[int, ...]
+    steps: int
+    guidance: float
+    prompt: Any = None
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of one call: with guidance the host runs both prompts in one batch."""
+        return self.shape if self.guidance == 1 else (2 * self.shape[0], *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a MODEL and its work, whatever the budget."""
+
+    weights: Weights
+    expects: Expected
+    working_bytes: int
+    operations: float
+    is_dry_run: bool
+    dynamic: bool
+
+    def describe(self, guidance: float) -> str:
+        """Lines beside the tables: the weights by type, the host's figure beside ours."""
+        theirs = format_bytes(self.expects.of(guidance))
+        ours = f"{format_bytes(self.working_bytes)} by a dry run; ComfyUI expects {theirs}"
+        if not self.is_dry_run:
+            ours = f"{theirs} as ComfyUI expects; its code allows no dry run, so seconds count copies alone"
+        return f"{self.weights.describe()}\nActivations: {ours}."
+
+
+def is_model(thing: Any) -> bool:
+    """Whether it is a diffusion model as the host's loaders make them."""
+    return hasattr(getattr(thing, "model", None), "diffusion_model") and hasattr(thing, "patches")
+
+
+def plan_native(
+    patcher: Any,
+    budgets: Sequence[int | None],
+    latent: Mapping[str, Any] | None,
+    prompt: Any,
+    *,
+    width: int | None,
+    height: int | None,
+    frames: int | None,
+    steps: int | None,
+    guidance: float | None,
+    strategy: str,
+    **pictures: Any,
+) -> tuple[list[RunPlan], str]:
+    """The plan for each budget, and what is known of the model whatever the budget.
+
+    Raises ValueError for what is no MODEL, for what only pipelines of ours take, and without a GPU and a budget.
+    """
+    if not is_model(patcher):
+        raise ValueError(f"the input is {type(patcher).__name__}, neither a Ballast pipeline nor a MODEL.")
+    if prompt is not None and not isinstance(prompt, list):
+        raise ValueError("conditioning is Ballast's, but a MODEL is connected. Use positive of Staged Text Encode.")
+    if pictures or strategy != "auto":
+        wrong = ", ".join(pictures) or "strategy"
+        raise ValueError(f"{wrong}: only for Ballast's pipelines, but a MODEL is connected. Leave it as it was.")
+    if torch.device(patcher.load_device).type == "cpu" and None in budgets:
+        raise NoBudgetError("8, 12, 24")
+    size = width or 0, height or 0, frames or 0
+    asked = asked_of(patcher, latent, *size, steps=steps or 0, guidance=guidance or 0.0, prompt=prompt)
+    facts = facts_of(patcher, asked)
+    return [plan_model(patcher, asked, facts, budget) for budget in budgets], facts.describe(asked.guidance)
+
+
+def asked_of(
+    patcher: Any,
+    latent: Mapping[str, Any] | None,
+    width: int,
+    height: int,
+    frames: int,
+    steps: int,
+    guidance: float,
+    prompt: Any = None,
+) -> Asked:
+    """What a MODEL is asked: of latents, or of a size in pixels; 0 for what is usual."""
+    form = patcher.model.latent_format
+    ratio, channels = getattr(form, "spacial_downscale_ratio", 8), form.latent_channels
+    if latent is not None:
+        samples = latent["samples"]
+        given = list(samples.shape) if not getattr(samples, "is_nested", False) else list(samples.unbind()[0].shape)
+        given[1] = channels  # which the host gives to empty ones
+    else:
+        given = [1, channels, (height or _SIZE) // ratio, (width or _SIZE) // ratio]
+    if form.latent_dimensions == 3 and len(given) == 4:
+        given.insert(2, 1 + max(0, frames - 1) // getattr(form, "temporal_downscale_ratio", 4))
+    return Asked(tuple(given), steps or _STEPS, guidance, prompt)
+
+
+def facts_of(patcher: Any, asked: Asked) -> Facts:
+    """The facts of a MODEL. Takes a second or two for a large one."""
+    expects = expected(patcher, asked.shape)
+    seen = foresee(patcher.model, asked.batch, asked.prompt)
+    working = seen.peak_bytes if seen else expects.of(asked.guidance)
+    operations = seen.operations if seen else 0.0
+    return Facts(weights_of(patcher), expects, working, operations, seen is not None, host.is_dynamic(patcher))
+
+
+def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | None) -> RunPlan:
+    """The plan for a budget in bytes; None for that of VRAM Budget, or for all that could be free."""
+    on = torch.device(patcher.load_device)
+    if budget_bytes is None:
+        budget_bytes = budget_of(patcher)
+    limit = budget_bytes if budget_bytes is not None else _could_be_free(on)
+    rates = ASSUMED if on.type == "cpu" else measured_rates(on)
+    unit = _placed(facts, asked, limit, _ram_room(), rates)
+    stage = StagePlan("sample", (unit,), note="", steps=asked.steps, rates=rates)
+    name = type(patcher.model).__name__
+    return RunPlan(name, str(on), _work(patcher, asked), asked.steps, limit, rates, (stage,), _CAVEAT)
+
+
+def _work(patcher: Any, asked: Asked) -> str:
+    ratio = getattr(patcher.model.latent_format, "spacial_downscale_ratio", 8)
+    size = f"{asked.shape[-1] * ratio} x {asked.shape[-2] * ratio}"
+    several = f", {asked.shape[2]} latent frames" if len(asked.shape) == 5 and asked.shape[2] > 1 else ""
+    return f"{size}{several}{f', batch {asked.shape[0]}' if asked.shape[0] > 1 else ''}"
+
+
+def _could_be_free(on: torch.device) -> int:
+    card = Accelerator(on)
+    return max(0, card.free_bytes() + host.movable_bytes(on) - (host.reserve_bytes(on) or 0))
+
+
+def _ram_room() -> int:
+    """RAM that weights could have: what is spare, and what this process holds already, files that it maps aside."""
+    memory = psutil.Process().memory_info()
+    return spare_ram_bytes() + max(0, memory.rss - getattr(memory, "shared", 0))
+
+
+def stays(modules: Sequence[int], room_bytes: int, streams: int) -> tuple[frozenset[int], int]:
+    """Which modules the host keeps in VRAM of so much room, and the buffers in bytes that the others pass through.
+
+    `modules` are bytes, largest first. It takes them in that order, each if it fits beside the buffers: one, and one
+    for each of its `streams` of copies.
+    """
+    if sum(modules) <= room_bytes:
+        return frozenset(range(len(modules))), 0
+    held, taken, buffers = set(), 0, 0
+    for i, size in enumerate(modules):
+        wanted = max(buffers, sum(modules[i : i + 1 + streams]))
+        if taken + size + wanted < room_bytes:
+            held.add(i)
+            taken += size
+        else:
+            buffers = wanted
+    return frozenset(held), buffers
+
+
+def _placed(facts: Facts, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
+    weights, flags = facts.weights, host_flags()
+    # Dynamic models give way as activations come; others are placed beside what the host expects.
+    beside = facts.working_bytes if facts.dynamic else facts.expects.of(asked.guidance)
+    held, buffers = stays(weights.modules, max(0, budget_bytes - beside), host.copy_streams())
+    staying = sum(weights.modules[i] for i in held)
+    passing = weights.total_bytes - staying
+    peak = staying + buffers + facts.working_bytes
+    read = max(0, passing - ram_bytes)
+    rate = rates.paged_bytes_per_second if flags.unpinned else rates.pinned_bytes_per_second
+    compute, copies = facts.operations / rates.operations_per_second, passing / rate
+    from_disk = read / rates.disk_bytes_per_second
+    bound = max(compute, copies, from_disk)
+    step = compute + max(copies, from_disk) if flags.blocking else bound
+    fits = peak <= budget_bytes
+    return Plan(
+        placement="streamed" if passing else "resident",
+        weights_bytes=staying + buffers,
+        peak_vram_bytes=peak,
+        ram_bytes=min(weights.total_bytes, ram_bytes) if read else weights.total_bytes,
+        streamed=tuple(i for i in range(len(weights.modules)) if i not in held),
+        pieces=len(weights.modules),
+        step_seconds=step,
+        first_step_seconds=staying / rate + step,
+        bound_seconds=bound,
+        transfer_seconds=max(copies, from_disk),
+        from_disk=bool(read),
+        ring_bytes=buffers,
+        stay_bytes=staying,
+        whole_bytes=weights.total_bytes,
+        read_bytes=read,
+        read_seconds=from_disk,
+        unit="model",
+        budget_bytes=budget_bytes,
+        reason=_reason(facts, budget_bytes, staying, passing, peak, read, compute < max(copies, from_disk)),
+        fits=fits,
+    )
+
+
+def _reason(
+    facts: Facts, budget_bytes: int, staying: int, passing: int, peak: int, read: int, copies_first: bool
+) -> str:
+    budget, whole = format_bytes(budget_bytes), format_bytes(facts.weights.total_bytes)
+    if peak > budget_bytes:
+        least = format_bytes(peak, up=True)
+        return f"It does not fit {budget}: activations and the largest weights alone take {least}."
+    if not passing:
+        return f"All {whole} of weights fit {budget} with their activations."
+    pace = "the copies set the pace" if copies_first else "the copies hide behind the computing"
+    disk = f"; {format_bytes(read)} of that are read from disk in each step, since RAM does not hold them"
+    return (
+        f"{whole} of weights do not fit {budget}: {format_bytes(staying)} stay, {format_bytes(passing)} pass through "
+        f"in each step, and {pace}{disk if read else ''}."
+    )
