@@ -136,9 +136,9 @@ class StockParts(StagedPipeline):
             try:
                 with quietly(), self.manager.between_stages():
                     verdict = rehearse(self, texts)
-            except NameError as error:  # of a package that diffusers imports where it is
-                raise ImportError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
             except Exception as error:
+                if type(error) is NameError:  # of a package that diffusers imports where it is
+                    raise ImportError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
                 verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
             else:
                 proof.keep(directory, key, verdict)
