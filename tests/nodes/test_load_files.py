@@ -81,9 +81,9 @@ def test_files_draw_what_the_stock_pipeline_does(tiny_folders: Callable[[str], P
     assert load(keep_loaded=False) == reference, "equal references share a pipeline"
 
 
-def test_two_experts(models: Path, sim: ModuleType) -> None:
+def test_two_experts(models: Path, tmp_path: Path, sim: ModuleType) -> None:
     """Wan 2.2, whose second transformer is a file too."""
-    folder = models / "diffusers" / "wan22"
+    folder = tmp_path / "wan22"
     pipe: Any = tiny.FAMILIES["wan"].build()
     torch.manual_seed(1)
     second = type(pipe.transformer).from_config(pipe.transformer.config).eval().requires_grad_(False)
@@ -91,6 +91,7 @@ def test_two_experts(models: Path, sim: ModuleType) -> None:
     expected = tiny.stock(folder, max_sequence_length=512)
     for part, noise in (("transformer", "high"), ("transformer_2", "low")):
         save_file(original("wan", state_of(folder, part)), models / "diffusion_models" / f"wan2.2_{noise}.safetensors")
+    base_of(folder, models / "diffusers" / "wan22", "transformer_2")
     chosen = {"transformer": "wan2.2_high.safetensors", "transformer_2": "wan2.2_low.safetensors", "base": "wan22"}
     reference = load(**dict.fromkeys(("text_encoder", "text_encoder_2", "vae"), "none"), **chosen)
     torch.testing.assert_close(drawn("wan", reference)[0], expected[0].float(), atol=1e-5, rtol=0)
@@ -140,6 +141,7 @@ def test_files_of_all_folders_are_offered(models: Path) -> None:
         ({"base": "none"}, "Give base as well"),
         ({"vae": "none"}, "vae"),
         ({"text_encoder_3": "t5xxl.safetensors"}, "no other file is for"),
+        ({"text_encoder_4": "t5xxl.safetensors"}, "no other file is for"),
         ({"transformer_2": CHOSEN["transformer"]}, "both transformers"),
     ],
 )

@@ -22,6 +22,9 @@ from single_files.published_facts import facts_of, files_of
 WORDS = "a red boat lies on the wet sand of wide bays at low tide gulls houses climbing green hills under heavy clouds"
 TEXTS = [
     "a red boat",
+    WORDS,
+    WORDS.replace(" ", ""),
+    "redboatsandtide hillshousesclimb gullsundera wideawet",
     "",
     " ",
     "  two  spaces\tand\nlines  ",
@@ -55,8 +58,9 @@ KINDS: list[dict[str, object]] = [
 def test_numbers_are_those_of_sentencepiece(more: dict[str, Any]) -> None:
     blob = trained(**more)
     expected = sentencepiece.SentencePieceProcessor(model_proto=blob)
-    found = tokenizer_of(read_spiece(blob))
-    assert found.get_vocab_size() == expected.get_piece_size()
+    found, count = tokenizer_of(read_spiece(blob)), expected.get_piece_size()
+    assert read_spiece(blob).pieces == [(expected.id_to_piece(i), expected.get_score(i)) for i in range(count)]
+    assert found.get_vocab_size() == count
     for text in TEXTS:
         assert found.encode(text).ids == [*expected.encode(text), 1], text
 
