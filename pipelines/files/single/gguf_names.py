@@ -36,7 +36,7 @@ _QWEN = (
     (".ffn_norm.", ".post_attention_layernorm."),
     *((f".ffn_{part}.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
 )
-_ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen3": _QWEN}
+_ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN}
 
 
 def names_in_gguf(path: Path, names: Iterable[str]) -> dict[str, str]:

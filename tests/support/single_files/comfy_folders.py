@@ -16,9 +16,9 @@ from . import base_of, state_of
 from .original_names import original, original_vae
 
 
-def write_gguf(at: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A GGUF file of Flux whose weights are plain."""
-    writer = gguf.GGUFWriter(at, "flux")
+def write_gguf(at: Path, tensors: dict[str, torch.Tensor], architecture: str = "flux") -> None:
+    """A GGUF file whose weights are plain."""
+    writer = gguf.GGUFWriter(at, architecture)
     for name, value in tensors.items():
         writer.add_tensor(name, value.numpy())
     writer.write_header_to_file()

@@ -35,6 +35,10 @@ def facts_of(name: str, folder: Path, at: Path, **told: Any) -> None:
     for key in parts:
         (at / "parts" / key).mkdir(parents=True)
         shutil.copy(folder / key / "config.json", at / "parts" / key)
+    if name == "qwenimage":  # of Qwen2.5-VL the model of text alone
+        index["text_encoder"] = ["transformers", "Qwen2_5_VLTextModel"]
+        path = at / "parts" / "text_encoder" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8"))["text_config"]), "utf-8")
     model = at / "models" / name
     for key in ("scheduler", "transformer"):
         shutil.copytree(folder / key, model / key, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -13,15 +13,18 @@ from typing import Any
 import ballast
 import diffusers
 import full_size
+import gguf
 import pytest
 import tiny
 import torch
+import transformers
 from ballast.pipelines.files.components import Component, read_model_index
 from ballast.pipelines.files.single import published
 from ballast.pipelines.files.single.given import GivenFiles
 from ballast.pipelines.files.trust import component_class
 from safetensors.torch import save_file
 from single_files import state_of
+from single_files.comfy_folders import write_gguf
 from single_files.published_facts import TOKENIZERS, facts_of, files_of
 
 Folders = Callable[[str], Path]
@@ -47,6 +50,28 @@ def test_files_alone_draw_what_the_stock_pipeline_does(
     torch.testing.assert_close(latents, expected[0].float(), atol=1e-5, rtol=0)
     torch.testing.assert_close(decode(latents), expected[1], atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
+
+
+def test_the_text_of_qwen_from_gguf(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no tower for pictures: the same conditioning as from safetensors, which has one beside."""
+    folder = tiny_folders("qwenimage")
+    facts_of("qwenimage", folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of("qwenimage", folder, tmp_path)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2VL, 99)
+    state = {name: tensor for name, tensor in state_of(folder, "text_encoder").items() if ".visual." not in name}
+    named = {
+        str(names.get_name(name.replace("language_model.", ""), (".weight", ".bias"))): t for name, t in state.items()
+    }
+    write_gguf(path := tmp_path / "Qwen2.5-VL-7B-Instruct-F32.gguf", named, "qwen2vl")
+    conditions = []
+    for encoders in (given["text_encoders"], [path]):
+        pipe = ballast.open_pipeline(**{**given, "device": "cpu", "text_encoders": encoders, "cache_dir": tmp_path})
+        conditions.append(pipe.encode("a red boat", "blurry").tensors)
+        assert not [name for name, _ in pipe.encoders[0].module.named_parameters() if "visual" in name]
+    assert conditions[0].keys() == conditions[1].keys()
+    for key, value in conditions[0].items():
+        torch.testing.assert_close(conditions[1][key], value, atol=1e-5, rtol=0)
 
 
 def test_a_projection_that_does_nothing(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +230,10 @@ def test_parts_are_those_that_were_published(part: str, tmp_path: Path) -> None:
     """Against the published sizes that plans are tested with, and in what a config says beside sizes."""
     family, key = PUBLISHED[part]
     pipe: Any = tiny.FAMILIES[family].build()
-    cls = type(getattr(pipe, key))
-    expected = full_size.empty(cls, full_size.PARTS[family][key])
+    cls, sizes = type(getattr(pipe, key)), full_size.PARTS[family][key]
+    if part == "qwen2_5_vl_7b":  # the model of text alone
+        cls, sizes = transformers.Qwen2_5_VLTextModel, sizes["text_config"]
+    expected = full_size.empty(cls, sizes)
     found = Component(key, SHIPPED / "parts" / part, cls, torch.bfloat16)
     with full_size.init_empty_weights(include_buffers=False):
         module: Any = found._structure()
