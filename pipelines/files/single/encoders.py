@@ -19,7 +19,7 @@ from torch import nn
 from ....memory.units.encoded import encoded_weights
 from ....memory.units.weights import refuse_pickle
 from .contents import SingleFile
-from .gguf_names import names_in_gguf
+from .gguf_names import architecture_of, names_in_gguf, rows_in_gguf
 from .layouts import Shapes
 from .rows import whole
 
@@ -27,7 +27,7 @@ _PREFIX = re.compile(r"(?:(?:text_encoders?(?:\.\w+)?|transformer|model|language
 # What text encoders do without, by the beginnings of names without prefixes.
 _UNREAD = (
     "lm_head.", "logit_scale", "text_projection.", "visual.", "vision_model.", "visual_projection.", "decoder.",
-    "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "spiece_model", "tokenizer_json",
+    "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "rope_freqs.", "spiece_model", "tokenizer_json",
 )  # fmt: skip
 log = logging.getLogger("ballast")
 
@@ -59,17 +59,21 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
     """
     refuse_pickle(path)
     weights, what = encoded_weights(path, dtype), type(module).__name__
-    named = names_in_gguf(path, weights) if path.suffix.lower() == ".gguf" else {full: full for full in weights}
+    architecture = architecture_of(path) if path.suffix.lower() == ".gguf" else ""
+    named = names_in_gguf(architecture, weights) if architecture else {full: full for full in weights}
     by_name: dict[str, str] = {}
     for full, name in named.items():
         if (other := by_name.setdefault(plain_name(name), full)) != full:
             raise ValueError(f"{path} holds both {other} and {full}: it is of several models. Get the encoder alone.")
-    places, taken = {}, set()
+    places, taken, config = {}, set(), getattr(module, "config", None)
     for name, aliases in _names(module).items():
         found = [by_name[plain_name(alias)] for alias in aliases if plain_name(alias) in by_name]
         if not found:
             raise ValueError(f"{path} lacks {plain_name(name)}, which {what} has. Get the file of that encoder.")
-        places[name] = whole(found[0], weights[found[0]].codec.shape)
+        try:
+            places[name] = rows_in_gguf(architecture, name, whole(found[0], weights[found[0]].codec.shape), config)
+        except ValueError as error:
+            raise ValueError(f"{path} has {found[0]} of {error}. Get the file of that encoder.") from error
         taken.update(found)  # of tied weights the first is read, as transformers does
     left = sorted(name for name, full in by_name.items() if full not in taken)
     if surplus := [by_name[name] for name in left if not name.startswith(_UNREAD)]:

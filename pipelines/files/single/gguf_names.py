@@ -1,14 +1,17 @@
 """The names of text encoders in GGUF files, which are llama.cpp's, as transformers has them.
 
-Only of architectures whose weights llama.cpp stores as they are: it adds 1 to Gemma's norms, and mixes rows of Llama's.
+Only of architectures whose weights llama.cpp stores as they are, or with rows in another order, as Llama's queries and
+keys: there the two halves of each head take turns. To Gemma's norms it adds 1, which no order of rows undoes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ....memory.units.gguf import read_gguf_header
+from .rows import Rows, Run
 
 _T5 = (
     ("enc.output_norm.", "encoder.final_layer_norm."),
@@ -36,19 +39,25 @@ _QWEN = (
     (".ffn_norm.", ".post_attention_layernorm."),
     *((f".ffn_{part}.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
 )
-_ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN}
+_ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN, "llama": _QWEN}
+_MIXED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
 
 
-def names_in_gguf(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """transformers' names of the weights of a GGUF file, by the file's own. ValueError for an unknown architecture."""
+def architecture_of(path: Path) -> str:
+    """What a GGUF file of a text encoder is of. ValueError, in one line, for what is not known."""
     what = str(read_gguf_header(path).facts.get("general.architecture"))
     if what not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ValueError(f"{path} is GGUF of {what[:40]!r}; of text encoders these are read: {known}. Get safetensors.")
+    return what
+
+
+def names_in_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
+    """transformers' names of the weights of a GGUF file, by the file's own."""
     made = {}
     for full in names:
         name = full
-        for theirs, ours in _ARCHITECTURES[what]:
+        for theirs, ours in _ARCHITECTURES[architecture]:
             at_start = not theirs.startswith(".")
             if at_start and name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
@@ -56,3 +65,24 @@ def names_in_gguf(path: Path, names: Iterable[str]) -> dict[str, str]:
                 name = name.replace(theirs, ours)
         made[full] = name
     return made
+
+
+def rows_in_gguf(architecture: str, name: str, rows: Rows, config: Any) -> Rows:
+    """A weight's rows in transformers' order, of those of a GGUF file; `config` says how many heads there are.
+
+    ValueError, in a few words, for rows that are no heads.
+    """
+    for end, heads in _MIXED.get(architecture, {}).items():
+        if name.endswith(end):
+            return _in_halves(rows, getattr(config, heads))
+    return rows
+
+
+def _in_halves(rows: Rows, heads: int) -> Rows:
+    """The even rows of each head, then the odd ones."""
+    size, left = divmod(rows.shape[0], heads)
+    if left or size % 2:
+        raise ValueError(f"{rows.shape[0]} rows, which are no {heads} heads")
+    stored = rows.runs[0].name
+    order = (head * size + at for head in range(heads) for half in (0, 1) for at in range(half, size, 2))
+    return Rows(rows.shape, tuple(Run(stored, at, at + 1) for at in order))

@@ -221,6 +221,38 @@ def test_text_encoders_of_gguf(
     assert state.keys() - {"encoder.embed_tokens.weight"} <= found.stored.keys()
 
 
+def mixed(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of Llama's queries and keys in the order of llama.cpp's converter."""
+    return weight.view(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape).contiguous()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_llama_of_gguf(plain: bool, tiny_folders: Folders, tmp_path: Path) -> None:
+    """Its queries and keys in transformers' order, each row of its own blocks; its table of frequencies is not read."""
+    part, folder = "text_encoder", tiny_folders("hunyuan_video")
+    config = json.loads((folder / part / "config.json").read_text("utf-8"))
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state_of(folder, part).items()}
+    named = in_gguf(state, gguf.MODEL_ARCH.LLAMA, "model.") | {"rope_freqs.weight": torch.ones(2)}
+    for end, heads in (("attn_q.weight", queries), ("attn_k.weight", keys)):
+        for name in [name for name in named if name.endswith(end)]:
+            assert not torch.equal(mixed(named[name], heads), named[name])
+            named[name] = mixed(named[name], heads)
+    path = write_gguf(Type.F32 if plain else Type.Q8_0, tmp_path / "llama", named, "llama")
+    base = base_of(folder, tmp_path / "base", part)
+    index = {part: read_model_index(base)[part]}
+    makers = {part: GivenFiles(path, (path,)).components(index)[part]}
+    found = read_components(base, index, torch.float32, None, makers)[part]
+    unit = found.unit("")
+    unit.load()
+    for key, tensor in unit.module.state_dict().items():
+        source = found.stored[key]
+        value = _read(source) if isinstance(source, EncodedWeight) else tensor
+        torch.testing.assert_close(value.float(), state[key], atol=0 if plain else 0.03, rtol=0)
+    assert plain != any(isinstance(source, EncodedWeight) for source in found.stored.values())
+
+
 def test_text_encoders_of_other_gguf_are_refused(tiny_folders: Folders, tmp_path: Path) -> None:
     folder = tiny_folders("lumina2")
     path = write_gguf(Type.Q8_0, tmp_path / "gemma", state_of(folder, "text_encoder"), "gemma2")
