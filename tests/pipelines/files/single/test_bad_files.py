@@ -57,6 +57,14 @@ def test_a_base_that_is_none(tiny_folders: Folders, tmp_path: Path) -> None:
     assert "model_index.json" in refusal(path, FileNotFoundError, base=tmp_path)
 
 
+def test_a_base_of_a_family_with_files_of_its_own(tiny_folders: Folders, tmp_path: Path) -> None:
+    path = flux(tiny_folders("flux"), tmp_path, dict)
+    (newbie := tmp_path / "newbie").mkdir()
+    (newbie / "model_index.json").write_text('{"_class_name": "NewbiePipeline"}', "utf-8")
+    said = refusal(path, base=newbie)
+    assert "NewbiePipeline" in said and "no base for" in said
+
+
 def test_a_base_without_its_config(tiny_folders: Folders, tmp_path: Path) -> None:
     path = flux(tiny_folders("flux"), tmp_path, dict)
     bare = base_of(tiny_folders("flux"), tmp_path / "bare")
