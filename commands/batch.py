@@ -66,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         **family_arguments(arguments),
     )
     jobs, failed = _jobs(pipe, lines, arguments)
+    for job in jobs:
+        if job.result.is_done:
+            job.result.forget_latents()
     todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # the same line twice is made once
     made, more = _run(pipe, list(todo.values()))
     failed |= more

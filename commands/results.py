@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,12 @@ class Result:
         """Where the latents wait to be decoded."""
         return self.folder / LATENTS / f"{self.digest}.latent"
 
+    def forget_latents(self) -> None:
+        """Remove the latents, if there are any: the pictures are there."""
+        self.latents.unlink(missing_ok=True)
+        with suppress(OSError):  # it is not empty, or not there
+            self.latents.parent.rmdir()
+
     def write(self, images: torch.Tensor, frame_rate: int) -> list[Path]:
         """Write the pictures that are not there yet, each whole or not at all. Returns where they are."""
         from ..memory.files import replacing
@@ -93,10 +100,7 @@ class LatentFiles(MutableMapping[int, Any]):
         save_latents(latents, self._results[number].latents)
 
     def __delitem__(self, number: int) -> None:
-        path = self._results[number].latents
-        path.unlink(missing_ok=True)
-        if not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        self._results[number].forget_latents()
 
     def __iter__(self) -> Iterator[int]:
         return (number for number in range(len(self._results)) if number in self)
