@@ -7,18 +7,21 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_device_arguments, add_model_arguments, family_arguments
-from .images import ANIMATIONS, OUTPUTS, open_image
+from .images import ANIMATIONS, OUTPUTS
 from .lines import Line, read_lines
+from .request import Request
 from .results import LatentFiles, Result
 
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
-    from ..pipelines.staged import Item
+    from ..pipelines.staged import Made
 
 _DEFAULTS = ("width", "height", "frames", "steps", "guidance", "seed", "batch", "strategy", "compile", "attention")
 _PICTURES = ("image", "mask", "last_image")  # files by their names in a line
@@ -37,6 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
     parser.add_argument("--out", type=Path, required=True, help="the folder for the results")
     parser.add_argument("--format", help="png, jpg or webp; for videos webp, gif or mp4; by default png or webp")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="run on all cards of a Ray cluster, such as auto; without an address on all cards of this machine",
+    )
+    parser.add_argument("--workers", type=int, help="with --ray, how many; by default one for each card")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
 
@@ -53,24 +64,28 @@ def run(arguments: argparse.Namespace) -> int:
     lines = read_lines(arguments.lines)
     if not lines:
         raise ValueError(f"{arguments.lines} has no lines. Write a prompt on each.")
-    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
+    if is_simulated := arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or SIM_BYTES)
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
-    pipe = open_pipeline(
-        arguments.model,
-        arguments.device,
-        arguments.vram,
-        arguments.ram,
-        arguments.dtype,
-        **family_arguments(arguments),
-    )
+    opening = {name: getattr(arguments, name) for name in ("device", "vram", "ram", "dtype")}
+    opening |= {"path": arguments.model, **family_arguments(arguments)}
+    pipe = open_pipeline(**opening)
     jobs, failed = _jobs(pipe, lines, arguments)
     for job in jobs:
         if job.result.is_done:
             job.result.forget_latents()
     todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # the same line twice is made once
-    made, more = _run(pipe, list(todo.values()))
+    if arguments.ray and todo:
+        from .workers import Cluster
+
+        sim_bytes = (arguments.vram or SIM_BYTES) if is_simulated else None
+        with closing(Cluster(opening, arguments.ray, arguments.workers, sim_bytes)) as cluster:
+            requests = [job.request for job in todo.values()]
+            made, more = _followed(pipe, list(todo.values()), lambda _: cluster.run(requests, pipe.edits))
+            print(cluster.table())
+    else:
+        made, more = _followed(pipe, list(todo.values()), functools.partial(_here, pipe, list(todo.values())))
     failed |= more
     there = len(jobs) - len(todo)
     print(
@@ -81,11 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+@dataclass(frozen=True)
 class _Job:
     """A line to run, and its result."""
 
-    def __init__(self, line: int, result: Result, item: Callable[[Callable[..., None]], Item]) -> None:
-        self.line, self.result, self.item = line, result, item
+    line: int
+    result: Result
+    request: Request
 
 
 def _jobs(
@@ -130,24 +147,7 @@ def _job(
     count = batch if type(batch) is int and 1 <= batch <= 64 else 1  # another number `sample` refuses
     result = Result(arguments.out, suffix, settings, count)
 
-    def item(on_step: Callable[..., None]) -> Item:
-        from ..pipelines.staged import Item
-
-        def encode() -> dict[str, Any]:
-            return encoding | ({"images": _opened(files["image"])} if pipe.edits and "image" in files else {})
-
-        def sample() -> dict[str, Any]:
-            opened: dict[str, Any] = {}
-            for name, paths in files.items():
-                if name == "mask":
-                    opened[name] = _opened(paths)[0].mean(dim=3)
-                elif not (name == "image" and pipe.edits):
-                    opened[name] = _opened(paths)
-            return {**given, **opened, "on_step": on_step}
-
-        return Item(prompt, negative, encode, sample)
-
-    return _Job(line.number, result, item)
+    return _Job(line.number, result, Request(prompt, negative, encoding, given, files))
 
 
 def _paths(given: Any, folder: Path) -> list[Path]:
@@ -161,12 +161,20 @@ def _paths(given: Any, folder: Path) -> list[Path]:
     return paths
 
 
-def _opened(paths: Sequence[Path]) -> list[Any]:
-    return [open_image(path, None, None) for path in paths]
+def _here(pipe: StagedPipeline, jobs: Sequence[_Job], stepped: Callable[..., None]) -> Iterator[Made]:
+    """Run jobs on this machine."""
+    steps = [functools.partial(stepped, number) for number in range(len(jobs))]
+    items = [job.request.item(pipe.edits, step) for job, step in zip(jobs, steps, strict=True)]
+    return pipe.run_items(items, LatentFiles([job.result for job in jobs]))
 
 
-def _run(pipe: StagedPipeline, jobs: Sequence[_Job]) -> tuple[int, dict[int, str]]:
-    """Run jobs and write their results. Returns how many were written, and why the others were not, by line."""
+def _followed(
+    pipe: StagedPipeline, jobs: Sequence[_Job], running: Callable[[Callable[..., None]], Iterator[Made]]
+) -> tuple[int, dict[int, str]]:
+    """Run jobs and write their results. Returns how many were written, and why the others were not, by line.
+
+    `running` is given what is to be called after each step: with the job's number, the step, and how many there are.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -186,8 +194,7 @@ def _run(pipe: StagedPipeline, jobs: Sequence[_Job]) -> tuple[int, dict[int, str
         def stepped(number: int, step: int, steps: int, _: object) -> None:
             moved(number, _PARTS["encode"] + _PARTS["sample"] * step / steps, "sample")
 
-        items = [job.item(functools.partial(stepped, number)) for number, job in enumerate(jobs)]
-        for made in pipe.run_items(items, LatentFiles([job.result for job in jobs])):
+        for made in running(stepped):
             job, parts = jobs[made.number], list(_PARTS)
             if made.error is not None:
                 failed[job.line] = _in_a_line(made.error)

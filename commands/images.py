@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     import argparse
@@ -15,7 +15,7 @@ ANIMATIONS = (".webp", ".gif", ".mp4")
 OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
 
 
-def open_image(path: Path, width: int | None, height: int | None) -> torch.Tensor:
+def open_image(path: Path | BinaryIO, width: int | None, height: int | None) -> torch.Tensor:
     """Read a picture as [1,H,W,3] in 0..1, resized if a size is given."""
     import numpy as np
     import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -77,18 +77,20 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
             if made.images is not None:
                 yield made.images
 
-    def run_items(self, items: Sequence[Item], latents: Latents | None = None) -> Iterator[Made]:
+    def run_items(
+        self, items: Sequence[Item], latents: Latents | None = None, known: Mapping[int, Conditioning] | None = None
+    ) -> Iterator[Made]:
         """Run items stage by stage, in chunks whose embeddings RAM holds, and tell what becomes of each.
 
         One that fails stops no other. `latents` hold what is sampled until its pictures are taken; what is there
-        already is not sampled again.
+        already is not sampled again. `known` are conditionings of some items.
         """
         latents = {} if latents is None else latents
         run = self.within(self.vram_bytes, self.ram_bytes, keep=True)
         run.keeps_vae = True
         left = list(range(len(items)))
         while left:
-            conds: dict[int, Conditioning] = {}
+            conds = dict(known or {})
             chunk = yield from run._encode_chunk(items, left, latents, conds)
             left = left[len(chunk) :]
             try:
@@ -108,6 +110,17 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
             finally:
                 run.manager.leave([run.decoder], False)
 
+    def encode_items(self, items: Sequence[Item]) -> list[Conditioning | Exception]:
+        """The conditionings of items, or why there is none, each encoder loaded once for as many as RAM holds."""
+        found: dict[int, Conditioning | Exception] = {}
+        while len(found) < len(items):
+            left = [number for number in range(len(items)) if number not in found]
+            conds: dict[int, Conditioning] = {}
+            encoding = self._encode_chunk(items, left, {}, conds)
+            found |= {made.number: made.error for made in encoding if made.error is not None}
+            found |= conds
+        return [found[number] for number in range(len(items))]
+
     def _encode_chunk(
         self, items: Sequence[Item], left: list[int], latents: Latents, conds: dict[int, Conditioning]
     ) -> Generator[Made, None, list[int]]:
@@ -115,7 +128,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         texts: dict[int, Text] = {}
         pictures: dict[int, tuple[torch.Tensor, ...]] = {}
         for number in left:
-            if number in latents:
+            if number in latents or number in conds:
                 continue
             try:
                 texts[number], pictures[number] = self._text_of(items[number])

@@ -1,0 +1,181 @@
+"""Run a batch on Ray: a pipeline on each card of a cluster, whose workers share what the text encoders make.
+
+Ray places the workers, starts one that died again, and gives it its work once more.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .request import Request
+
+if TYPE_CHECKING:
+    from ..pipelines.staged import Made
+
+_RETRIES = 2  # of work whose worker died
+_MOST = 8  # requests at once: models come once for all of them
+_SHARES = 4  # of the requests for each worker, at least, for all to end together
+_SIMULATED = 2  # workers where there is no card to count
+LOCAL = "local"
+
+
+class Worker:
+    """A pipeline on one card. Ray runs it in a process of its own."""
+
+    def __init__(self, opening: Mapping[str, Any], sim_bytes: str | None) -> None:
+        from ..memory import simulated
+        from ..pipelines import open_pipeline
+
+        if sim_bytes is not None:
+            simulated.enable(total=sim_bytes)
+        self.pipe = open_pipeline(**opening)
+
+    def about(self) -> tuple[str, str]:
+        """The machine, and its card."""
+        return platform.node(), str(self.pipe.manager.device)
+
+    def encode(self, requests: Sequence[Request]) -> list[Any]:
+        """The conditionings of requests, or in words why there is none."""
+        found = self.pipe.encode_items([request.item(self.pipe.edits) for request in requests])
+        return [_in_a_line(each) if isinstance(each, Exception) else each for each in found]
+
+    def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[tuple[Any, str]], float, int]:
+        """Pictures as arrays or why there are none, the seconds that all took, and the peak in bytes."""
+        began = time.monotonic()
+        found: list[tuple[Any, str]] = [(None, each) if isinstance(each, str) else (None, "") for each in conds]
+        places = [place for place, each in enumerate(conds) if not isinstance(each, str)]
+        items = [requests[place].item(self.pipe.edits) for place in places]
+        for made in self.pipe.run_items(items, known=dict(enumerate(conds[place] for place in places))):
+            if made.error is not None:
+                found[places[made.number]] = None, _in_a_line(made.error)
+            elif made.images is not None:
+                found[places[made.number]] = made.images.numpy(), ""
+        peak = max((stage.peak_bytes for stage in self.pipe.manager.timeline.stages), default=0)
+        return found, time.monotonic() - began, peak
+
+
+@dataclass
+class Share:
+    """What one worker has done."""
+
+    machine: str
+    card: str
+    items: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+class Cluster:
+    """The workers of a batch, on the cluster at `address`, or on this machine. To be closed."""
+
+    def __init__(self, opening: Mapping[str, Any], address: str, workers: int | None, sim_bytes: str | None) -> None:
+        self.ray = _ray()
+        self._began = not self.ray.is_initialized()
+        if self._began:
+            own = {"include_dashboard": False} if address == LOCAL else {}
+            self.ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+        try:
+            cards = int(self.ray.cluster_resources().get("GPU", 0))
+            runs_on_cards = str(opening["device"]).split(":")[0] not in ("cpu", "sim")
+            if runs_on_cards and not cards:
+                raise ValueError("Ray knows of no GPU. Use --device sim to try it, or start Ray on machines with one.")
+            count = workers or (cards if runs_on_cards else _SIMULATED)
+            options = {"num_gpus": int(runs_on_cards), "num_cpus": 0 if runs_on_cards else 1}
+            actor = self.ray.remote(Worker).options(max_restarts=-1, max_task_retries=_RETRIES, **options)
+            self._workers = [actor.remote(dict(opening), sim_bytes) for _ in range(count)]
+            self.shares = [Share(*about) for about in self._asked([each.about.remote() for each in self._workers])]
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, requests: Sequence[Request], edits: bool) -> Iterator[Made]:
+        """What becomes of requests, as they are done: their pictures, or why there are none."""
+        import torch
+
+        from ..pipelines.staged import Made
+
+        texts = [request.text(edits) for request in requests]
+        first = {text: number for number, text in reversed(list(enumerate(texts)))}
+        conds = self._encoded(requests, sorted(first.values()))
+        size = max(1, min(_MOST, len(requests) // (_SHARES * len(self._workers))))
+        parts = deque(tuple(range(at, min(at + size, len(requests)))) for at in range(0, len(requests), size))
+        idle = list(range(len(self._workers)))
+        running: dict[Any, tuple[int, tuple[int, ...]]] = {}
+        while parts or running:
+            while idle and parts:
+                who, part = idle.pop(), parts.popleft()
+                given = [conds[first[texts[number]]] for number in part]
+                task = self._workers[who].run.remote([requests[number].carried() for number in part], *given)
+                running[task] = who, part
+            (task,), _ = self.ray.wait(list(running), num_returns=1)
+            who, part = running.pop(task)
+            idle.append(who)
+            try:
+                found, seconds, peak = self.ray.get(task)
+            except self.ray.exceptions.RayError as error:
+                if len(part) > 1:  # one of them may be what ends workers
+                    parts.extendleft((number,) for number in reversed(part))
+                else:
+                    yield Made(part[0], "decode", error=RuntimeError(f"its worker died: {_in_a_line(error)[:300]}"))
+                continue
+            share = self.shares[who]
+            share.items += len(part)
+            share.seconds += seconds
+            share.peak_bytes = max(share.peak_bytes, peak)
+            for number, (images, wrong) in zip(part, found, strict=True):
+                made = None if images is None else torch.from_numpy(images.copy())
+                yield Made(number, "decode", made, RuntimeError(wrong) if wrong else None)
+
+    def _encoded(self, requests: Sequence[Request], numbers: Sequence[int]) -> dict[int, Any]:
+        """References to the conditionings of some requests, which stay where they are until they are asked for."""
+        refs: dict[int, Any] = {}
+        size = -(-len(numbers) // len(self._workers))
+        for who, at in enumerate(range(0, len(numbers), size)):
+            part = numbers[at : at + size]
+            encode = self._workers[who].encode.options(num_returns=len(part))
+            made = encode.remote([requests[number].carried() for number in part])
+            refs |= dict(zip(part, [made] if len(part) == 1 else made, strict=True))
+        return refs
+
+    def _asked(self, tasks: Sequence[Any]) -> list[Any]:
+        try:
+            return self.ray.get(list(tasks))
+        except self.ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ValueError(f"a worker cannot open the model: {_in_a_line(cause)[:300]}") from None
+
+    def table(self) -> str:
+        """What each worker has done: requests, how fast, and the peak of its card."""
+        from ..memory.sizes import format_bytes
+        from ..memory.tables import format_table
+
+        rows: list[tuple[str, ...]] = [("worker", "machine", "card", "lines", "a minute", "peak VRAM")]
+        for number, share in enumerate(self.shares, 1):
+            pace = f"{60 * share.items / share.seconds:.1f}" if share.seconds else "-"
+            peak = format_bytes(share.peak_bytes)
+            rows.append((str(number), share.machine, share.card, str(share.items), pace, peak))
+        return format_table(rows)
+
+    def close(self) -> None:
+        """End the workers, and Ray if it was begun here."""
+        for worker in getattr(self, "_workers", ()):
+            self.ray.kill(worker)
+        if self._began:
+            self.ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError('--ray needs Ray: run pip install -e ".[ray]" in Ballast\'s folder.') from error
+    return ray
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
