@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 _RETRIES = 2  # of work whose worker died
 _MOST = 8  # requests at once: models come once for all of them
 _SHARES = 4  # of the requests for each worker, at least, for all to end together
+_ROUND = 32  # requests for each worker whose embeddings wait at once
 _SIMULATED = 2  # workers where there is no card to count
 LOCAL = "local"
+
+
+_Part = list[tuple[int, Any]]  # numbers of requests, with references to their conditionings
 
 
 class Worker:
@@ -99,19 +103,21 @@ class Cluster:
 
         from ..pipelines.staged import Made
 
-        texts = [request.text(edits) for request in requests]
-        first = {text: number for number, text in reversed(list(enumerate(texts)))}
-        conds = self._encoded(requests, sorted(first.values()))
         size = max(1, min(_MOST, len(requests) // (_SHARES * len(self._workers))))
-        parts = deque(tuple(range(at, min(at + size, len(requests)))) for at in range(0, len(requests), size))
+        ahead = iter(range(0, len(requests), _ROUND * len(self._workers)))
+        parts: deque[_Part] = deque()
         idle = list(range(len(self._workers)))
-        running: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        while parts or running:
+        running: dict[Any, tuple[int, _Part]] = {}
+        while True:
+            if idle and not parts and (begin := next(ahead, None)) is not None:
+                parts += self._encoded(requests, begin, begin + _ROUND * len(self._workers), size, edits)
             while idle and parts:
                 who, part = idle.pop(), parts.popleft()
-                given = [conds[first[texts[number]]] for number in part]
-                task = self._workers[who].run.remote([requests[number].carried() for number in part], *given)
+                given = [requests[number].carried() for number, _ in part]
+                task = self._workers[who].run.remote(given, *(cond for _, cond in part))
                 running[task] = who, part
+            if not running:
+                return
             (task,), _ = self.ray.wait(list(running), num_returns=1)
             who, part = running.pop(task)
             idle.append(who)
@@ -119,28 +125,32 @@ class Cluster:
                 found, seconds, peak = self.ray.get(task)
             except self.ray.exceptions.RayError as error:
                 if len(part) > 1:  # one of them may be what ends workers
-                    parts.extendleft((number,) for number in reversed(part))
+                    parts.extendleft([each] for each in reversed(part))
                 else:
-                    yield Made(part[0], "decode", error=RuntimeError(f"its worker died: {_in_a_line(error)[:300]}"))
+                    yield Made(part[0][0], "decode", error=RuntimeError(f"its worker died: {_in_a_line(error)[:300]}"))
                 continue
             share = self.shares[who]
             share.items += len(part)
             share.seconds += seconds
             share.peak_bytes = max(share.peak_bytes, peak)
-            for number, (images, wrong) in zip(part, found, strict=True):
+            for (number, _), (images, wrong) in zip(part, found, strict=True):
                 made = None if images is None else torch.from_numpy(images.copy())
                 yield Made(number, "decode", made, RuntimeError(wrong) if wrong else None)
 
-    def _encoded(self, requests: Sequence[Request], numbers: Sequence[int]) -> dict[int, Any]:
-        """References to the conditionings of some requests, which stay where they are until they are asked for."""
-        refs: dict[int, Any] = {}
-        size = -(-len(numbers) // len(self._workers))
-        for who, at in enumerate(range(0, len(numbers), size)):
-            part = numbers[at : at + size]
-            encode = self._workers[who].encode.options(num_returns=len(part))
-            made = encode.remote([requests[number].carried() for number in part])
-            refs |= dict(zip(part, [made] if len(part) == 1 else made, strict=True))
-        return refs
+    def _encoded(self, requests: Sequence[Request], begin: int, end: int, size: int, edits: bool) -> Iterator[_Part]:
+        """Let the prompts of some requests be encoded, each once; and what is to run with them, so many at once."""
+        numbers = range(begin, min(end, len(requests)))
+        texts = {number: requests[number].text(edits) for number in numbers}
+        first = {texts[number]: requests[number] for number in reversed(numbers)}
+        share = -(-len(first) // len(self._workers))
+        conds: dict[Any, Any] = {}
+        for who, at in enumerate(range(0, len(first), share)):
+            some = list(first)[at : at + share]
+            encode = self._workers[who].encode.options(num_returns=len(some))
+            made = encode.remote([first[text].carried() for text in some])
+            conds |= dict(zip(some, [made] if len(some) == 1 else made, strict=True))
+        for at in range(0, len(numbers), size):
+            yield [(number, conds[texts[number]]) for number in numbers[at : at + size]]
 
     def _asked(self, tasks: Sequence[Any]) -> list[Any]:
         try:

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ballast.commands.main
+import numpy as np
 import psutil
 import pytest
 from ballast.commands import workers
+from ballast.commands.request import Request
 from ballast.memory import simulated
 from places import ROOT
 
@@ -109,6 +111,36 @@ def test_two_machines_and_the_time_of_the_driver(tmp_path: Path) -> None:
         assert sum(spent) / 20 <= 0.005, f"{1000 * sum(spent) / 20:.2f} ms a line"
     finally:
         nodes.shutdown()
+
+
+def test_a_thousand_lines_leave_nothing_in_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quick:
+        """A worker that takes no time."""
+
+        def __init__(self, *_: object) -> None:
+            self.made = np.zeros((1, 256, 256, 3), np.float32)
+
+        def about(self) -> tuple[str, str]:
+            return "here", "none"
+
+        def encode(self, requests: list[Request]) -> list[str]:
+            return [""] * len(requests)
+
+        def run(self, requests: list[Request], *_: object) -> tuple[list[tuple[np.ndarray, str]], float, int]:
+            return [(self.made, "")] * len(requests), 0.0, 0
+
+    monkeypatch.setattr(workers, "Worker", Quick)
+    cluster = workers.Cluster({"device": "sim"}, workers.LOCAL, 2, None)
+    requests = [Request(f"a boat {number}", "", {}, {}, {}) for number in range(1000)]
+    level = []
+    try:
+        for done, made in enumerate(cluster.run(requests, False)):
+            assert made.images is not None and made.images.shape == (1, 256, 256, 3)
+            if done in (200, 999):
+                level.append(psutil.Process().memory_full_info().uss)  # its own, without Ray's shared memory
+    finally:
+        cluster.close()
+    assert done == 999 and level[1] - level[0] < 24 * 2**20, level
 
 
 def test_what_cannot_run_is_told_in_a_line(
