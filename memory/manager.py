@@ -26,6 +26,7 @@ from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
 from .planning.runplan import StagePlan
+from .reports.guests import guest_reports
 from .reports.report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
@@ -423,6 +424,7 @@ class MemoryManager:
                 disk_bytes_read=self.disk_bytes_read,
                 device_bytes_in=self.device_bytes_in,
                 units=tuple(UnitReport.of(unit) for unit in units),
+                guests=guest_reports(self.device),
             )
 
     def _tell_host(self, unit: ManagedModel) -> None:

@@ -23,6 +23,7 @@ from .host import management as host
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import meant_by, window_bytes
+from .reports.guests import guests_on
 from .reports.timeline import OnDevice, Progress, Timeline
 from .schedule import Schedule
 from .sizes import format_bytes
@@ -45,7 +46,7 @@ class Residents:
         self.books, self.units, self.everyone = books, books.units, everyone
         self.budget = Budget(accelerator, books.units, everyone)
         self.schedule = Schedule()
-        self.timeline = Timeline(accelerator, self._on_device)
+        self.timeline = Timeline(accelerator, self._on_device, lambda: guests_on(accelerator.device))
         self.disk_bytes_read = 0
         self.device_bytes_in = 0
         self.work = WorkBook()

@@ -9,6 +9,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
+from .shared.observe import observe_prompt
 from .shared.progress import show_text
 from .shared.running import prompt_id, shows_failure
 
@@ -23,8 +24,8 @@ class VramReport(io.ComfyNode):
             node_id="BallastVRAMReport",
             display_name="VRAM Report",
             category="Ballast",
-            description="Shows which models are in VRAM and RAM, what each stage took, and VRAM over time "
-            "as a picture.",
+            description="Shows which models are in VRAM and RAM, Ballast's and ComfyUI's, what each stage took, and "
+            "VRAM over time as a picture.",
             search_aliases=["memory", "timeline", "profile"],
             inputs=[
                 io.AnyType.Input(
@@ -60,6 +61,12 @@ class VramReport(io.ComfyNode):
             is_output_node=True,
             not_idempotent=True,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: object) -> str:
+        # Which the host asks of every node before the first one of a prompt runs.
+        observe_prompt()
+        return ""
 
     @classmethod
     @shows_failure

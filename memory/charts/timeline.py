@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -17,12 +17,16 @@ from .axes import INK, LARGE, MUTED, OTHERS, WORK, ByteChart, new_figure, to_ima
 
 @dataclass(frozen=True)
 class Span:
-    """A time, in seconds since its stage began: the bytes of each unit's weights, and the most that was allocated."""
+    """A time, in seconds since its stage began: the bytes of each unit's weights, and the most that was allocated.
+
+    `guests` are the bytes of models that are not ours, beside those.
+    """
 
     start: float
     end: float
     weights: Mapping[str, int]
     peak_bytes: int
+    guests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class Stage:
 
 
 def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int) -> Image.Image:
-    """An RGB picture of `width` by `height` pixels, of our own bytes. Time between stages is left out.
+    """An RGB picture of `width` by `height` pixels, of our own bytes, with guests above them. Time between stages is
+    left out.
 
     `roles` has the role of each unit. Where the stages are of several runs, a line parts these.
     """
     edges = [0.0, *accumulate(stage.seconds for stage in stages)]
-    peak = max((span.peak_bytes for stage in stages for span in stage.spans), default=0)
+    spans = [span for stage in stages for span in stage.spans]
+    peak = max((span.peak_bytes + sum(span.guests.values()) for span in spans), default=0)
     if not edges[-1] or not peak:
         figure = new_figure(width, height)
         nothing = "All stages ran on the CPU: there is no VRAM to show." if edges[-1] else "Nothing has run yet."
@@ -58,8 +64,13 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
     chart = ByteChart(width, height, max(peak, *planned), budgets, edges, title=" " * several)
     axes, colours = chart.axes, unit_colours(roles)
     count = 2 * (chart.right - chart.left)  # two columns in a pixel, which shows a gap between steps
-    weights, peaks = _columns(stages, edges, roles, count)
+    weights, guests, peaks = _columns(stages, edges, roles, count)
     ends, whole = np.linspace(0, edges[-1], count + 1), sum(weights.values())
+    top = peaks + sum(guests.values())
+    for name, sizes in guests.items():
+        if sizes.any():
+            axes.add_artist(StepPatch(top, ends, color=colours[name], linewidth=0))
+            top = top - sizes
     # The whole stack, then what is left of it without its uppermost unit, and so on. Not by `axes.stairs`, which is
     # slow: it looks for the limits of what it adds.
     axes.add_artist(StepPatch(peaks, ends, color=WORK, linewidth=0))
@@ -86,9 +97,13 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
 
 def _columns(
     stages: Sequence[Stage], edges: Sequence[float], names: Mapping[str, str], count: int
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The weights of each unit and the peak in each of `count` columns. Of what falls into one the highest shows."""
-    weights, peaks = {name: np.zeros(count) for name in names}, np.zeros(count)
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    """The weights of each unit, those of guests, and the peak in each of `count` columns.
+
+    Of what falls into one column the highest shows.
+    """
+    weights, guests = ({name: np.zeros(count) for name in names} for _ in range(2))
+    peaks = np.zeros(count)
     for stage, begun in zip(stages, edges, strict=False):
         if not stage.spans:
             continue
@@ -98,8 +113,9 @@ def _columns(
         # One span follows another: a column has the weights of the last that begins in it or before.
         at = np.arange(first[0], last[-1] + 1)
         covering = np.searchsorted(first, at, "right") - 1
-        for name, sizes in weights.items():
-            sizes[at] = np.array([span.weights.get(name, 0) for span in stage.spans])[covering]
+        for name in names:
+            weights[name][at] = np.array([span.weights.get(name, 0) for span in stage.spans])[covering]
+            guests[name][at] = np.array([span.guests.get(name, 0) for span in stage.spans])[covering]
         peaks[at] = np.maximum(peaks[at], highest[covering])
         np.maximum.at(peaks, last, highest)
-    return weights, peaks
+    return weights, guests, peaks

@@ -152,14 +152,35 @@ def evict(patchers: Collection[Any]) -> None:
     mm.soft_empty_cache()
 
 
-def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
+def known_models(on: torch.device) -> list[HostModel]:
+    """The host's own models that it has loaded for a device, wherever their weights are now."""
+    mm = model_management()
     found = []
-    for entry in list(mm.current_loaded_models):
+    for entry in list(mm.current_loaded_models) if mm else []:
         patcher = entry.model
         if patcher is None or isinstance(patcher, HostPatcher) or not _is_same(entry.device, on):
             continue
         found.append(HostModel(patcher, type(patcher.model).__name__, _role(patcher), int(patcher.loaded_size())))
-    return [model for model in found if model.bytes]
+    return found
+
+
+def model_ram_bytes(patcher: Any) -> int:
+    """RAM that a model of the host takes: what is not on the device, or what a dynamic one has read."""
+    if is_dynamic(patcher) and hasattr(patcher, "loaded_ram_size"):
+        return int(patcher.loaded_ram_size())
+    return max(0, int(patcher.model_size()) - int(patcher.loaded_size()))
+
+
+def model_pinned_bytes(patcher: Any) -> int:
+    """Of that, what is pinned."""
+    if is_dynamic(patcher):
+        return int(getattr(patcher, "pinned_memory_size", int)())
+    pinned = getattr(patcher, "pinned", ())
+    return sum(tensor.nbytes for name, tensor in patcher.model.named_parameters() if name in pinned) if pinned else 0
+
+
+def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
+    return [model for model in known_models(on) if model.bytes]
 
 
 def _role(patcher: Any) -> Role:

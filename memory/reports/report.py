@@ -25,6 +25,7 @@ class UnitReport:
     leased: bool
     pinned: bool
     cached: bool = False  # nobody refers to it
+    pinned_bytes: int = 0  # of those in RAM
 
     @classmethod
     def of(cls, unit: ManagedModel) -> UnitReport:
@@ -57,6 +58,7 @@ class Report:
     disk_bytes_read: int
     device_bytes_in: int
     units: tuple[UnitReport, ...]
+    guests: tuple[UnitReport, ...] = ()  # models of the host
 
     @property
     def resident_bytes(self) -> int:
@@ -74,9 +76,14 @@ class Report:
             f"{format_bytes(self.budget_bytes)}, {format_bytes(self.free_bytes)} free; "
             f"RAM: {format_bytes(self.host_bytes)} of weights"
         )
+        if self.guests:
+            there = format_bytes(sum(guest.resident_bytes for guest in self.guests))
+            kept = format_bytes(sum(guest.host_bytes for guest in self.guests))
+            head += f"; ComfyUI's models: {there} there, {kept} in RAM"
         rows: list[tuple[str, ...]] = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
-        for unit in self.units:
-            words = ("leased" * unit.leased, "pinned" * unit.pinned, "cached" * unit.cached)
+        for unit in (*self.units, *self.guests):
+            in_ram = f"{format_bytes(unit.pinned_bytes)} of RAM pinned" if unit.pinned_bytes else ""
+            words = ("leased" * unit.leased, "pinned" * unit.pinned, "cached" * unit.cached, in_ram)
             state = ", ".join(word for word in words if word)
             sizes = map(format_bytes, (unit.size_bytes, unit.resident_bytes, unit.host_bytes))
             name = f"{unit.label}/{unit.name}" if unit.label else unit.name

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..planning.runplan import StagePlan
 
-EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done"]
+EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done", "look"]
 Progress = Literal["encoding", "reading", "compile", "compiled"]
 
 _MAX_EVENTS = 20_000
@@ -30,16 +30,20 @@ _MAX_STAGES = 64
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A unit's weights on the device at one moment."""
+    """A model's weights on the device at one moment. Of its `bytes` torch does not count `uncounted_bytes`."""
 
     name: str
     role: Role
     bytes: int
+    uncounted_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours."""
+    """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours.
+
+    Of the latter `guests` are models of the host.
+    """
 
     seconds: float
     kind: EventKind | Progress
@@ -49,6 +53,7 @@ class Event:
     peak_bytes: int
     residents: tuple[OnDevice, ...]
     other_bytes: int = 0
+    guests: tuple[OnDevice, ...] = ()
 
     def own_peak_bytes(self, before: Event) -> int:
         """The most of ours since the event before. Others only leave meanwhile: they never come while a stage runs."""
@@ -126,7 +131,8 @@ class StageRecord:
     def summary(self) -> str:
         """One line: how it ended if not well, how it ran, what came in, the peak, the time, and what was planned."""
         said = [*filter(None, [self.outcome, self.note])]
-        said += [f"{u.name} {u.placement}, {format_bytes(u.bytes_in)} in" for u in self.units.values() if u.bytes_in]
+        came = [unit for unit in self.units.values() if unit.bytes_in]
+        said += [f"{f'{unit.name} {unit.placement}'.strip()}, {format_bytes(unit.bytes_in)} in" for unit in came]
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
             plan = f" (planned {format_bytes(planned.peak_vram_bytes)})" if planned else ""
@@ -144,13 +150,21 @@ class StageRecord:
 
 
 class Timeline:
-    """Events of one device, the newest few thousand of them. `residents` tells what is on the device now."""
+    """Events of one device, the newest few thousand of them.
 
-    def __init__(self, accelerator: Accelerator, residents: Callable[[], tuple[OnDevice, ...]]) -> None:
+    `residents` tells what of ours is on the device now, `guests` what of the host's.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        residents: Callable[[], tuple[OnDevice, ...]],
+        guests: Callable[[], tuple[OnDevice, ...]] = tuple,
+    ) -> None:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator = accelerator
-        self._residents = residents
+        self._residents, self._guests = residents, guests
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
         self._last: Event | None = None
@@ -181,6 +195,7 @@ class Timeline:
             peak_bytes=self._accelerator.take_peak_bytes(),
             residents=residents,
             other_bytes=others,
+            guests=self._guests(),
         )
         before, self._last = self._last or event, event
         self.events.append(event)
@@ -198,6 +213,19 @@ class Timeline:
         if self._watcher is not None and unit is not None:
             self._watcher(event, unit)
         return event
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Whether a stage of ours is running."""
+        return self._stage is not None
+
+    def moment(self) -> Event:
+        """This moment, to all models alike, of a stage that is not ours. It is not recorded; the peak starts anew."""
+        models = (*self._residents(), *self._guests())
+        uncounted = sum(model.uncounted_bytes for model in models)
+        allocated = self._accelerator.allocated_bytes() + uncounted
+        peak = self._accelerator.take_peak_bytes() + uncounted
+        return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
     def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0) -> None:
         """Let the watcher know how far something is. That is no event to keep: the peak goes to the next one."""
@@ -281,9 +309,11 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
             held = before.allocated_bytes - before.other_bytes
             peak = held if event.kind == "place" else event.own_peak_bytes(before)
             weights: dict[str, int] = {}
-            for unit in before.residents:  # those of two pipelines may have one name
+            # What only was looked at came at some time in between.
+            for unit in (event if event.kind == "look" else before).residents:  # two pipelines' may have one name
                 weights[unit.name] = weights.get(unit.name, 0) + unit.bytes
-            yield Span(before.seconds - stage.started, event.seconds - stage.started, weights, peak)
+            guests = {guest.name: guest.bytes for guest in before.guests}
+            yield Span(before.seconds - stage.started, event.seconds - stage.started, weights, peak, guests)
 
     charted = []
     for stage, run in zip(stages, names_of_runs(stages), strict=True):
@@ -291,9 +321,17 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
         if stage.planned:  # above the other pipelines' models, which are drawn too and no part of the plan
             kept = max([stage.own_peak_bytes, *(span.peak_bytes for span in found)]) - stage.own_peak_bytes
             planned = stage.planned.peak_vram_bytes + kept
-        others, facts = stage.other_bytes * stage.has_others, (stage.budget_bytes, stage.own_peak_bytes)
+        drawn = max((sum(span.guests.values()) for span in found), default=0)
+        others = max(0, stage.other_bytes - drawn) * stage.has_others
+        others = others if others * 100 > stage.other_bytes else 0  # what an allocator rounds
+        facts = stage.budget_bytes, stage.own_peak_bytes
         charted.append(Stage(stage.title, stage.seconds, *facts, found, planned, others, run, bool(stage.outcome)))
-    roles = {unit.name: unit.role for stage in stages for event in stage.events for unit in event.residents}
+    roles = {
+        model.name: model.role
+        for stage in stages
+        for event in stage.events
+        for model in (*event.residents, *event.guests)
+    }
     return draw_timeline(charted, roles, width, height)
 
 

@@ -1,0 +1,63 @@
+"""Stages that are not ours: what a node of the host does with VRAM, as far as it can be seen from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..vocabulary import Tier
+from .timeline import Event, StageRecord, Timeline, UnitRecord
+
+_ROUNDED = 0.01  # of the bytes on a device, by its allocator
+
+
+class Observation:
+    """One node of the host while it runs: look at it now and then, and finish it when it is done.
+
+    It goes into the timeline if weights came to the device or anything was computed there, and no stage of ours ran
+    meanwhile, which tells more.
+    """
+
+    def __init__(self, timeline: Timeline, name: str, run: str, budget_bytes: int) -> None:
+        self._timeline = timeline
+        self._stage = StageRecord(name, time.perf_counter(), {}, budget_bytes=budget_bytes, run=run)
+        timeline.moment()  # from which on the peak counts
+        self._stage.events.append(timeline.moment())
+
+    def look(self) -> None:
+        """Note what is on the device now, and the peak since the last look."""
+        if not self._timeline.is_in_stage:
+            self._stage.events.append(self._timeline.moment())
+
+    def finish(self) -> None:
+        """Close the record, and keep it if it tells something."""
+        if self._timeline.stages and self._timeline.stages[-1].started > self._stage.started:
+            return
+        self.look()
+        stage = self._stage
+        stage.seconds = time.perf_counter() - stage.started
+        stage.peak_bytes = stage.own_peak_bytes = max(_most(event) for event in stage.events[1:])
+        stage.units = _records(stage.events)
+        held = max(sum(resident.bytes for resident in event.residents) for event in stage.events)
+        worked = stage.peak_bytes - held > _ROUNDED * stage.peak_bytes
+        if worked or any(unit.bytes_in for unit in stage.units.values()):
+            self._timeline.stages.append(stage)
+
+
+def _most(event: Event) -> int:
+    return max(event.peak_bytes, event.allocated_bytes)
+
+
+def _records(events: Sequence[Event]) -> dict[str, UnitRecord]:
+    """What became of each model that was on the device."""
+    held = [{resident.name: resident.bytes for resident in event.residents} for event in events]
+    found = {}
+    for name in dict.fromkeys(name for each in held for name in each):
+        before, after = (each.get(name, 0) for each in (held[0], held[-1]))
+        came = max(0, max(each.get(name, 0) for each in held) - before)
+        found[name] = UnitRecord(name, _tier(before), _tier(after), "", came)
+    return found
+
+
+def _tier(held_bytes: int) -> Tier:
+    return "device" if held_bytes else "host"
