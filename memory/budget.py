@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from . import ram
 from .accelerator import Accelerator
 from .host import management as host
 from .units.unit import ManagedModel
+from .vocabulary import Role
 
 _RAM_RESERVE_BYTES = 2 * 2**30
 
@@ -36,6 +37,7 @@ class Budget:
     ) -> None:
         self.vram_limit: int | None = None
         self.ram_limit: int | None = None
+        self.host_roles: Sequence[Role] | None = None  # of the host's models that will run, in order; None if unknown
         self._accelerator = accelerator
         self._units = units
         self._everyone = everyone
@@ -79,7 +81,7 @@ class Budget:
 
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to move its own models away until so many bytes are free."""
-        host.make_room(wanted_bytes, self._accelerator.device)
+        host.make_room(wanted_bytes, self._accelerator.device, self.host_roles)
         if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
             self._not_ours = max(0, min(self._not_ours, self._beside_bytes()))
 

@@ -201,13 +201,14 @@ class MemoryManager:
                 self.adopt(unit)
                 self._residents.keep_made(unit)
 
-    def schedule(self, units: Sequence[ManagedModel] | None) -> None:
+    def schedule(self, units: Sequence[ManagedModel] | None, host_roles: Sequence[Role] | None = None) -> None:
         """The units that will run, in order, as far as the graph tells; None when it is not known.
 
-        Each `use` strikes its unit from the front.
+        `host_roles` are those of the host's own models that will run. Each `use` strikes its unit from the front.
         """
         with self._lock:
             self._residents.schedule.set(units)
+            self.budget.host_roles = host_roles
 
     @contextmanager
     def use(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,10 +67,11 @@ def _is_same(one: torch.device, other: torch.device) -> bool:
 # Room
 
 
-def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
+def make_room(wanted_bytes: int, wanted_on: torch.device, coming: Sequence[Role] | None = None) -> None:
     """Ask the host to move its own models away until so many bytes are free.
 
-    Dynamic models shrink first: one that is detached loses its pinned RAM too.
+    `coming` are the roles of those that will run again, in order, where that is known: the others go first, then the
+    one that is farthest. Dynamic models shrink first: one that is detached loses its pinned RAM too.
     """
     mm = _manager_of(wanted_on)
     if mm is None:
@@ -79,12 +80,21 @@ def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
     wanted_bytes += mm.extra_reserved_memory()
     if mm.get_free_memory(wanted_on) >= wanted_bytes:
         return
-    for model in _on_device(mm, wanted_on):
+    roles = list(dict.fromkeys(coming or ()))
+
+    def next_use(model: HostModel) -> int:
+        return roles.index(model.role) if model.role in roles else len(roles)
+
+    models = sorted(_on_device(mm, wanted_on), key=next_use, reverse=True)
+    for model in models:
         missing = wanted_bytes - mm.get_free_memory(wanted_on)
         if missing > 0 and is_dynamic(model.patcher):
             model.patcher.partially_unload(None, missing)
-    if mm.get_free_memory(wanted_on) < wanted_bytes:
-        mm.free_memory(wanted_bytes, wanted_on, _entries_of_ours(mm))
+    for latest in sorted({next_use(model) for model in models}, reverse=True) if roles else [0]:
+        if mm.get_free_memory(wanted_on) < wanted_bytes:
+            sooner = {id(model.patcher) for model in models if next_use(model) < latest}
+            staying = [entry for entry in mm.current_loaded_models if id(entry.model) in sooner]
+            mm.free_memory(wanted_bytes, wanted_on, [*_entries_of_ours(mm), *staying])
 
 
 def movable_bytes(on: torch.device) -> int:

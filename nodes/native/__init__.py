@@ -1,1 +1,1 @@
-"""ComfyUI's own CLIP and VAE, run by this pack."""
+"""ComfyUI's own CLIP and VAE, run by this pack, and its MODEL, budgeted and planned."""

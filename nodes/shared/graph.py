@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from comfy_api.latest import io
+
+from ...memory.vocabulary import Role
 
 if TYPE_CHECKING:
     from ...memory.units.unit import ManagedModel
@@ -37,6 +39,16 @@ _UNITS: dict[str, Callable[[StagedPipeline], list[ManagedModel]]] = {
     "BallastVAEDecode": lambda pipe: [pipe.decoder],
     "BallastVAEEncode": lambda pipe: [pipe.decoder],
 }
+# Of the host's own models, by the type of the link that carries them.
+_HOST_ROLES: dict[str, Role] = {
+    "CLIP": "text_encoder",
+    "CLIP_VISION": "other",
+    "CONTROL_NET": "other",
+    "GUIDER": "transformer",
+    "MODEL": "transformer",
+    "VAE": "vae",
+}
+_ONLY_LOOK = {"BallastVRAMPlan", "BallastFreeVRAM", "BallastVRAMReport"}
 _PASS_THROUGH = {"BallastFreeVRAM": "value"}
 
 
@@ -58,6 +70,41 @@ def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
         pipe = _pipeline_of(prompt, name) if needs else None
         units += needs(pipe) if needs and pipe else []
     return units
+
+
+def coming_host_roles(node: type[io.ComfyNode]) -> list[Role] | None:
+    """The roles of the host's own models that nodes after the running one use, in order; None where there is no graph.
+
+    A node uses what it takes and does not hand on: one that does both, such as Load LoRA, makes another of it.
+    """
+    prompt, here = node.hidden.prompt, node.hidden.unique_id
+    if not prompt or here not in prompt:
+        return None
+    order = execution_order(prompt, _is_output)
+    has_control = any("CONTROL_NET" in _taken(prompt, name) for name in order)  # which run with the sampler
+    roles: list[Role] = []
+    for name in order[order.index(here) + 1 :]:
+        own = _outputs(prompt[name])
+        if prompt[name].get("class_type") not in _ONLY_LOOK:
+            taken = [kind for kind in _taken(prompt, name) if kind not in own]
+            roles += [_HOST_ROLES[kind] for kind in taken if kind in _HOST_ROLES]
+            roles += ["other"] if has_control and "transformer" in roles[-1:] else []
+    return roles
+
+
+def _taken(prompt: Prompt, name: str) -> Iterator[str]:
+    """The types of what a node is linked to."""
+    for value in prompt[name].get("inputs", {}).values():
+        if isinstance(value, list) and len(value) == 2 and value[0] in prompt:
+            outputs = _outputs(prompt[value[0]])
+            if isinstance(value[1], int) and value[1] < len(outputs):
+                yield outputs[value[1]]
+
+
+def _outputs(entry: Mapping[str, Any]) -> list[str]:
+    """The types of a node's outputs, as the host knows them."""
+    known = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
+    return list(map(str, getattr(known.get(entry.get("class_type", "")), "RETURN_TYPES", None) or ()))
 
 
 def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[str]:

@@ -14,7 +14,7 @@ from comfy_execution.utils import get_executing_context
 
 from ...memory.host import management as host
 from ...memory.sizes import format_bytes
-from .graph import coming_units
+from .graph import coming_host_roles, coming_units
 from .progress import clear_failure, show_failure, show_text
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def running(
     manager = pipe.manager
     stages = manager.timeline.stages
     before = stages[-1] if stages else None
-    manager.schedule(coming_units(node))
+    manager.schedule(coming_units(node), coming_host_roles(node))
     manager.timeline.run = prompt_id()
     try:
         with manager.timeline.watched(_Page(node, pipe, doing)):

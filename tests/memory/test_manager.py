@@ -471,15 +471,18 @@ def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkey
     idle = [torch.empty(a.size_bytes + a.size_bytes // 2, dtype=torch.uint8, device="sim")]
     asked = []
 
-    def make_room(wanted_bytes: int, wanted_on: torch.device) -> None:
-        asked.append(wanted_bytes)
+    def make_room(wanted_bytes: int, wanted_on: torch.device, coming: list[Role]) -> None:
+        asked.append((wanted_bytes, coming))
         idle.clear()
 
     monkeypatch.setattr(host, "make_room", make_room)
+    mgr.schedule([a], ["vae"])
     with mgr.use(a):
         assert a.placement is not None
         assert a.placement.name == "resident"
-    assert asked[0] == on_device(a)
+    assert asked[0] == (on_device(a), ["vae"])
+    mgr.schedule(None)
+    assert mgr.budget.host_roles is None
 
 
 def test_timeline_is_drawn_whatever_ran(mgr: MemoryManager) -> None:

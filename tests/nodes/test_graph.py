@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import folder_paths
@@ -17,11 +17,13 @@ import torch
 from ballast.memory.manager import MemoryManager, manager
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.units.unit import ManagedModel
+from ballast.nodes.budget import VramBudget
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
+from ballast.nodes.free import FreeVram
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.sample import Sampler
-from ballast.nodes.shared.graph import execution_order
+from ballast.nodes.shared.graph import coming_host_roles, execution_order
 from conftest import HOST
 from host import run_node
 
@@ -222,3 +224,46 @@ def test_what_later_nodes_need_stays(ours: MemoryManager) -> None:
     run_graph(prompt)
     assert ours.device_bytes_in - before == 3 * size
     del kept
+
+
+# ComfyUI's own models
+
+
+def native(control: bool = False) -> dict[str, Any]:
+    """ComfyUI's own graph around one of our encoders, with a LoRA and a budget, and perhaps a ControlNet."""
+    links = {"positive": ["encode", 1], "negative": ["encode", 2], "latent_image": ["empty", 0]}
+    found = {
+        "load": node("CheckpointLoaderSimple", ckpt_name="x"),
+        "lora": node("LoraLoader", model=["load", 0], clip=["load", 1], lora_name="x"),
+        "budget": node("BallastVramBudget", model=["lora", 0]),
+        "encode": node("BallastTextEncode", pipeline=["lora", 1]),
+        "empty": node("EmptyLatentImage"),
+        "sample": node("KSampler", model=["budget", 0], **links),
+        "free": node("BallastFreeVRAM", value=["sample", 0]),
+        "decode": node("VAEDecode", vae=["load", 2], samples=["free", 0]),
+        "show": node("PreviewImage", images=["decode", 0]),
+    }
+    if control:
+        found["net"] = node("ControlNetLoader", control_net_name="x")
+        found["apply"] = node("ControlNetApply", conditioning=["encode", 1], control_net=["net", 0])
+        found["sample"]["inputs"]["positive"] = ["apply", 0]
+    return found
+
+
+@pytest.mark.skipif(HOST is None, reason="needs the nodes of a real ComfyUI")
+def test_models_of_the_host_that_later_nodes_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nodes
+
+    for one in (TextEncode, FreeVram, VramBudget):
+        monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, one.GET_SCHEMA().node_id, one)
+
+    def coming(here: str, **more: Any) -> list[str] | None:
+        hidden = SimpleNamespace(prompt=native(**more), unique_id=here)
+        return coming_host_roles(SimpleNamespace(hidden=hidden))  # type: ignore[arg-type]
+
+    assert coming("load") == ["text_encoder", "transformer", "vae"], "neither LoRA nor budget runs a model"
+    assert coming("encode") == ["transformer", "vae"]
+    assert coming("sample") == ["vae"] and coming("decode") == []
+    assert coming("encode", control=True) == ["other", "transformer", "other", "vae"]
+    assert coming("apply", control=True) == ["transformer", "other", "vae"]
+    assert coming("not there") is None

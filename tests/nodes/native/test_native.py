@@ -540,6 +540,35 @@ def test_nothing_stays_after_an_interrupt(card: ModuleType, monkeypatch: pytest.
     assert card.stats().allocated_bytes == 0 and not mm.current_loaded_models
 
 
+# Room for ours
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("coming", "leaves"),
+    [
+        (["transformer", "vae"], "SD1ClipModel"),
+        (["text_encoder", "vae"], "BaseModel"),
+        (["text_encoder", "transformer"], "AutoencoderKL"),
+        (["vae", "text_encoder", "transformer"], "BaseModel"),
+        (["transformer", "vae", "text_encoder", "vae"], "SD1ClipModel"),
+    ],
+)
+def test_what_the_graph_needs_last_makes_room_first(coming: list[Any], leaves: str, card: ModuleType) -> None:
+    from comfy import model_management as mm
+
+    patchers = [native_models().clip().patcher, native_models().vae().patcher, native_models().unet()]
+    with torch.inference_mode():
+        mm.load_models_gpu(patchers)
+        held = {model.name: model.bytes for model in host.loaded_models()}
+        assert len(held) == 3
+        free = mm.get_free_memory(mm.get_torch_device()) - mm.extra_reserved_memory()
+        host.make_room(free + held[leaves] // 2, mm.get_torch_device(), coming)
+    left = {model.name: model.bytes for model in host.loaded_models()}
+    assert left.pop(leaves, 0) < held[leaves]
+    assert left == {name: held[name] for name in held if name != leaves}, "and nothing else leaves"
+
+
 # Free VRAM by role
 
 
@@ -548,6 +577,14 @@ def test_free_vram_frees_just_that_role(card: ModuleType) -> None:
     from comfy import model_management as mm
 
     clip, vae, unet = native_models().clip(), native_models().vae(), native_models().unet()
+    (control,) = native_models().control().get_models()
+    with torch.inference_mode():
+        mm.load_models_gpu([clip.patcher, vae.patcher, unet, control])
+    assert {model.name: model.role for model in host.loaded_models()}["ControlNet"] == "other"
+    run_node(FreeVram, text_encoders=False, transformers=True, vaes=False, host_models=True)
+    assert control.loaded_size() > 0 == unet.loaded_size()
+    run_node(FreeVram, text_encoders=False, transformers=False, vaes=True, host_models=True)
+    assert control.loaded_size() == 0 < clip.patcher.loaded_size(), "a ControlNet goes with the VAEs"
     with torch.inference_mode():
         mm.load_models_gpu([clip.patcher, vae.patcher, unet])
     everything = {"SD1ClipModel", "AutoencoderKL", "BaseModel"}
