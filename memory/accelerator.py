@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -101,6 +103,26 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device}, {self.name}, {format_bytes(self.total_bytes())})"
+
+
+class PeakMeter:
+    """The highest allocation on a device since it was last taken here, whoever else takes the device's one peak."""
+
+    _all: ClassVar[weakref.WeakSet[PeakMeter]] = weakref.WeakSet()
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._seen = 0
+        self._all.add(self)
+
+    def take(self) -> int:
+        """That peak in bytes, which starts anew."""
+        peak = self._accelerator.take_peak_bytes()
+        for meter in list(self._all):
+            if meter._accelerator.device == self._accelerator.device:
+                meter._seen = max(meter._seen, peak)
+        seen, self._seen = self._seen, 0
+        return seen
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

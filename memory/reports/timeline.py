@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..accelerator import Accelerator
+from ..accelerator import Accelerator, PeakMeter
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
 from ..tables import format_table
@@ -163,7 +163,7 @@ class Timeline:
     ) -> None:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
-        self._accelerator = accelerator
+        self._accelerator, self._peaks = accelerator, PeakMeter(accelerator)
         self._residents, self._guests = residents, guests
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
@@ -192,7 +192,7 @@ class Timeline:
             unit=unit.name if unit else "",
             bytes=bytes,
             allocated_bytes=allocated,
-            peak_bytes=self._accelerator.take_peak_bytes(),
+            peak_bytes=self._peaks.take(),
             residents=residents,
             other_bytes=others,
             guests=self._guests(),
@@ -224,7 +224,7 @@ class Timeline:
         models = (*self._residents(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
-        peak = self._accelerator.take_peak_bytes() + uncounted
+        peak = self._peaks.take() + uncounted
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
     def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...memory.accelerator import Accelerator
+from ...memory.accelerator import Accelerator, PeakMeter
 from ...memory.host import management as host
 from ...memory.host.headroom import headroom
 from ...memory.sizes import format_bytes
@@ -84,12 +84,12 @@ class _Run:
     def __init__(self, patcher: Any, guidance: float | None) -> None:
         self.patcher, self.guidance = patcher, guidance
         self.peak_bytes = self.held_bytes = 0
-        self._card = Accelerator(torch.device(patcher.load_device))
-        self._card.take_peak_bytes()  # which starts anew
+        self._peaks = PeakMeter(Accelerator(torch.device(patcher.load_device)))
+        self._peaks.take()  # from which on it counts
 
     def look(self) -> None:
         pages = sum(host.page_bytes(model.patcher) for model in host.loaded_models())
-        self.peak_bytes = max(self.peak_bytes, self._card.take_peak_bytes() + pages)
+        self.peak_bytes = max(self.peak_bytes, self._peaks.take() + pages)
         self.held_bytes = max(self.held_bytes, int(self.patcher.loaded_size()))
 
 

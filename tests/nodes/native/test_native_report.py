@@ -12,12 +12,14 @@ import torch
 from ballast.memory.host import management as host
 from ballast.memory.manager import manager
 from ballast.memory.reports.observed import Observation
+from ballast.memory.sizes import format_bytes
+from ballast.nodes.budget import VramBudget
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from ballast.nodes.shared.folders import DEMO
-from host import run_node
+from host import page, run_node
 from node_runner import native_models
 from pictured.bands import MODELS, drawn
 from test_native_budget import sample, unload
@@ -85,6 +87,19 @@ def test_nodes_are_observed_while_they_run(models: list[Any], card: ModuleType) 
     assert denoise.units["SD1ClipModel (ComfyUI)"].bytes_in == 0
     assert denoise.peak_bytes > models[0].loaded_size() + models[1].loaded_size()
     assert all(count > 20 for count in drawn(timeline.picture(900, 450)).values())
+
+
+@on_host
+def test_budget_and_timeline_see_the_same_peak(models: list[Any], card: ModuleType) -> None:
+    """A device has one peak, and both ask for it, again and again while the sampler runs."""
+    timeline = manager("sim").timeline
+    with page() as shown:
+        budgeted = run_node(VramBudget, model=models[1], vram_gb=0.05).result[0]
+        observed = Observation(timeline, "KSampler", "prompt", 2**26)
+        sample(budgeted, callback=lambda *_: observed.look())
+        observed.finish()
+    assert card.stats().peak_bytes == timeline.stages[-1].peak_bytes > 2**22
+    assert shown.texts[-1][1].startswith(f"peak {format_bytes(card.stats().peak_bytes)} of ")
 
 
 @on_host
