@@ -60,7 +60,8 @@ def _kind(tensor: torch.Tensor) -> str:
         return f"GGUF {getattr(ggml, 'name', ggml)}"
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         layout = getattr(tensor, "_layout_cls", None) or getattr(tensor, "layout_type", None) or type(tensor)
-        return f"quantized {getattr(layout, '__name__', layout)}"
+        name = str(getattr(layout, "__name__", layout))
+        return f"quantized {name.removeprefix('TensorCore').removesuffix('Layout')}"
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -144,6 +144,23 @@ def test_where_no_dry_run_is_possible_the_host_is_asked(model: Any) -> None:
 
 
 @on_host
+def test_quantized_weights_count_as_stored_and_run_on_shapes(model: Any) -> None:
+    from comfy.quant_ops import QuantizedTensor
+
+    plain = foresee(model.model, [2, 4, 16, 16])
+    linear = next(part for part in model.model.diffusion_model.modules() if isinstance(part, nn.Linear))
+    weight = QuantizedTensor.from_float(linear.weight.detach(), "TensorCoreFP8E4M3Layout")
+    before = weights_of(model).total_bytes
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    found = weights_of(model)
+    assert dict(found.by_type)["quantized FP8E4M3"] == weight.numel() == (before - found.total_bytes) / 3
+    seen = foresee(model.model, [2, 4, 16, 16])
+    assert seen is not None and plain is not None
+    assert (seen.peak_bytes, seen.operations) == (plain.peak_bytes, plain.operations)
+    assert type(linear.weight) is type(weight), "the model itself is as it was"
+
+
+@on_host
 def test_weights_that_ram_does_not_hold_come_from_disk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_plan, "_ram_room", lambda: 4 * MB)
     budgeted = run_node(VramBudget, model=model, vram_gb=10 / 1024).result[0]
