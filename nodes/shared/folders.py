@@ -15,7 +15,7 @@ from ...pipelines.files.recognition import is_newbie_folder, is_pyramid_folder
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "demo" / "shapes"
 _MAX_DEPTH = 3
-_WEIGHTS = (".safetensors", ".gguf")
+_WEIGHTS = (".safetensors", ".sft", ".gguf")
 # Where the host has tokenizers, by the kinds of `open_pipeline`.
 _TOKENIZERS = {
     "clip": "sd1_tokenizer",

@@ -30,7 +30,7 @@ CHOSEN = {
     "transformer": "flux/flux1-dev-F32.gguf",
     "text_encoder": "t5xxl.safetensors",
     "text_encoder_2": "clip_l.safetensors",
-    "vae": "ae.safetensors",
+    "vae": "ae.sft",
     "base": "FLUX.1-dev",
 }
 
@@ -47,7 +47,7 @@ def models(tiny_folders: Callable[[str], Path]) -> Iterator[Path]:
     write_gguf(unet / "flux1-dev-F32.gguf", original("flux", state_of(flux)))
     save_file(state_of(flux, "text_encoder_2"), texts / "t5xxl.safetensors")
     save_file(state_of(flux, "text_encoder"), clips / "clip_l.safetensors")
-    save_file(original_vae(state_of(flux, "vae")), vaes / "ae.safetensors")
+    save_file(original_vae(state_of(flux, "vae")), vaes / "ae.sft")
     base_of(flux, root / "diffusers" / "FLUX.1-dev", "text_encoder", "text_encoder_2", "vae")
     (unet / "notes.txt").write_text("no model")
     yield root

@@ -13,7 +13,7 @@ from ..components import Component
 from .component import FileComponent, encoder_component, transformer_component, vae_component
 from .contents import SingleFile, read_single, type_of
 from .encoders import unprojected
-from .published import folders_of, published_folder
+from .published import comes_with_pack, folders_of, published_folder
 from .spiece import CarriedTokenizer, carries_tokenizer
 from .transformers import LAYOUTS
 from .vaes import VAES
@@ -43,6 +43,8 @@ class GivenFiles:
 
     def folders(self, index: Mapping[str, Any]) -> dict[str, Path]:
         """Where parts of the base lie that its folder does not hold. ValueError for a tokenizer that is nowhere."""
+        if not comes_with_pack(index):
+            return {}
         return folders_of(index, self.transformer, self.tokenizers, _IN_FILES if self._carrying else ())
 
     @property

@@ -77,8 +77,8 @@ def folders_of(
     Those of a kind that is `carried` lie in the file of an encoder: a folder without files stands for them.
     ValueError, in one line, for one that is nowhere.
     """
-    found = {name: FACTS / "parts" / part for name, (part, _) in index.get("_parts", {}).items()}
-    for name, (kind, _) in index.get("_tokenizers", {}).items():
+    found = {name: FACTS / "parts" / part for name, (part, _) in index["_parts"].items()}
+    for name, (kind, _) in index["_tokenizers"].items():
         if kind in tokenizers:
             found[name] = tokenizers[kind]
         elif kind in carried:

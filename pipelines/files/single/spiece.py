@@ -15,7 +15,7 @@ from typing import Any
 
 from ....memory.files import one_line
 from ....memory.units.gguf import read_gguf_arrays, read_gguf_header
-from ....memory.units.weights import file_identity, read_header, read_tensors
+from ....memory.units.weights import file_identity, read_header, read_tensors, refuse_pickle
 from ..components import Component
 
 _BLOB = "spiece_model"
@@ -58,10 +58,11 @@ class CarriedTokenizer(Component):
 
 
 def carries_tokenizer(path: Path) -> bool:
-    """Whether the file of an encoder has a SentencePiece tokenizer beside the weights."""
+    """Whether the file of an encoder has a SentencePiece tokenizer beside the weights. ValueError for a damaged one."""
+    refuse_pickle(path)
     if path.suffix.lower() == ".gguf":
         return read_gguf_header(path).facts.get(f"{_GGUF}.model") == "t5"
-    return path.suffix.lower() == ".safetensors" and _BLOB in read_header(path)
+    return _BLOB in read_header(path)
 
 
 def _spiece_in(path: Path) -> Spiece:

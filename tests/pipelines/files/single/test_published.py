@@ -119,6 +119,9 @@ def test_what_is_missing_is_named(flux: dict[str, Any]) -> None:
     assert "needs the tokenizer of T5" in said and "'t5'" in said and "Give base" in said
     assert "no tokenizers of bert" in refusal(flux, tokenizers={"bert": Path()})
     assert "fits no text encoder" in refusal(flux, text_encoders=[t5, clip, flux["vae"]])
+    pickle = t5.with_suffix(".bin")
+    pickle.write_bytes(b"\x80\x04" + bytes(60))
+    assert "is a pickle" in refusal(flux, text_encoders=[clip, pickle])
 
 
 def test_another_model_of_that_shape_is_not_taken_for_it(flux: dict[str, Any], tiny_folders: Folders) -> None:
