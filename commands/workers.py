@@ -43,10 +43,11 @@ class Worker:
         """The machine, and its card."""
         return platform.node(), str(self.pipe.manager.device)
 
-    def encode(self, requests: Sequence[Request]) -> list[Any]:
-        """The conditionings of requests, or in words why there is none."""
+    def encode(self, requests: Sequence[Request]) -> Any:
+        """The conditionings of requests, or in words why there is none. Of one request that alone, as Ray wants it."""
         found = self.pipe.encode_items([request.item(self.pipe.edits) for request in requests])
-        return [_in_a_line(each) if isinstance(each, Exception) else each for each in found]
+        told = [_in_a_line(each) if isinstance(each, Exception) else each for each in found]
+        return told if len(told) > 1 else told[0]
 
     def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[tuple[Any, str]], float, int]:
         """Pictures as arrays or why there are none, the seconds that all took, and the peak in bytes."""
