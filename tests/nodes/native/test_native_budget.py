@@ -367,6 +367,19 @@ def test_picture_is_the_same_and_the_host_too(made: Any, card: ModuleType) -> No
 
 
 @on_host
+def test_weights_in_fp8_stay_so(made: Any, card: ModuleType) -> None:
+    unet = native_models().unet(ch=64, dtype=torch.float8_e4m3fn)
+    unet.model.memory_usage_factor = 0.127
+    assert unet.model_size() < made.model_size() / 3
+    plain = sample(unet)
+    for budget in (12, 1):
+        unload()
+        budgeted = run_node(VramBudget, model=unet, vram_gb=budget / 1024).result[0]
+        assert torch.equal(sample(budgeted), plain)
+        assert budgeted.loaded_size() < unet.model_size()
+
+
+@on_host
 @pytest.mark.parametrize("sampler", ["dpmpp_2m_sde", "uni_pc"])
 def test_other_samplers_go_on_working(sampler: str, made: Any) -> None:
     plain = sample(made, sampler=sampler)

@@ -97,8 +97,8 @@ def video_vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.dev
     return comfy.sd.VAE(sd=_fill(model, seed, torch.float32), dtype=dtype, device=device)
 
 
-def unet(seed: int = 0, ch: int = 32) -> Any:
-    """A UNet as Stable Diffusion 1.5 has it, narrow."""
+def unet(seed: int = 0, ch: int = 32, dtype: torch.dtype = torch.float32) -> Any:
+    """A UNet as Stable Diffusion 1.5 has it, narrow, with weights of `dtype`, which computes in float32."""
     import comfy.model_patcher
     import comfy.supported_models
     from comfy import model_management as mm
@@ -111,7 +111,7 @@ def unet(seed: int = 0, ch: int = 32) -> Any:
         "num_heads": 2, "num_head_channels": -1,
     }  # fmt: skip
     config = comfy.supported_models.SD15(shape)
-    config.set_inference_dtype(torch.float32, None)
+    config.set_inference_dtype(dtype, None if dtype == torch.float32 else torch.float32)
     model = config.get_model({}, "", device=None)
     model.diffusion_model.load_state_dict(_fill(model.diffusion_model, seed))
     return comfy.model_patcher.CoreModelPatcher(
