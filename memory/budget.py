@@ -44,6 +44,7 @@ class Budget:
         self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
         self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
         self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
+        self._others = 0  # of those, what is counted in it though it brought none of it: what other units keep
 
     @property
     def reserve_bytes(self) -> int:
@@ -64,6 +65,11 @@ class Budget:
     def stage_bytes(self) -> int:
         """What the present stage holds beside weights, which is the pack's too."""
         return 0 if self._not_ours is None else max(0, self._beside_bytes() - self._not_ours)
+
+    @property
+    def live_bytes(self) -> int:
+        """Of these, what the stage has brought itself."""
+        return max(0, self.stage_bytes - self._others)
 
     @property
     def device_bytes(self) -> int:
@@ -91,18 +97,18 @@ class Budget:
 
         What other units keep beside their weights counts too. What its own units keep is part of their work.
         """
-        before = self.vram_limit, self.ram_limit, self._not_ours, self._own
+        before = self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others
         self.vram_limit = before[0] if vram is None else vram
         self.ram_limit = before[1] if ram is None else ram
         beside, kept = self._beside_bytes(), [unit for unit in self._units() if unit.placement]
         foreign = max(0, beside - self._left) if kept else beside
         self._not_ours = foreign if any(unit not in units for unit in kept) else beside
-        self._own = self._not_ours - foreign
+        self._own, self._others = self._not_ours - foreign, beside - self._not_ours
         try:
             yield
         finally:
             self._left = max(0, self._beside_bytes() - min(foreign, self._not_ours))
-            self.vram_limit, self.ram_limit, self._not_ours, self._own = before
+            self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others = before
 
     @contextmanager
     def forgets_strays(self) -> Iterator[None]:
@@ -110,8 +116,10 @@ class Budget:
         before = self._beside_bytes()
         yield
         if self._not_ours is not None:
-            gone = max(0, min(self._own, before - self._beside_bytes()))
+            left = max(0, before - self._beside_bytes())
+            gone = min(self._own, left)
             self._own, self._not_ours = self._own - gone, self._not_ours - gone
+            self._others = max(0, self._others - (left - gone))
 
     def _beside_bytes(self) -> int:
         return self._accelerator.allocated_bytes() - self._held_bytes()

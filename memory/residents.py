@@ -70,7 +70,7 @@ class Residents:
             if other in instead_of:
                 self.evict(other)
         if unit.placement is None:
-            self.work.placed(unit, self.budget.stage_bytes)
+            self.work.placed(unit, self.budget.live_bytes)
             self._place(unit, strategy)
         else:
             if alone and refit:

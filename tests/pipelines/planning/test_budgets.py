@@ -238,6 +238,20 @@ def test_tables_of_a_kept_transformer_count(
     manager("sim").free()
 
 
+@pytest.mark.parametrize("words", [(6, 2), (6, 6), (3, 3)])
+def test_tables_of_others_are_no_part_of_what_a_stage_has_brought(
+    words: tuple[int, int], tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """Z-Image's transformer keeps its tables while the encoder runs with hardly more than it needs alone."""
+    opened = Opened("zimage", tiny_folders, tmp_path)
+    _, most = span(opened, opened.encoding(6))
+    cond = opened.encoding(3, 3)()
+    opened.pipe.keep, opened.pipe.vram_bytes = True, None
+    opened.sample(cond, "leafwise")
+    keeps(opened, "encode", opened.encoding(*words), most, sim)
+    manager("sim").free()
+
+
 def test_tables_that_leave_with_their_transformer_count_again(
     tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:
