@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = read_lines(arguments.lines)
     if not lines:
         raise ValueError(f"{arguments.lines} has no lines. Write a prompt on each.")
+    if arguments.workers is not None and (arguments.workers < 1 or not arguments.ray):
+        raise ValueError(f"--workers is {arguments.workers}; it takes at least 1, and goes with --ray.")
     if is_simulated := arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or SIM_BYTES)
     transformers_logging.disable_progress_bar()
@@ -72,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     opening |= {"path": arguments.model, **family_arguments(arguments)}
     pipe = open_pipeline(**opening)
     jobs, failed = _jobs(pipe, lines, arguments)
-    for job in jobs:
-        if job.result.is_done:
-            job.result.forget_latents()
-    todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # the same line twice is made once
+    done = [job for job in jobs if job.result.is_done]
+    for job in done:
+        job.result.forget_latents()
+    todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # a line given twice is made once
     if arguments.ray and todo:
         from .workers import Cluster
 
@@ -87,10 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         made, more = _followed(pipe, list(todo.values()), functools.partial(_here, pipe, list(todo.values())))
     failed |= more
-    there = len(jobs) - len(todo)
-    print(
-        f"wrote {made} of {len(lines)} lines to {arguments.out}" + (f"; {there} had results already" if there else "")
-    )
+    there = f"; {len(done)} had results already" if done else ""
+    print(f"wrote {made} of {len(lines)} lines to {arguments.out}{there}")
     for number in sorted(failed):
         print(f"ballast: line {number}: {failed[number]}", file=sys.stderr)
     return 1 if failed else 0

@@ -100,6 +100,8 @@ def test_text_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert words in capsys.readouterr().err
     assert batch(tmp_path / "none.txt", tmp_path / "none") == 1
     assert "there is no file" in capsys.readouterr().err
+    assert batch(text, tmp_path / "none", "--workers", "2") == 1
+    assert "goes with --ray" in capsys.readouterr().err
     assert batch(text, tmp_path / "none", "--format", "mp4") == 1
     assert "Use png, jpg, webp." in capsys.readouterr().err
 
