@@ -103,7 +103,8 @@ def test_the_node_says_what_the_file_does(loras: list[str], sim: ModuleType) -> 
         lora_files.write(files / "told.safetensors", tensors, notes)
         with page() as shown:
             with_lora(load(), "told.safetensors", 1.0)
-        assert [text for _, text in shown.texts] == ([] if said is None else [said])
+        texts = [text for _, text in shown.texts if text != "done"]  # which takes the place of an error
+        assert texts == ([] if said is None else [said])
 
 
 def test_a_lora_of_another_model_fails_here(loras: list[str], sim: ModuleType) -> None:
