@@ -21,8 +21,11 @@ import diffusers
 import pytest
 from pipeline_classes.catalogue import Testers, find_testers, public_classes
 from pipeline_classes.judging import GOOD, judge
+from pipeline_classes.page import filled
+from places import ROOT
 
 TABLE = Path(__file__).parents[1] / "data" / "pipeline_classes.json"
+PAGES = [ROOT / "docs" / "pipelines.md", ROOT / "docs" / "zh" / "pipelines.md"]
 CHECKOUT = os.environ.get("DIFFUSERS_TESTS")
 UPDATE = bool(os.environ.get("UPDATE_CLASSES"))
 _PACKAGES = ("torchvision", "opencv", "ftfy", "scipy", "sentencepiece")  # that a test may lack
@@ -51,6 +54,8 @@ def test_staged_equals_stock_or_is_refused(name: str, sim: ModuleType, tmp_path:
         written = table() | {name: entry}
         lines = (f"{json.dumps(key)}: {json.dumps(written[key])}" for key in sorted(written))
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+        for path in PAGES:
+            path.write_text(filled(path.read_text("utf-8"), written), "utf-8")
         return
     recorded = table().get(name)
     assert recorded is not None, f"{name} is not in the table; write it with UPDATE_CLASSES=1"
@@ -70,3 +75,10 @@ def test_every_class_with_a_text_is_in_the_table() -> None:
         pytest.skip(f"the table is of diffusers {', '.join(sorted(versions))}")
     texts = {n for n, cls in public_classes().items() if "prompt" in inspect.signature(cls.__call__).parameters}
     assert texts <= table().keys()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=["en", "zh"])
+def test_the_page_has_every_class(path: Path) -> None:
+    page = path.read_text("utf-8")
+    assert page == filled(page, table())
+    assert not [name for name in table() if name not in page]
