@@ -74,7 +74,6 @@ class Residents:
             self._place(unit, strategy)
         else:
             if alone and refit:
-                self.work.placed(unit, self.budget.live_bytes)
                 self._make_room(unit, unit.placement.name)
                 self._resize(unit)
             self._complete(unit)

@@ -22,7 +22,7 @@ class Work:
 
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
-    When it was last placed the stage held `live_bytes`, which may be more than before its first call, or less.
+    When it was last placed the stage held `live_bytes`, which may be more than before its first call.
 
     On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
     its calls are of the same `shapes`.
@@ -88,7 +88,7 @@ class WorkBook:
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        more_bytes = work.live_bytes - work.forecast.live_bytes  # fewer come before the first call
+        more_bytes = max(0, work.live_bytes - work.forecast.live_bytes)
         decoding_bytes = sizes_of(unit).decoding_bytes
         return max(0, work.forecast.working_bytes + decoding_bytes + seen.above.get(work.kind, 0) - more_bytes)
 

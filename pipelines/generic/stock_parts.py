@@ -38,7 +38,7 @@ SEEING = ("image_encoder",)  # modules that see a picture before the loop begins
 _IN_LOOP = ("controlnet",)  # modules of the loop that come before the transformer
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
-_COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|scheduler)(_\d+)?")
+_COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|controlnet|scheduler)(_\d+)?")
 log = logging.getLogger("ballast")
 
 

@@ -113,8 +113,6 @@ def test_pictures_have_the_size_that_was_asked_for(name: str, tiny_folders: Fold
 
 
 PICTURED = {
-    "FluxControlNetPipeline": "control_image",
-    "FluxControlInpaintPipeline": "image, control_image, mask_image",
     "WanVideoToVideoPipeline": "video",
     "WanAnimatePipeline": "image, pose_video, face_video",
 }
@@ -130,6 +128,14 @@ def test_what_starts_from_more_than_pictures_is_refused_when_opened(
     with pytest.raises(ValueError) as caught:
         ballast.open_pipeline(folder, device="cpu")
     assert str(caught.value) == f"{name} starts from more than text ({PICTURED[name]}), and cannot be staged yet."
+
+
+def test_a_folder_without_its_controlnet_says_so(tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folders("flux"), tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxControlNetPipeline"}))
+    with pytest.raises(ValueError, match="lacks controlnet, which FluxControlNetPipeline needs"):
+        ballast.open_pipeline(folder, device="cpu")
 
 
 @pytest.mark.parametrize("name", sorted({family.class_name for family in tiny.FAMILIES.values()}))

@@ -252,16 +252,6 @@ def test_tables_of_others_are_no_part_of_what_a_stage_has_brought(
     manager("sim").free()
 
 
-def test_what_a_stage_takes_before_the_first_call_counts_once(
-    tiny_folders: Folders, tmp_path: Path, sim: ModuleType
-) -> None:
-    """Pyramid-Flow's transformer is placed before its inputs are made: another piece would fit, and exceed the plan."""
-    opened = Opened("pyramid", tiny_folders, tmp_path)
-    cond = opened.pipe.encode("ropes mast its of above ropes its the above bay, above 314", "")
-    for budget in (504_000, 511_330, 528_000, 584_000, 588_000, 660_000):
-        keeps(opened, "sample", partial(opened.sample, cond), budget, sim)
-
-
 def test_tables_that_leave_with_their_transformer_count_again(
     tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:
