@@ -77,17 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     done = [job for job in jobs if job.result.is_done]
     for job in done:
         job.result.forget_latents()
-    todo = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # a line given twice is made once
-    if arguments.ray and todo:
+    unmade = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # a line given twice is made once
+    if arguments.ray and unmade:
         from .workers import Cluster
 
         sim_bytes = (arguments.vram or SIM_BYTES) if is_simulated else None
         with closing(Cluster(opening, arguments.ray, arguments.workers, sim_bytes)) as cluster:
-            requests = [job.request for job in todo.values()]
-            made, more = _followed(pipe, list(todo.values()), lambda _: cluster.run(requests, pipe.edits))
+            requests = [job.request for job in unmade.values()]
+            made, more = _followed(pipe, list(unmade.values()), lambda _: cluster.run(requests, pipe.edits))
             print(cluster.table())
     else:
-        made, more = _followed(pipe, list(todo.values()), functools.partial(_here, pipe, list(todo.values())))
+        made, more = _followed(pipe, list(unmade.values()), functools.partial(_here, pipe, list(unmade.values())))
     failed |= more
     there = f"; {len(done)} had results already" if done else ""
     print(f"wrote {made} of {len(lines)} lines to {arguments.out}{there}")
