@@ -1,0 +1,68 @@
+"""What the header of a safetensors file says of its tensors, and what the layouts of quantised files share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from .codec import Codec
+
+Header = Mapping[str, Mapping[str, Any]]  # name -> {"dtype", "shape", ...}, as safetensors has them
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_WHOLE = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+PLAIN = FLOATS | FP8 | _WHOLE | {"BOOL": torch.bool}
+_SCALES = {name: dtype for name, dtype in FLOATS.items() if name != "F64"}
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A weight: its codec, and the names of the stored tensors that are the codec's parts, in their order."""
+
+    codec: Codec
+    sources: tuple[str, ...]
+
+
+def matched(header: Header, name: str, codec: Codec, sources: tuple[str, ...]) -> Recognised:
+    """A weight whose stored tensors are of the sizes that its codec says. ValueError, which names it, if not."""
+    for part, source in zip(codec.parts, sources, strict=True):
+        if (held := _nbytes(header[source])) != part.nbytes:
+            raise ValueError(
+                f"{name}: {source} has {held} bytes where {codec.name} of {codec.shape} has {part.nbytes}."
+            )
+    return Recognised(codec, sources)
+
+
+def parse(name: str, text: bytes) -> dict[str, Any]:
+    """The JSON object that a note or the metadata holds. ValueError, which names it, for anything else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: it is not JSON. Download the file again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: it holds no JSON object. Download the file again.")
+    return content
+
+
+def expect(entry: Mapping[str, Any], *kinds: str) -> None:
+    """ValueError for a tensor of another type than one of these."""
+    if entry["dtype"] not in kinds:
+        raise ValueError(f"it or its scale is stored as {entry['dtype']} where that format has {kinds[0]}.")
+
+
+def scale_type(scale: Mapping[str, Any]) -> torch.dtype:
+    """The type of a tensor of scales. ValueError for one that scales are not stored in."""
+    if scale["dtype"] not in _SCALES:
+        raise ValueError(f"its scale is stored as {scale['dtype']}.")
+    return _SCALES[scale["dtype"]]
+
+
+def _nbytes(entry: Mapping[str, Any]) -> int:
+    width = 1 if entry["dtype"] == "F8_E8M0" else PLAIN[entry["dtype"]].itemsize if entry["dtype"] in PLAIN else 0
+    return prod(entry["shape"]) * width
