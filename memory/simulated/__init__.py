@@ -88,15 +88,16 @@ def enable(
     tflops: float | None = None,
     reserved: int | str = 0,
     disk_gbps: float | None = None,
+    slot: int = 0,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
     `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other
     programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
     operations per second for matrix products, convolutions and attention, None for a device that computes in
-    no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time.
-    Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see
-    `supported`), and ValueError for a size or a rate that makes no sense.
+    no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time. A card
+    in another `slot` is another one of the same name. Tensors already on the device stay, and count. Raises
+    RuntimeError where torch cannot do it (see `supported`), and ValueError for a size or a rate that makes no sense.
     """
     global _enabled
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
@@ -107,7 +108,7 @@ def enable(
         raise RuntimeError(reason)
     flops = None if tflops is None else tflops * 1e12
     disk = None if disk_gbps is None else disk_gbps * 1e9
-    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk)
+    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot)
     _enabled = True
 
 
@@ -156,6 +157,10 @@ class DeviceProperties:
 
     name: str
     total_memory: int
+    uuid: str
+    pci_bus_id: int
+    pci_device_id: int = 0
+    pci_domain_id: int = 0xFFFF  # where no system has one
     major: int = 0
     minor: int = 0
     multi_processor_count: int = 1
@@ -164,6 +169,11 @@ class DeviceProperties:
 def _total_bytes() -> int:
     card = state.card
     return card.allocated_bytes() if card.total_bytes is None else card.total_bytes
+
+
+def _properties() -> DeviceProperties:
+    slot = state.card.slot
+    return DeviceProperties(_NAME, _total_bytes(), f"simulated-{slot}", slot)
 
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -207,7 +217,7 @@ def _backend() -> types.ModuleType:
         "set_device": _set_device,
         "device": _device,
         "get_device_name": lambda device=None: _NAME,
-        "get_device_properties": lambda device=None: DeviceProperties(_NAME, _total_bytes()),
+        "get_device_properties": lambda device=None: _properties(),
         "get_device_capability": lambda device=None: (0, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],

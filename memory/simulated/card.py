@@ -98,10 +98,17 @@ class Card:
         self.configure(total_bytes, 0, 25e9, 25e9, None)
 
     def configure(
-        self, total: int | None, reserved: int, h2d: float, d2h: float, flops: float | None, disk: float | None = None
+        self,
+        total: int | None,
+        reserved: int,
+        h2d: float,
+        d2h: float,
+        flops: float | None,
+        disk: float | None = None,
+        slot: int = 0,
     ) -> None:
         """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew."""
-        self.total_bytes, self.reserved_bytes, self.flops, self.disk = total, reserved, flops, disk
+        self.total_bytes, self.reserved_bytes, self.flops, self.disk, self.slot = total, reserved, flops, disk, slot
         self._rates = {"h2d": h2d, "d2h": d2h}
         self.timed = self.timed or flops is not None
         self.reset()

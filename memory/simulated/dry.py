@@ -51,6 +51,11 @@ def dry_card() -> Iterator[state.Card]:
             state.card = outer
 
 
+def held_bytes() -> int:
+    """Bytes on the card of the dry run that is under way."""
+    return state.card.allocated_bytes()
+
+
 class _Operators(TorchDispatchMode):
     """Catches the operators that make a tensor on `meta`, which no tensor of the card is an argument of."""
 

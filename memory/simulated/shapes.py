@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .recall import remembered
+
 KEPT_BYTES = 4 * 2**20  # storages up to this size keep their values
 
 
@@ -22,7 +24,7 @@ def run(func: Any, raws: Any, kwargs: dict) -> Any:
     if "device" in kwargs:
         kwargs["device"] = "meta"
     try:
-        return func(*(_shape_of(raw) for raw in raws), **kwargs)
+        return remembered(func, tuple(map(_shape_of, raws)), kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" in str(error).lower() or "data-dependent" in str(error).lower():
             raise _no_value(func) from error

@@ -137,6 +137,7 @@ def test_where_it_fails_the_device_is_refused_and_all_else_works() -> None:
     assert kernels == "no kernels"
 
 
+@pytest.mark.long
 def test_the_demo_goes_on_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "demo.png"
     result = run(

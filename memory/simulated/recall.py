@@ -1,0 +1,95 @@
+"""Shapes of results that are remembered: steps and blocks repeat the same operators, and torch's own rules are slow.
+
+What an operator makes of tensors on `meta` follows from their shapes, strides and dtypes, its other arguments and
+torch's default dtype alone. Torch's FakeTensorMode remembers for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+_MOST = 2**14  # that are remembered; then all are forgotten
+
+_found: dict[Any, Any] = {}
+
+
+class _Made(NamedTuple):
+    """A tensor that an operator made, on a storage of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _UnfitError(Exception):
+    """What cannot be remembered."""
+
+
+def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """`func(*args, **kwargs)` of tensors on `meta`. Raises what `func` raises, each time."""
+    schema = func._schema
+    if schema.is_mutable or any(value.alias_info for value in schema.returns):
+        return func(*args, **kwargs)  # views are made quickly
+    try:
+        named = tuple((name, _key(value)) for name, value in kwargs.items())
+        key = func, _key(args), named, torch.get_default_dtype()
+        recipe = _found.get(key)
+    except (_UnfitError, TypeError):
+        return func(*args, **kwargs)
+    if recipe is not None:
+        return _make(recipe)
+    result = func(*args, **kwargs)
+    try:
+        recipe = _recipe(result, [])
+    except _UnfitError:
+        return result
+    if not _shares(result, (args, kwargs.values())):
+        if len(_found) >= _MOST:
+            _found.clear()
+        _found[key] = recipe
+    return result
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor or not value.is_meta or value.is_conj() or value.is_neg():
+            raise _UnfitError
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return type(value), value  # True, 1 and 1.0 are equal, and promote differently
+
+
+def _recipe(result: Any, storages: list[int]) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_recipe(item, storages) for item in result)
+    if type(result) is not torch.Tensor:
+        raise _UnfitError
+    made = _Made(result.shape, result.stride(), result.dtype)
+    storage, last = result.untyped_storage(), sum((size - 1) * step for size, step in zip(*made[:2], strict=True))
+    whole = storage.nbytes() == (last + 1 if result.numel() else 0) * made.dtype.itemsize
+    if not result.is_meta or result.is_conj() or result.is_neg() or not whole or storage._cdata in storages:
+        raise _UnfitError
+    storages.append(storage._cdata)
+    return made
+
+
+def _make(recipe: Any) -> Any:
+    if type(recipe) is _Made:
+        return torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
+    return type(recipe)(map(_make, recipe))
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage()._cdata}
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        return set()
+    return set().union(*map(_storages, value))
+
+
+def _shares(result: Any, given: Any) -> bool:
+    return bool(_storages(result) & _storages(given))
