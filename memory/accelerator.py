@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from . import ram, simulated
 from .sizes import format_bytes
 
 MB = 2**20
+_BUS = Path("/sys/bus/pci/devices")
 
 
 class Accelerator:
@@ -31,6 +33,16 @@ class Accelerator:
         """What the maker calls it, such as "NVIDIA GeForce RTX 4070"."""
         describe = getattr(self._module, "get_device_name", None)
         return describe(self.device) if describe else self.device.type.upper()
+
+    @property
+    def identity(self) -> str:
+        """What tells it from others of its name: its UUID, its place on the bus and how wide that is, where known."""
+        describe = getattr(self._module, "get_device_properties", None)
+        found = describe(self.device) if describe else None
+        place = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+        slot = "" if -1 in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
+        told = (self.name, str(getattr(found, "uuid", "")), slot, _link_width(slot) if slot else "")
+        return ", ".join(filter(None, told))
 
     def total_bytes(self) -> int:
         """Memory of the device."""
@@ -103,6 +115,14 @@ class Accelerator:
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device}, {self.name}, {format_bytes(self.total_bytes())})"
+
+
+def _link_width(slot: str) -> str:
+    """How many lanes lead to a slot of the PCI bus, as Linux tells it: the same card is slower in a narrow one."""
+    try:
+        return f"x{(_BUS / slot / 'current_link_width').read_text('ascii').strip()}"
+    except (OSError, ValueError):
+        return ""
 
 
 class PeakMeter:

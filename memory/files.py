@@ -84,10 +84,11 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, first: bool = False) -> Iterator[Path]:
     """A new file beside `path`, which takes its place when the block ends well: no reader sees half of one.
 
-    Makes the folder if need be, and removes what processes that were killed left there. Raises OSError.
+    With `first` one stays that another process has put there by then. Makes the folder if need be, and removes what
+    processes that were killed left there. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(path.parent)
@@ -95,7 +96,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         os.close(handle)
         yield Path(name)
-        os.replace(name, path)
+        if first and path.exists():
+            os.unlink(name)
+        else:
+            os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             Path(name).unlink(missing_ok=True)

@@ -7,10 +7,11 @@ import math
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
 from . import simulated, speeds
 from .accelerator import Accelerator
@@ -24,13 +25,14 @@ log = logging.getLogger("ballast")
 COPY_BYTES = 256 * 2**20
 _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
 _MUCH_FASTER = 1.5
-_KEYS = ("pinned", "paged", "operations", "memory")
+_CHANNELS, _SIDE = 512, 128  # of the maps of a VAE
+_KEYS = ("pinned", "paged", "operations", "memory", "float32")
 
 _lock = threading.Lock()
 
 
-def rates(device: torch.device) -> Rates:
-    """How fast weights come to a device, and how fast it computes.
+def rates(device: torch.device, disk: int | None = None) -> Rates:
+    """How fast weights come to a device, from the disk of a device number too, and how fast it computes.
 
     The first call for a kind of CUDA, ROCm or XPU device takes up to 2 s and 500 MB of its memory. Where pinned memory
     turns out to be no faster, nothing is pinned from then on.
@@ -38,41 +40,50 @@ def rates(device: torch.device) -> Rates:
     if device.type == simulated.DEVICE_TYPE:
         card = simulated_card.card
         h2d = card._rates["h2d"]
-        disk = card.disk or ASSUMED.disk_bytes_per_second
-        return Rates(h2d, h2d, disk, card.flops or math.inf, "simulated", math.inf, 0.0)  # it times products only
+        from_disk = card.disk or ASSUMED.disk_bytes_per_second
+        return Rates(h2d, h2d, from_disk, card.flops or math.inf, "simulated", math.inf, 0.0)  # it times products only
     if device.type not in ("cuda", "xpu"):
-        return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
+        return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
     key = card_of(device)
     with _lock:
         found = speeds.remembered(key, _KEYS) or _try_to_measure(device)
         if not found:
-            return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate())
+            return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
         speeds.note(key, found, file="pinned" in found)  # refused pinning need not be so the next time
-    pinned, paged = found.get("pinned", found["paged"]), found["paged"]
     # Clearly faster, since copies from paged memory overlap with nothing.
-    if "pinned" in found and paged >= _MUCH_FASTER * pinned:
+    if "pinned" in found and found["paged"] >= _MUCH_FASTER * found["pinned"]:
         hostbuffer.leave_paged(device)
-    return Rates(pinned, paged, speeds.disk_rate(), found["operations"], "measured", found["memory"])
+    return _rates(found, disk)
 
 
 def card_of(device: torch.device) -> str:
-    """What measurements of a device are kept under: this machine and the device's name."""
-    name = Accelerator(device).name
+    """What measurements of a device are kept under: this machine, and what tells the device from others."""
+    name = Accelerator(device).identity
     if device.type == simulated.DEVICE_TYPE:
         name += f" of {simulated_card.card.flops:g} FLOPS" if simulated_card.card.flops else ""
     return f"{platform.node()}, {name}"
 
 
-def known_rates(device: torch.device) -> Rates:
+def known_rates(device: torch.device, disk: int | None = None) -> Rates:
     """What `rates` tells, without measuring: assumed where that was not done yet."""
     if device.type == simulated.DEVICE_TYPE:
         return rates(device)
-    found = speeds.remembered(card_of(device), ("paged", "operations", "memory"))
-    disk = speeds.disk_rate()
+    found = speeds.remembered(card_of(device), [key for key in _KEYS if key != "pinned"])
     if device.type not in ("cuda", "xpu") or not found:
-        return replace(ASSUMED, disk_bytes_per_second=disk)
-    pinned = found.get("pinned", found["paged"])
-    return Rates(pinned, found["paged"], disk, found["operations"], "measured", found["memory"])
+        return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
+    return _rates(found, disk)
+
+
+def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
+    return Rates(
+        found.get("pinned", found["paged"]),
+        found["paged"],
+        speeds.disk_rate(disk),
+        found["operations"],
+        "measured",
+        found["memory"],
+        float32=found["float32"],
+    )
 
 
 # Measuring
@@ -106,10 +117,18 @@ def _measure(device: torch.device) -> dict[str, float]:
         hostbuffer.unpin(host)
     first, second = target.chunk(2)
     found["memory"] = COPY_BYTES / _seconds(lambda: first.copy_(second), accelerator)  # half is read, half written
-    x = torch.ones(_TOKENS, _WIDTH, dtype=torch.bfloat16, device=device)
-    weight = torch.ones(_INNER, _WIDTH, dtype=torch.bfloat16, device=device)
-    seconds = _seconds(lambda: torch.nn.functional.linear(x, weight), accelerator)
-    return found | {"operations": 2 * _TOKENS * _WIDTH * _INNER / seconds}
+    # Of random values: of equal ones a card computes faster, since fewer of its wires switch.
+    random = torch.Generator().manual_seed(0)
+
+    def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=random).sub_(0.5).to(device, dtype)
+
+    x, weight = values(torch.bfloat16, _TOKENS, _WIDTH), values(torch.bfloat16, _INNER, _WIDTH)
+    seconds = _seconds(lambda: functional.linear(x, weight), accelerator)
+    found["operations"] = 2 * _TOKENS * _WIDTH * _INNER / seconds
+    maps, kernel = values(torch.float32, 1, _CHANNELS, _SIDE, _SIDE), values(torch.float32, _CHANNELS, _CHANNELS, 3, 3)
+    seconds = _seconds(lambda: functional.conv2d(maps, kernel, padding=1), accelerator)
+    return found | {"float32": 2 * 9 * (_CHANNELS * _SIDE) ** 2 / seconds}
 
 
 def _seconds(work: Callable[[], object], accelerator: Accelerator) -> float:

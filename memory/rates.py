@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +11,8 @@ from typing import Literal
 class Rates:
     """Bytes per second to the device and from disk, and operations per second of a transformer's large products.
 
-    Decoding goes by the bytes per second of the device's own memory, read and written, and the least that a kernel
-    takes.
+    Decoding weights goes by the bytes per second of the device's own memory, read and written, and the least that a
+    kernel takes. A VAE computes in float32, which is slower by far than bfloat16; 0 stands for a quarter of that.
     """
 
     pinned_bytes_per_second: float
@@ -21,6 +22,18 @@ class Rates:
     source: Literal["measured", "simulated", "assumed"] = "assumed"
     memory_bytes_per_second: float = 300e9
     kernel_seconds: float = 4e-6
+    float32: float = 0.0
+
+    @property
+    def float32_operations_per_second(self) -> float:
+        """Operations per second of convolutions and products in float32."""
+        return self.float32 or self.operations_per_second / 4
+
+    @property
+    def operations_per_byte(self) -> float:
+        """In float32, in the time that a byte takes to the device."""
+        found = self.float32_operations_per_second / self.pinned_bytes_per_second
+        return found if math.isfinite(found) else ASSUMED.operations_per_byte
 
 
 # A card of the middle class behind PCIe 4 x16, and a good SSD: for plans made on a machine that has neither.

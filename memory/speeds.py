@@ -38,17 +38,20 @@ def note(key: str, numbers: Mapping[str, float], file: bool = True) -> None:
                 replace_file(_file(), json.dumps(_read() | {key: _known[key]}, indent=1).encode())
 
 
-def observe_disk(nbytes: int, seconds: float) -> None:
-    """Note that reading so many bytes of weights took so long. Reads of less than 256 MB are not counted."""
-    if nbytes < OBSERVED_BYTES or seconds <= 0:
+def observe_disk(nbytes: int, seconds: float, disk: int | None) -> None:
+    """Note that reading so many bytes of weights took so long, from the disk of a device number.
+
+    Reads of less than 256 MB are not counted, nor those from no one disk.
+    """
+    if nbytes < OBSERVED_BYTES or seconds <= 0 or disk is None:
         return
     with _lock:
-        note(_disk_key(), {"disk": (disk_rate(nbytes / seconds) + nbytes / seconds) / 2})
+        note(_disk_key(disk), {"disk": (disk_rate(disk, nbytes / seconds) + nbytes / seconds) / 2})
 
 
-def disk_rate(otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
-    """Bytes per second that weights come from disk at, as far as that was seen."""
-    found = remembered(_disk_key(), ("disk",))
+def disk_rate(disk: int | None, otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
+    """Bytes per second that weights come at from the disk of a device number, as far as that was seen."""
+    found = None if disk is None else remembered(_disk_key(disk), ("disk",))
     return found["disk"] if found else otherwise
 
 
@@ -72,8 +75,8 @@ def note_pieces(key: str, facts: Any) -> None:
             replace_file(path, json.dumps(dict(list(lists.items())[-MAX_LISTS:])).encode())
 
 
-def _disk_key() -> str:
-    return f"{platform.node()}, disk"
+def _disk_key(disk: int) -> str:
+    return f"{platform.node()}, disk {disk}"
 
 
 # What cannot be read or written is measured again in the next process.

@@ -71,15 +71,18 @@ class Report:
         return sum(unit.host_bytes for unit in self.units)
 
     def __str__(self) -> str:
-        head = (
-            f"{self.device}: {format_bytes(self.resident_bytes)} of weights in a budget of "
-            f"{format_bytes(self.budget_bytes)}, {format_bytes(self.free_bytes)} free; "
-            f"RAM: {format_bytes(self.host_bytes)} of weights"
-        )
-        if self.guests:
-            there = format_bytes(sum(guest.resident_bytes for guest in self.guests))
-            kept = format_bytes(sum(guest.host_bytes for guest in self.guests))
-            head += f"; ComfyUI's models: {there} there, {kept} in RAM"
+        free = f"{format_bytes(self.free_bytes)} free"
+        there = format_bytes(sum(guest.resident_bytes for guest in self.guests))
+        kept = format_bytes(sum(guest.host_bytes for guest in self.guests))
+        if self.guests and not self.units:
+            head = f"{self.device}: {there} of ComfyUI's models, {free}; RAM: {kept} of ComfyUI's models"
+        else:
+            head = (
+                f"{self.device}: {format_bytes(self.resident_bytes)} of weights in a budget of "
+                f"{format_bytes(self.budget_bytes)}, {free}; RAM: {format_bytes(self.host_bytes)} of weights"
+            )
+            if self.guests:
+                head += f"; ComfyUI's models: {there} there, {kept} in RAM"
         rows: list[tuple[str, ...]] = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]
         for unit in (*self.units, *self.guests):
             in_ram = f"{format_bytes(unit.pinned_bytes)} of RAM pinned" if unit.pinned_bytes else ""

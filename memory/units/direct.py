@@ -5,7 +5,10 @@ Only Linux has all of it; elsewhere files are read as usual.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
+import mmap
 import os
 import sys
 import threading
@@ -18,14 +21,40 @@ if sys.platform != "win32":
 
 CHUNK_BYTES = 4 * 2**20  # of each reader, beside the buffers that are filled
 SECTOR_BYTES = 4096  # where direct reads begin and end: no disk has larger sectors
-_PLACES = 5  # of a chunk that are looked for in the cache
+_PLACES = 5  # of a chunk that are looked for in the cache, where the system does not tell of all
 _UNFIT = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that have no direct reads
 
 _of_thread = threading.local()
 
 
 def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
-    """Whether the page cache has that part of a file, as far as some places of it tell. Reads nothing from the disk."""
+    """Whether the page cache has all of that part of a file. Reads nothing, where the system tells this user."""
+    if end > os.fstat(file.fileno()).st_size:
+        return False
+    pages = cached_pages(file, begin, end)
+    return _is_read_at_once(file, begin, end) if pages is None else 0 not in pages
+
+
+def cached_pages(file: BinaryIO, begin: int, end: int) -> bytes | None:
+    """A byte for each page of that part of a file, 1 for those in the page cache. Reads nothing.
+
+    None where the system does not tell: a user who neither owns the file nor is root would hear that all are there.
+    """
+    if sys.platform != "linux" or os.geteuid() not in (0, os.fstat(file.fileno()).st_uid):
+        return None
+    first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first) as mapped:
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(mapped)
+        try:
+            told = _libc().mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), pages)
+        finally:
+            del start  # or the mapping could not go
+    return bytes(pages) if told == 0 else None
+
+
+def _is_read_at_once(file: BinaryIO, begin: int, end: int) -> bool:
+    """Whether some places of that part come without waiting. May start reading them: a fast disk looks like a cache."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte, step = bytearray(1), max(1, (end - 1 - begin) // (_PLACES - 1))
@@ -33,6 +62,11 @@ def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
         return all(os.preadv(file.fileno(), [byte], at, os.RWF_NOWAIT) for at in {*range(begin, end, step), end - 1})
     except OSError:
         return False
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def read_nothing_ahead(file: BinaryIO) -> None:
