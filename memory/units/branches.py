@@ -1,82 +1,23 @@
 """LoRA as side branches: y = base(x) + s * B(A(x)), beside weights that stay as they are.
 
-A and B are buffers of the very module whose output they add to, so they come, leave and are counted with it. They are
-never part of a piece: they stay on the device as long as any of the module does.
+The tensors of a change are buffers of the very module whose output they add to, so they come, leave and are counted
+with it: in the piece of that module, which is cut as if they were not there.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from .changes import Change
 from .structure import BRANCH
 
-_STRENGTHS = "_branch_strengths"  # of the module: a number for each of its branches, in order
-_Apply = Callable[..., torch.Tensor]
-_CONVOLUTIONS: dict[type[nn.Module], _Apply] = {
-    nn.Conv1d: functional.conv1d,
-    nn.Conv2d: functional.conv2d,
-    nn.Conv3d: functional.conv3d,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """The branch of one module: `down` (A) [rank, in], `up` (B) [out, rank], and `bias` [out] if it has one.
-
-    Beside a convolution `down` has its kernel, [rank, in, ...], and `up` kernels of size 1. What they make is scaled by
-    `alpha` / rank, or for a `rank_stabilized` one by `alpha` / sqrt(rank); by 1 where there is no `alpha`.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    bias: torch.Tensor | None = None
-    alpha: float | None = None
-    rank_stabilized: bool = False
-
-    @property
-    def rank(self) -> int:
-        """Of the change that it makes."""
-        return self.down.shape[0]
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What it is made of."""
-        return [self.down, self.up, *([] if self.bias is None else [self.bias])]
-
-    def scaling(self, strength: float) -> float:
-        """The number that its output is multiplied by, computed as peft does."""
-        alpha = self.rank if self.alpha is None else self.alpha
-        return strength * alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
-
-    def why_not(self, module: nn.Module) -> str:
-        """Why it cannot be beside a module; empty if it can."""
-        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            return f"is of a {type(module).__name__}, which takes none"
-        if not isinstance(module, nn.Linear) and (
-            module.groups != 1 or set(module.dilation) != {1} or module.padding_mode != "zeros"
-        ):
-            return "is of a convolution with groups, dilation or padding of its own, which takes none"
-        out, into, *kernel = module.weight.shape
-        rank = self.rank
-        wanted = [[rank, into, *kernel], [out, rank, *(1 for _ in kernel)], [out]]
-        for tensor, shape in zip(self.tensors(), wanted, strict=False):
-            if list(tensor.shape) != shape:
-                return f"is {list(tensor.shape)} where it must be {shape}"
-        return ""
-
-    def like(self, module: nn.Module) -> LowRank:
-        """The same in the type that a module computes in, as peft has it."""
-        dtype = module.weight.dtype
-        assert isinstance(dtype, torch.dtype)
-        bias = None if self.bias is None else _plain(self.bias, dtype)
-        return LowRank(_plain(self.down, dtype), _plain(self.up, dtype), bias, self.alpha, self.rank_stabilized)
+_CHANGES = "_branch_changes"  # of the module: each of its changes, the names of its tensors, and what scales it
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +25,17 @@ class Adapter:
     """The branches of one LoRA in one module, by path. Two of the same `key` are the same."""
 
     key: Hashable
-    parts: Mapping[str, LowRank]
+    parts: Mapping[str, Sequence[Change]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        changes = (change for parts in self.parts.values() for change in parts)
+        return sum(tensor.nbytes for change in changes for tensor in change.tensors().values())
 
     def structure(self) -> list[list[Any]]:
         """Everything of it that decides activations, as plain data."""
-        return [[path, part.rank, part.bias is not None] for path, part in sorted(self.parts.items())]
+        return [[path, *(part.structure() for part in parts)] for path, parts in sorted(self.parts.items())]
 
 
 Worn = Sequence[tuple[Adapter, float]]  # with the strength of each
@@ -115,9 +62,9 @@ def attach_shapes(module: nn.Module, worn: Worn) -> None:
 def detach(module: nn.Module) -> None:
     """Take all branches away: the modules are as they were."""
     for owner in module.modules():
-        if _STRENGTHS not in vars(owner):
+        if _CHANGES not in vars(owner):
             continue
-        del vars(owner)[_STRENGTHS]
+        del vars(owner)[_CHANGES]
         for key in [key for key in owner._buffers if key.startswith(BRANCH)]:
             del owner._buffers[key]
             owner._non_persistent_buffers_set.discard(key)
@@ -127,54 +74,42 @@ def detach(module: nn.Module) -> None:
 def set_strengths(module: nn.Module, worn: Worn) -> None:
     """Let the branches that are there count so much."""
     for owner, parts in _placed(module, worn):
-        vars(owner)[_STRENGTHS] = [part.scaling(strength) for part, strength in parts]
+        vars(owner)[_CHANGES] = [(part, tuple(part.tensors()), part.scaling(strength)) for part, strength in parts]
 
 
 def _attach(module: nn.Module, worn: Worn, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for owner, parts in _placed(module, worn):
             for i, (part, _) in enumerate(parts):
-                for name, tensor in zip(("down", "up", "bias"), part.tensors(), strict=False):
+                for name, tensor in part.tensors().items():
                     owner.register_buffer(f"{BRANCH}{i}_{name}", made(tensor), persistent=False)
             owner.__class__ = _branched(type(owner))  # type: ignore[arg-type]
     set_strengths(module, worn)
 
 
-def _placed(module: nn.Module, worn: Worn) -> Iterator[tuple[nn.Module, list[tuple[LowRank, float]]]]:
+def _placed(module: nn.Module, worn: Worn) -> Iterator[tuple[nn.Module, list[tuple[Change, float]]]]:
     """Each module that adapters have branches for, and these in their order."""
     for path in dict.fromkeys(path for adapter, _ in worn for path in adapter.parts):
-        parts = [(adapter.parts[path], strength) for adapter, strength in worn if path in adapter.parts]
+        parts = [(part, strength) for adapter, strength in worn for part in adapter.parts.get(path, ())]
         yield module.get_submodule(path), parts
-
-
-def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        plain = tensor.detach().to(dtype).contiguous()
-        # Not a part of something larger, which it would keep in RAM.
-        return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 
 
 @functools.cache  # torch compiles by class
 def _branched(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls` with branches beside it. It keeps its name, which models and placements ask for."""
-    apply = next((apply for base, apply in _CONVOLUTIONS.items() if issubclass(cls, base)), None)
 
     @functools.wraps(cls.forward)
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = cls.forward(self, x, *args, **kwargs)
         dtype = result.dtype
-        for i, scaling in enumerate(getattr(self, _STRENGTHS)):
+        for i, (change, names, scaling) in enumerate(getattr(self, _CHANGES)):
             if not scaling:
                 continue
-            down, up = self._buffers[f"{BRANCH}{i}_down"], self._buffers[f"{BRANCH}{i}_up"]
-            bias = self._buffers.get(f"{BRANCH}{i}_bias")
-            if x.dtype != down.dtype:
-                x = x.to(down.dtype)
-            if apply is None:
-                change = functional.linear(functional.linear(x, down), up, bias)
-            else:
-                change = apply(apply(x, down, None, self.stride, self.padding), up, bias)
-            result = result + change * scaling
+            held = {name: self._buffers[f"{BRANCH}{i}_{name}"] for name in names}
+            given = held[names[0]].dtype
+            if x.dtype != given:
+                x = x.to(given)
+            result = result + change.added(self, held, x) * scaling
         return result.to(dtype)
 
     namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..codecs import comfy
-from ..codecs.codec import Part
+from ..codecs import layouts
 from ..codecs.gguf import codec_of
 from .encoding import EncodedWeight, Source
 from .gguf import read_gguf_header
 from .weights import Stamp, Stored, read_header
 
-_FP8, _BYTES = ("F8_E4M3", "F8_E5M2"), ("I8", "U8")
 
+def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
+    """All weights of a GGUF file, or of one or more safetensors files that belong together, by name.
 
-def encoded_weights(path: Path, dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """All weights of a safetensors or GGUF file, by name. Quantised ones become `dtype`, plain ones keep their own.
-
-    Raises FileNotFoundError, or ValueError in one line that names the file and the weight: for a file that is damaged,
-    and for a format that is not known for sure.
+    Quantised ones become `dtype`, plain ones keep their own. Raises FileNotFoundError, or ValueError in one line that
+    names the file and the weight: for a file that is damaged, and for a format that is not known for sure.
     """
-    if path.suffix.lower() == ".gguf":
-        return dict(_of_gguf(path, dtype))
-    return _of_safetensors(path, dtype)
+    first, *others = [paths] if isinstance(paths, Path) else paths
+    if first.suffix.lower() == ".gguf":
+        return dict(_of_gguf(first, dtype))
+    return _of_safetensors([first, *others], dtype)
 
 
 def is_encoded(path: Path) -> bool:
     """Whether a file holds weights in another form than plain tensors of 16 bits and more. Raises as `read_header`."""
     if path.suffix.lower() == ".gguf":
         return True
-    header = read_header(path)
-    if any(name.endswith((*comfy.SCALES, comfy.NOTE)) for name in header):
-        return True
-    # Of bytes only weights tell it: models hold masks, places and their tokenizer as such too.
-    kinds = {name: entry["dtype"] for name, entry in header.items()}
-    return any(kind in _FP8 or (kind in _BYTES and name.endswith(".weight")) for name, kind in kinds.items())
+    return layouts.is_encoded(read_header(path))
 
 
 def shapes_in(path: Path) -> list[tuple[int, ...]]:
@@ -50,9 +43,9 @@ def shapes_in(path: Path) -> list[tuple[int, ...]]:
     return [tuple(entry["shape"]) for entry in read_header(path).values()]
 
 
-def sources_of(path: Path, dtype: torch.dtype) -> dict[str, Source]:
+def sources_of(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, Source]:
     """The same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
-    return {name: weight.stored() or weight for name, weight in encoded_weights(path, dtype).items()}
+    return {name: weight.stored() or weight for name, weight in encoded_weights(paths, dtype).items()}
 
 
 def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeight]]:
@@ -63,35 +56,39 @@ def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeigh
         except ValueError as error:
             raise ValueError(f"{path}: {name} {error}") from error
         (part,) = codec.parts
-        yield name, EncodedWeight(codec, (_place(path, tensor.offset, part, stamp),))
+        yield name, EncodedWeight(codec, (Stored(path, tensor.offset, part.dtype, (part.count,), stamp),))
 
 
-def _of_safetensors(path: Path, dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    header, stamp = read_header(path), _stamp(path)
-    begin = stamp[0] - max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    notes = {name: _note(path, begin, name, entry) for name, entry in header.items() if name.endswith(comfy.NOTE)}
+def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
+    """A weight's parts may lie in different files, where a model was cut."""
+    header: dict[str, Mapping[str, Any]] = {}
+    metadata: dict[str, str] = {}
+    lies: dict[str, tuple[Path, int, Stamp]] = {}  # file, place and stamp of each stored tensor
+    for path in paths:
+        entries, stamp = read_header(path), _stamp(path)
+        begin = stamp[0] - max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        lies |= {name: (path, begin + entry["data_offsets"][0], stamp) for name, entry in entries.items()}
+        header |= entries
+        metadata |= _metadata(path)
+    notes = {name: _note(*lies[name][:2], name, header[name]) for name in header if name.endswith(layouts.NOTES)}
     try:
-        recognised = comfy.recognise(header, _metadata(path), notes, dtype)
+        recognised = layouts.recognise(header, metadata, notes, dtype)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{paths[0]}: {error}") from error
     found = {}
     for name, weight in recognised.items():
-        offsets = (begin + header[source]["data_offsets"][0] for source in weight.sources)
-        places = (_place(path, at, part, stamp) for at, part in zip(offsets, weight.codec.parts, strict=True))
+        parts = zip((lies[source] for source in weight.sources), weight.codec.parts, strict=True)
+        places = (Stored(path, at, part.dtype, (part.count,), stamp) for (path, at, stamp), part in parts)
         found[name] = EncodedWeight(weight.codec, tuple(places))
     return found
 
 
-def _place(path: Path, offset: int, part: Part, stamp: Stamp) -> Stored:
-    return Stored(path, offset, part.dtype, (part.count,), stamp)
-
-
-def _note(path: Path, begin: int, name: str, entry: Mapping[str, Any]) -> bytes:
+def _note(path: Path, at: int, name: str, entry: Mapping[str, Any]) -> bytes:
     first, end = entry["data_offsets"]
-    if end - first > comfy.MAX_NOTE_BYTES:
+    if end - first > layouts.MAX_NOTE_BYTES:
         raise ValueError(f"{path}: {name} has {end - first} bytes, which no note has. Download the file again.")
     with path.open("rb") as file:
-        file.seek(begin + first)
+        file.seek(at)
         return file.read(end - first)
 
 

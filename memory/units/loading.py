@@ -67,12 +67,12 @@ def load_stored(
     if pieces is None:
         others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
         parts = [
-            *(piece.tensors() for piece in divided.pieces),
+            *(piece.stored() for piece in divided.pieces),
             *(unique(each.slots) for each in divided.tables),
             others,
         ]
     else:
-        parts = [divided.pieces[i].tensors() for i in pieces]
+        parts = [divided.pieces[i].stored() for i in pieces]
     parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
     if any(slot.encoding and slot.encoding.maker for slot in places):
         made: dict[int, Made] = {}

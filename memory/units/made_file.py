@@ -98,7 +98,8 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
     reserved = sum(_ENTRY_BYTES + 2 * sum(map(len, names[id(slot.shown)])) for slot in places.values()) + _ENTRY_BYTES
     header: dict[str, Any] = {}
     told, end = {}, 0
-    with replacing(path) as part, part.open("wb") as file:
+    # Another process that has written the same by now may be reading it.
+    with replacing(path, first=True) as part, part.open("wb") as file:
         file.seek(8 + reserved)
         with contextlib.closing(making(groups, list(places.values()), sources, look)) as made:
             for found in made:

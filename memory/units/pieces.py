@@ -49,17 +49,29 @@ class Owner:
 
 @dataclass(eq=False)
 class PieceWeights:
-    """Modules that follow each other, and the weights that are theirs alone; `called` as far as is known."""
+    """Modules that follow each other, and the weights that are theirs alone; `called` as far as is known.
+
+    The tensors of LoRAs beside them come along: they follow the weights, from `stored_bytes` on, and are in no file.
+    """
 
     owners: list[Owner]
     slots: list[Slot]
-    packed_bytes: int  # of the flat buffer, with its gaps
-    held_bytes: int  # without them
+    packed_bytes: int  # of all in a row, with the gaps
+    stored_bytes: int  # of the weights, with theirs
+    held_bytes: int  # of all without gaps
     called: bool = True
 
     def tensors(self) -> list[torch.Tensor]:
-        """The host's weights and buffers, each once."""
+        """The host's weights, buffers and branches, each once."""
         return unique(self.slots)
+
+    def stored(self) -> list[torch.Tensor]:
+        """Those of them that are not of branches."""
+        return unique([slot for slot in self.slots if not slot.is_branch])
+
+    def branches(self) -> list[torch.Tensor]:
+        """The others."""
+        return unique([slot for slot in self.slots if slot.is_branch])
 
     @property
     def plain_bytes(self) -> int:
@@ -96,7 +108,7 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
 
     What several modules share is of the rest, unless all look up its rows; and so are weights that are not plain
     tensors, buffers that are in no file, the weights that are read elsewhere, and the few tensors that a module with
-    others inside has for itself.
+    others inside has for itself. LoRAs divide nothing anew: their tensors are of the piece of their module.
     """
     weights = [slot for slot in host_slots if not slot.is_branch]
     limit, table_limit = largest_run_bytes(nbytes_of(weights)), largest_run_bytes(plain_bytes_of(weights))
@@ -118,8 +130,12 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
     called = sorted((owner for owner in others if owner.path in places), key=lambda owner: places[owner.path])
     idle = [owner for owner in others if owner.path not in places]
     pieces = [_piece(group, run is called) for run in (called, idle) for group in _groups(run, limit)]
-    moving = {id(slot) for owner in (*tables, *others) for slot in owner.slots}
-    return Division([p for p in pieces if p.packed_bytes], tables, [s for s in host_slots if id(s) not in moving])
+    pieces = [piece for piece in pieces if piece.packed_bytes]
+    beside = {owner.path: [here[id(s.holder), s.key] for s in slots(owner.module) if s.is_branch] for owner in others}
+    for piece in pieces:
+        _add_branches(piece, [slot for owner in piece.owners for slot in beside[owner.path]])
+    moving = {id(slot) for own in (*(t.slots for t in tables), *(p.slots for p in pieces)) for slot in own}
+    return Division(pieces, tables, [slot for slot in host_slots if id(slot) not in moving])
 
 
 def largest_run_bytes(total_bytes: int) -> int:
@@ -257,4 +273,13 @@ def _groups(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:
 def _piece(owners: list[Owner], called: bool) -> PieceWeights:
     own = [slot for owner in owners for slot in owner.slots]
     tensors = unique(own)
-    return PieceWeights(owners, own, layout(tensors)[1], sum(tensor.nbytes for tensor in tensors), called)
+    packed_bytes = layout(tensors)[1]
+    return PieceWeights(owners, own, packed_bytes, packed_bytes, sum(tensor.nbytes for tensor in tensors), called)
+
+
+def _add_branches(piece: PieceWeights, branches: list[Slot]) -> None:
+    """Let these come along with a piece, which is cut as if there were none."""
+    tensors = unique(branches)
+    piece.slots += branches
+    piece.packed_bytes += layout(tensors)[1]
+    piece.held_bytes += sum(tensor.nbytes for tensor in tensors)

@@ -25,7 +25,7 @@ from ..errors import is_out_of_ram
 from ..speeds import observe_disk
 from . import direct
 from .hostbuffer import bytes_of
-from .weights import Stamp, Stored, check_unchanged
+from .weights import Stamp, Stored, check_unchanged, disk_number
 
 READERS = 4  # one alone does not keep an NVMe disk busy
 FILLERS = 8  # of RAM, by direct reads, which nothing reads ahead for
@@ -124,13 +124,18 @@ def read_batch(batch: list[Job]) -> None:
             _read_piece(file, piece, buffer)
 
 
-def fill_batch(batch: list[Job]) -> None:
-    """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does."""
+def fill_batch(batch: list[Job]) -> bool:
+    """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does.
+
+    Returns whether all came from the disk.
+    """
+    from_disk = True
     with _opened(batch) as file:
         direct.read_nothing_ahead(file)
         for jobs in chunks(batch):
             begin, end = jobs[0][0].offset, max(piece.offset + piece.stored_bytes for piece, _ in jobs)
             was_cached = direct.is_cached(file, begin, end)
+            from_disk = from_disk and not was_cached
             held = None if was_cached else direct.read_chunk(file, begin, end)
             for piece, buffer in jobs:
                 if held is None:
@@ -139,6 +144,7 @@ def fill_batch(batch: list[Job]) -> None:
                     _put(held[piece.offset - begin :][: piece.stored_bytes], piece, buffer)
             if not was_cached:  # what reads that were not direct have brought, or looking for it
                 direct.forget(file, begin, end)
+    return from_disk
 
 
 @contextmanager
@@ -162,16 +168,18 @@ def read(jobs: Iterable[Job], look: Callable[[int], None] = lambda read: None) -
     ValueError, in one line that names the file; what the buffers hold after an error is undefined.
     """
     work = batches(jobs)
+    disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
     start, so_far = time.perf_counter(), 0
     pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
     try:
         for batch, done in [(batch, pool.submit(fill_batch, batch)) for batch in work]:
-            done.result()
+            if not done.result():
+                disks.add(None)  # the page cache
             so_far += sum(piece.stored_bytes for piece, _ in batch)
             look(so_far)
     finally:
         pool.shutdown(cancel_futures=True)
-    observe_disk(so_far, time.perf_counter() - start)
+    observe_disk(so_far, time.perf_counter() - start, disks.pop() if len(disks) == 1 else None)
 
 
 def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:

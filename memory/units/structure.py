@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def is_branch(self) -> bool:
-        """Whether a LoRA has put it there: it is of no piece, and divides nothing."""
+        """Whether a LoRA has put it there: it divides nothing, and is in no file."""
         return self.key.startswith(BRANCH)
 
     def set(self, tensor: torch.Tensor) -> None:

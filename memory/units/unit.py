@@ -6,6 +6,7 @@ or those of some pieces) the CPU tensors that stay the truth, on the device tier
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -26,7 +27,7 @@ from .loading import Interruptible, find_stored, load_stored
 from .made_file import read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
 from .structure import Slot, slots
-from .weights import is_unchanged
+from .weights import disk_number, is_unchanged
 
 if TYPE_CHECKING:
     from ..codecs.making import Maker
@@ -228,11 +229,19 @@ class ManagedModel:
             detach(self._module)
             self._worn, self._size_bytes = (), left
 
+    @contextlib.contextmanager
+    def without_worn(self) -> Iterator[None]:
+        """For dry runs as if it wore nothing; the module itself keeps what it has. No other stage may run meanwhile."""
+        worn, self._worn = self._worn, ()
+        try:
+            yield
+        finally:
+            self._worn = worn
+
     @property
     def branch_bytes(self) -> int:
         """Of its bytes, those of adapters."""
-        parts = (part for adapter, _ in self._worn for part in adapter.parts.values())
-        return sum(tensor.nbytes for part in parts for tensor in part.tensors())
+        return sum(adapter.nbytes for adapter, _ in self._worn)
 
     def learn(self, seen: CallOrder) -> None:
         """Note what a dry run saw of the calls inside; what was known of them before stays so."""
@@ -268,6 +277,12 @@ class ManagedModel:
         """RAM taken by weights now."""
         weights = self.size_bytes if self._on_host else sum(self._held.values())
         return weights + (self.placement.host_bytes if self.placement else 0)
+
+    @property
+    def disk(self) -> int | None:
+        """The device number of the disk that its weights are read from; None where no file is known, or it is gone."""
+        first = next(iter(self._stored().values()), None) if self._stored else None
+        return None if first is None else disk_number(first.path)
 
     @property
     def in_ram(self) -> bool:
@@ -325,7 +340,7 @@ class ManagedModel:
             release_frames(error)
             raise
         divided = self._pieces()
-        read = {i: divided[i].packed_bytes for i in missing}
+        read = {i: divided[i].stored_bytes for i in missing}
         self._held, self._held_calls = self._held | read, self.calls
         return sum(read.values())
 
@@ -335,7 +350,7 @@ class ManagedModel:
             return self.drop()
         self._refuse_if_placed()
         before, divided = self.host_bytes, self._pieces()
-        kept = {i: divided[i].packed_bytes for i in pieces if self._on_host or i in self._held}
+        kept = {i: divided[i].stored_bytes for i in pieces if self._on_host or i in self._held}
         self._leave([slot for i in kept for slot in divided[i].slots])
         self._held, self._held_calls, self._on_host = kept, self.calls, False
         return before - self.host_bytes
@@ -379,7 +394,7 @@ class ManagedModel:
         divided, left = self._pieces(), self.host_bytes - nbytes
         kept: list[int] = []
         for i in sorted(range(len(divided)) if self._on_host else self._held):
-            if (left := left - divided[i].packed_bytes) < 0:
+            if (left := left - divided[i].stored_bytes) < 0:
                 break
             kept.append(i)
         return self.keep(kept)
@@ -393,7 +408,7 @@ class ManagedModel:
         stay = {id(slot.tensor) for slot in staying}
         left: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for slot in list(slots(self.module)):
-            if id(slot.tensor) in stay:
+            if id(slot.tensor) in stay or slot.is_branch:
                 continue
             if id(slot.tensor) not in left:
                 left[id(slot.tensor)] = _without_weights(slot)

@@ -212,6 +212,14 @@ def stamps_of(files: Iterable[Path]) -> tuple[tuple[Path, Stamp], ...]:
     return tuple(sorted((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in found))
 
 
+def disk_number(path: Path) -> int | None:
+    """The device number of the disk that a file lies on; None where it is gone."""
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
+
+
 def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
     """Whether a file is there, and still the one whose stamp that is."""
     try:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.units.branches import Adapter, LowRank, Worn, attach, detach
+from ballast.memory.planning.planner import least_weights
+from ballast.memory.units.branches import Adapter, Worn, attach, detach
+from ballast.memory.units.changes import LowRank
 from ballast.memory.units.pieces import CallOrder, divide
 from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import stored_tensors
@@ -33,7 +35,7 @@ def adapters(module: nn.Module, ranks: tuple[int, ...] = RANKS, seed: int = 0, *
 
     layers = {name: inner for name, inner in module.named_modules() if isinstance(inner, nn.Linear | nn.Conv2d)}
     return [
-        Adapter((seed, rank), {name: part(inner, rank, alpha) for name, inner in layers.items()})
+        Adapter((seed, rank), {name: (part(inner, rank, alpha),) for name, inner in layers.items()})
         for rank, alpha in zip(ranks, ALPHAS, strict=False)
     ]
 
@@ -45,7 +47,7 @@ def worn(module: nn.Module, **more: object) -> Worn:
 def pefts(module: nn.Module, given: Worn) -> nn.Module:
     """The module as peft makes it of the same adapters."""
     for i, (adapter, _) in enumerate(given):
-        first = next(iter(adapter.parts.values()))
+        (first,) = next(iter(adapter.parts.values()))
         alpha = first.rank if first.alpha is None else first.alpha
         config = LoraConfig(
             r=first.rank, lora_alpha=alpha, target_modules=list(adapter.parts), use_rslora=first.rank_stabilized
@@ -56,8 +58,8 @@ def pefts(module: nn.Module, given: Worn) -> nn.Module:
         layer.set_adapter([f"lora{i}" for i, _ in enumerate(given)])
         for i, (adapter, strength) in enumerate(given):
             layer.set_scale(f"lora{i}", strength)
-            layer.lora_A[f"lora{i}"].weight.data = adapter.parts[name].down
-            layer.lora_B[f"lora{i}"].weight.data = adapter.parts[name].up
+            layer.lora_A[f"lora{i}"].weight.data = adapter.parts[name][0].down
+            layer.lora_B[f"lora{i}"].weight.data = adapter.parts[name][0].up
     return module.eval().requires_grad_(False)
 
 
@@ -89,14 +91,14 @@ def test_the_arithmetic_is_pefts(dtype: torch.dtype, stabilized: bool) -> None:
     assert not list(ours.buffers()) and vars(ours.second).keys() == vars(nn.Linear(8, 4)).keys()
 
 
-def stored_unit(folder: Path) -> ManagedModel:
+def stored_unit(folder: Path, depth: int = 16) -> ManagedModel:
     """Blocks whose weights lie in a file."""
     path = folder / "blocks.safetensors"
-    save_file(dict(Blocks().named_parameters()), path)
+    save_file(dict(Blocks(depth).named_parameters()), path)
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            return Blocks()
+            return Blocks(depth)
 
     def read() -> nn.Module:
         raise AssertionError("the file names all weights")
@@ -118,7 +120,7 @@ def test_every_placement_gives_the_same(strategy: str, from_disk: bool, sim: Mod
     assert (
         unit.size_bytes - bare
         == unit.branch_bytes
-        == sum(tensor.nbytes for adapter, _ in given for part in adapter.parts.values() for tensor in part.tensors())
+        == sum(t.nbytes for adapter, _ in given for (part,) in adapter.parts.values() for t in (part.down, part.up))
     )
     on.limit(ram="64KB" if from_disk and strategy != "cpu" else None)
 
@@ -170,7 +172,7 @@ def test_strength_zero_computes_nothing() -> None:
     module, x = Blocks(2), noise().cpu()
     plain = module(x)
     up, down = torch.full((WIDTH, 4), 1e30), torch.full((4, WIDTH), 1e30)
-    attach(module, [(Adapter("large", {"blocks.0.up": LowRank(down, up)}), 0.0)])
+    attach(module, [(Adapter("large", {"blocks.0.up": (LowRank(down, up),)}), 0.0)])
     assert torch.equal(module(x), plain)
 
 
@@ -180,9 +182,48 @@ def test_branches_divide_nothing_anew() -> None:
     before = divide(module, list(slots(module)), CallOrder())
     attach(module, worn(module, ranks=(32, 64)))
     after = divide(module, list(slots(module)), CallOrder())
-    sizes = [[(p.packed_bytes, [owner.path for owner in p.owners]) for p in each.pieces] for each in (before, after)]
-    assert sizes[0] == sizes[1]
-    assert len(after.rest) == len(before.rest) + 4 * 24
+    sizes = [[(p.stored_bytes, [owner.path for owner in p.owners]) for p in each.pieces] for each in (before, after)]
+    assert sizes[0] == sizes[1] and all(p.stored_bytes == p.packed_bytes for p in before.pieces)
+    assert len(after.rest) == len(before.rest)
+    assert sum(len(piece.branches()) for piece in after.pieces) == 4 * 24
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_branches_pass_through_the_ring_with_their_module(
+    paged: bool, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take as little room as the weights do, and are copied with these; from RAM, which holds them once.
+
+    Through windows as well, where RAM could not be pinned.
+    """
+    if paged:
+        monkeypatch.setattr("ballast.memory.units.hostbuffer.wants_pinned", lambda device: True)
+        monkeypatch.setattr("ballast.memory.units.hostbuffer.pin", lambda flat, device: True)
+        monkeypatch.setattr("ballast.memory.streaming.ring.pin", lambda flat, device: False)
+    x, module = noise().cpu(), Blocks(12)
+    given = worn(module, ranks=(32, 64))
+    unit, on = stored_unit(tmp_path, 12), manager("sim")
+    on.adopt(unit)
+    bare = sizes_of(unit)
+    least = least_weights(bare)["streamed"]
+    on.wear(unit, given)
+    sizes, expected = sizes_of(unit), pefts(Blocks(12), given)(x)
+    assert sizes.fixed_bytes == bare.fixed_bytes
+    assert 0 < least_weights(sizes)["streamed"] - least < unit.branch_bytes / 3
+    assert sum(p.held_bytes for p in sizes.pieces) - sum(p.held_bytes for p in bare.pieces) == unit.branch_bytes
+    for ram in (None, "150KB"):
+        on.limit("600KB", ram)
+        before = on.device_bytes_in
+        with on.use(unit, "leafwise") as placed:
+            torch.testing.assert_close(placed(x.to(placed.device)).cpu(), expected, atol=1e-6, rtol=0)
+            assert unit.resident_bytes < unit.branch_bytes
+        assert on.device_bytes_in - before > unit.branch_bytes
+        on.evict(unit)
+        assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
+    for adapter, _ in given:
+        for path, parts in adapter.parts.items():
+            held = vars(unit.module.get_submodule(path))["_buffers"].values()
+            assert all(any(each is tensor for each in held) for tensor in parts[0].tensors().values())
 
 
 def test_a_leased_unit_keeps_its_adapters(sim: ModuleType) -> None:

@@ -241,7 +241,7 @@ def test_a_file_that_is_cut_short_anywhere_is_refused(path: Path, tmp_path: Path
         refused(file, "no GGUF file|bytes of header|it ends|ends at byte")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_a_header_with_any_bytes_changed_is_read_or_refused(seed: int, changes: int) -> None:
     """What is read of it lies within the file."""
