@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..planning.stripes import blocks
 from .calls import NotStripedError, handles, local
-from .heights import stripes
 from .keeping import settle
 from .maps import Map
 
@@ -53,6 +53,7 @@ class _Attention(Map):
         work = 2 * key.length * (query.shape[-1] + value.shape[-1]) // max(1, value.shape[-1])
         masks = (mask,) if isinstance(mask, Map) else ()
         super().__init__(query.room, shape, query.dtype, query.axis, (query, key, value, *masks), work)
+        self.wholly = (key, value)
         self._mask, self._scale = mask, scale
         self._heads = max(1, query.nbytes // (query.length * query.shape[-1] * query.dtype.itemsize))
         self.grain = query.grain
@@ -66,7 +67,7 @@ class _Attention(Map):
         query, key, value, *masks = self.inputs
         block = self._block(rows)
         scores = _BLOCKS * 4 * self._heads * rows * block
-        both = max(key.peak_bytes(block), key.fresh_bytes(block) + value.peak_bytes(block))
+        both = max(key.passing_bytes(block), block * key.row_bytes + value.passing_bytes(block))
         both += sum(mask.peak_bytes(rows) for mask in masks)
         # Queries, scaled ones, and what has been summed up, as it was and as it is.
         return query.peak_bytes(rows) + rows * (query.row_bytes + 3 * self.row_bytes) + scores + both
@@ -80,10 +81,12 @@ class _Attention(Map):
         most = total = summed = None
         block = self._block(stop - start)
 
-        def kind(low: int, high: int) -> tuple:
-            return key.kind(low, high), value.kind(low, high)
+        spans = blocks(key.length, block)
 
-        for low, high in self.room.steps(stripes(key.length, block), kind):
+        def kind(index: int) -> tuple:
+            return key.kind(*spans[index]), value.kind(*spans[index])
+
+        for low, high in (spans[index] for index in self.room.steps(len(spans), kind)):
             scores = asked @ key.rows(low, high).float().transpose(-1, -2)
             if isinstance(mask, torch.Tensor):
                 scores = _masked(scores, mask if mask.shape[-1] == 1 else mask[..., low:high])
@@ -110,7 +113,7 @@ class _Attention(Map):
         return [(one, start, stop) for one in (query, *masks)]
 
     def _let_go(self) -> None:
-        self._mask = None
+        self._mask, self.wholly = None, ()
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..planning.dry_run import lay_weights
-from ..rates import Rates
+from ..planning.stripes import Pass, seconds
+from ..rates import ASSUMED, Rates
 from ..simulated.dry import DEVICE, dry_card
 from .run import Traffic, run
 
@@ -30,15 +31,19 @@ class StripedForecast:
     d2h_bytes: int
     operations: float
     result_bytes: int = 0
+    passes: tuple[Pass, ...] = ()
 
     def seconds(self, rates: Rates) -> float:
-        """How long that takes: copies are waited for, and go to and from paged RAM."""
-        moved = self.h2d_bytes + self.d2h_bytes
-        return self.operations / rates.operations_per_second + moved / rates.paged_bytes_per_second
+        """How long that takes: in a pass, copies each way and computing in float32 go on at once."""
+        return seconds(self.passes, rates.float32_operations_per_second, rates.pinned_bytes_per_second)
 
 
 def forecast(
-    module: nn.Module, function: Callable[..., Any], *tensors: torch.Tensor, budget_bytes: int
+    module: nn.Module,
+    function: Callable[..., Any],
+    *tensors: torch.Tensor,
+    budget_bytes: int,
+    operations_per_byte: float = ASSUMED.operations_per_byte,
 ) -> tuple[StripedForecast, Any]:
     """Dry run of `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
 
@@ -48,8 +53,17 @@ def forecast(
     with torch.inference_mode(), dry_card() as card:
         lay_weights(module, card)
         traffic = Traffic()
-        result = run(function, *tensors, device=DEVICE, budget_bytes=budget_bytes, traffic=traffic)
+        result = run(
+            function,
+            *tensors,
+            device=DEVICE,
+            budget_bytes=budget_bytes,
+            traffic=traffic,
+            operations_per_byte=operations_per_byte,
+        )
         peak = card.peak_bytes()
     made = sum(each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor))
     moved = traffic.h2d_bytes, traffic.d2h_bytes
-    return StripedForecast(peak, traffic.host_peak_bytes, *moved, traffic.operations, made), result
+    return StripedForecast(
+        peak, traffic.host_peak_bytes, *moved, traffic.operations, made, tuple(traffic.passes)
+    ), result

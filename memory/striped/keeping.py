@@ -1,163 +1,152 @@
-"""When a map is made and kept, stripe by stripe: on the device while it fits in the budget, else in RAM."""
+"""When a map is made and kept: on the device as far as it fits in the budget, the rest in RAM; or made again."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from ..errors import is_out_of_memory
-from .heights import stripe_height, stripes
+from ..planning.stripes import device_rows, is_cheaper_made
+from .filling import AsOne, InPieces, owns_its_memory
 from .maps import Map, kept_map
 from .moments import Moments, Tally
+from .passes import each_stripe, stripe_bytes
 from .room import Buffer
+from .rows import Piece, Rows
 
-# Of an element at most. At 25e9 bytes and 25e12 operations a second, moving a value to RAM and back takes as long as
-# making it again in so many operations; more are not worth the RAM that they save.
-_REMADE_OPERATIONS = 10_000
+_DEEPEST = 2  # convolutions one after the other that are made again: with more, stripes have too much of a margin
 _LEAST_ROWS = 8  # of the map at hand, that the device must have room for beside what is put there
 _SPARED = 3  # one part of the budget in so many stays for stripes
+_SPARED_BESIDE_PIECES = 5  # and beside maps that lie in pieces
 
 
 def settle(node: Map, with_moments: bool = False) -> None:
     """See to it that rows of a map are cheap to make, as whoever reads some of them more than once needs it.
 
-    What is expensive is kept. What would go to RAM is made again instead where that takes no longer, and is only one
-    convolution away from what is kept.
+    What is expensive is kept, and sums, which skip connections end in: all that follows is made from these. Another
+    map that would go to RAM is made again instead where that takes less.
     """
     while node.heavy and not node.operations and len(node.inputs) == 1:
         node = node.inputs[0]  # the activations above are cheap
     if not node.heavy:
         return
-    if not _fits(node) and node.operations <= _REMADE_OPERATIONS and _is_shallow(node):
+    operations, depth = _making(node)
+    moved = node.nbytes - _staying(node) * node.row_bytes
+    if 0 < depth <= _DEEPEST and node.operations and is_cheaper_made(operations, moved, node.room.operations_per_byte):
         node.remade = True
     else:
         keep(node, with_moments)
 
 
-def _is_shallow(node: Map) -> bool:
-    """Whether it takes one convolution, from what is kept."""
-    return node.operations > 0 and not any(_is_remade(source) or source.heavy for source in node.inputs)
+def _making(node: Map, known: dict[Map, tuple[float, int]] | None = None) -> tuple[float, int]:
+    """Operations to make all of a map from what is kept, and how many layers that do any lie one after the other."""
+    known = {} if known is None else known
+    if node.memory is not None:
+        return 0.0, 0
+    if node not in known:
+        found = [_making(source, known) for source in node.inputs]
+        own = node.operations * node.nbytes / node.dtype.itemsize
+        deepest = max((depth for _, depth in found), default=0)
+        known[node] = own + sum(operations for operations, _ in found), deepest + (node.operations > 0)
+    return known[node]
 
 
-def _is_remade(node: Map) -> bool:
-    return node.kept is None and (node.remade or any(_is_remade(source) for source in node.inputs))
-
-
-def _fits(node: Map) -> bool:
+def _staying(node: Map) -> int:
+    """How many rows of a map would lie on the device, were it kept."""
     room = node.room
-    spared = max(room.budget_bytes // _SPARED, node.peak_bytes(min(_LEAST_ROWS, node.length)))
-    return node.nbytes + spared <= room.free_bytes
+    if not _is_picture(node):
+        spared = max(room.budget_bytes // _SPARED, node.passing_bytes(min(_LEAST_ROWS, node.length)))
+        return node.length if node.nbytes + spared <= room.free_bytes else 0
+    leaving = [*dying_sources(node), *rejoined_sources(node)]
+    ends = sum(one.memory.device_bytes for one in leaving if one.memory is not None)
+    return device_rows(node.length, node.row_bytes, room.free_bytes + ends - _for_stripes(node))
 
 
-def keep(node: Map, with_moments: bool = False) -> None:
-    """Make all of a map, and hold it on the device or in RAM."""
-    if node.kept is not None:
-        return
-    filled = None
-    if _fits(node):
+def _is_picture(node: Map) -> bool:
+    """Whether it may lie in pieces: nobody takes its rows for anything else."""
+    return len(node.shape) == 4 and node.axis == 2
+
+
+def _for_stripes(node: Map) -> int:
+    rows = min(_LEAST_ROWS, node.length)
+    return max(node.room.budget_bytes // _SPARED_BESIDE_PIECES, stripe_bytes(node, rows, 1))
+
+
+def keep(node: Map, with_moments: bool = False, as_one: bool = False) -> None:
+    """Make all of a map, and hold it on the device or in RAM; `as_one` tensor, which the host may read."""
+    if node.memory is None:
+        memory, moments = _kept(node, with_moments, as_one)
+        node.made_from.update(kept_sources(node))
+        node.keep_as(memory)
+        node.moments = moments or node.moments
+    if as_one:
+        if node.kept is None:
+            node.keep_as(_filled(node, 0, False)[0])
+        node.room.lanes.finish()
+
+
+def _kept(node: Map, with_moments: bool, as_one: bool) -> tuple[Rows, Moments | None]:
+    staying = _staying(node)
+    if as_one and staying < node.length:
+        staying = 0
+    if staying:
         try:
-            filled = _whole(node, with_moments) or _filled(node, True, with_moments)
+            whole = _whole(node, with_moments) if staying == node.length else None
+            return whole or _filled(node, staying, with_moments, as_one)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             node.room.ran_out(error)
-    buffer, moments = filled or _filled(node, False, with_moments)
-    node.keep_as(buffer.tensor, buffer)
-    node.moments = moments or node.moments
+    return _filled(node, 0, with_moments)
 
 
-def _whole(node: Map, with_moments: bool) -> tuple[Buffer, Moments | None] | None:
+def _whole(node: Map, with_moments: bool) -> tuple[Rows, Moments | None] | None:
     """The map in memory, made at once on the device; None where that does not fit."""
-    if node.peak_bytes(node.length) > node.room.free_bytes:
+    if stripe_bytes(node, node.length) > node.room.free_bytes:
         return None
     tally = Tally(node.axis) if with_moments else None
-    try:
-        whole = node.rows(0, node.length)
-        if node.shares or not _owns_its_memory(whole):
-            whole = whole.clone(memory_format=torch.contiguous_format)
+    made: list[torch.Tensor] = []
+
+    def take(_: int, whole: torch.Tensor) -> None:
+        made.append(whole if owns_its_memory(whole, node) else whole.clone(memory_format=torch.contiguous_format))
         if tally:
             tally.add(whole)
+
+    try:
+        each_stripe(node, take)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        made.clear()
         node.room.ran_out(error)
         return None
-    return Buffer(node.room, whole, True), tally.total() if tally else None
+    if len(made) > 1:  # memory ran out on the way
+        return None
+    whole = Buffer(node.room, made[0], True)
+    return Rows(node.axis, [Piece(0, node.length, made[0], whole)]), tally.total() if tally else None
 
 
-def _filled(node: Map, on_device: bool, with_moments: bool) -> tuple[Buffer, Moments | None]:
-    """The map in memory, made stripe by stripe."""
-    room, tally = node.room, Tally(node.axis) if with_moments else None
-    buffer = room.buffer(node.shape, node.dtype, node.axis, on_device)
+def _filled(node: Map, staying: int, with_moments: bool, as_one: bool = False) -> tuple[Rows, Moments | None]:
+    """The map in memory, made stripe by stripe, `staying` rows on the device: of pictures a part of each stripe."""
+    tally = Tally(node.axis) if with_moments else None
+    in_pieces = bool(staying) and not as_one and _is_picture(node)
+    dying, spilled = (dying_sources(node), rejoined_sources(node)) if in_pieces else ([], [])
+    spared = _for_stripes(node) if in_pieces else None
+    filling = InPieces(node, staying, spared) if spared is not None else AsOne(node, bool(staying))
 
     def take(start: int, stripe: torch.Tensor) -> None:
-        room.store(buffer.tensor.narrow(node.axis, start, stripe.shape[node.axis]), stripe, node.axis)
         if tally:
             tally.add(stripe)
+        filling.put(start, stripe)
 
-    _each_stripe(node, take, 0 if on_device else 1)
-    return buffer, tally.total() if tally else None
-
-
-def _owns_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def _each_stripe(node: Map, take: Callable[[int, torch.Tensor], None], copies: int = 0) -> None:
-    """Make a map stripe by stripe, and have each taken, with the row it starts at; taking makes so many `copies` of it.
-
-    What is taken stays taken: from a stripe that memory runs out in on they are lower.
-    """
-    room = node.room
-
-    def peak_bytes(rows: int) -> int:
-        start = (node.length - rows) // 2
-        held = sum((high - low) * one.row_bytes for one, low, high in _shared(node, start, start + rows))
-        return held + max(node.peak_bytes(rows), node.fresh_bytes(rows) + copies * rows * node.row_bytes)
-
-    done, most = 0, node.length
-    while done < node.length:
-        left = node.length - done
-        height = min(most, stripe_height(left, room.free_bytes, peak_bytes, node.grain))
-        spans = [(done + above, done + below) for above, below in stripes(left, height)]
-        for start, stop in room.steps(spans, node.kind):
-            try:
-                _take(node, take, start, stop)
-            except Exception as error:
-                if height == 1 or not is_out_of_memory(error):
-                    raise
-                room.ran_out(error)
-                done, most = start, height // 2
-                break
-        else:
-            done = node.length
-
-
-def _take(node: Map, take: Callable[[int, torch.Tensor], None], start: int, stop: int) -> None:
-    """One stripe. Rows in RAM that it needs more than once come once, and are held for as long as it is made."""
-    held = [one.rows(low, high) for one, low, high in _shared(node, start, stop)]
-    take(start, node.rows(start, stop))
-    del held
-
-
-def _shared(node: Map, start: int, stop: int) -> list[tuple[Map, int, int]]:
-    """Which rows of which maps in RAM are needed more than once."""
-    needed: dict[int, list[tuple[Map, int, int]]] = {}
-    for one in node.needed(start, stop):
-        needed.setdefault(id(one[0]), []).append(one)
-    return [
-        (found[0][0], min(low for _, low, _ in found), max(high for *_, high in found))
-        for found in needed.values()
-        if len(found) > 1
-    ]
+    each_stripe(node, take, 0 if filling.on_device else 1, spared, dying, spilled, filling.relieve)
+    return filling.memory, tally.total() if tally else None
 
 
 def find_moments(node: Map) -> Moments:
     """Mean and variance of a map over its rows and what is in them, for all dimensions before these."""
     if node.moments is None:
         tally = Tally(node.axis)
-        _each_stripe(node, lambda _, stripe: tally.add(stripe))
+        each_stripe(node, lambda _, stripe: tally.add(stripe))
         node.moments = tally.total()
     return node.moments
 
@@ -166,7 +155,7 @@ def recut(node: Map, axis: int) -> Map:
     """The same map, with its rows along another dimension."""
     if node.axis == axis:
         return node
-    keep(node)
+    keep(node, as_one=True)
     assert node.kept is not None
     assert node.buffer is not None
     return kept_map(node.room, node.kept, axis, node.buffer)
@@ -179,20 +168,21 @@ def to_host(node: Map) -> torch.Tensor:
     def take(start: int, stripe: torch.Tensor) -> None:
         node.room.store(result.narrow(node.axis, start, stripe.shape[node.axis]), stripe, node.axis)
 
-    _each_stripe(node, take, copies=1)
+    each_stripe(node, take, copies=1)
+    node.room.lanes.finish()
     return result
 
 
 def to_device(node: Map) -> torch.Tensor:
     """All of a map on the device, as one tensor."""
-    if node.kept is not None and node._on_device:
+    if node.kept is not None and node.memory is not None and node.memory.is_whole:
         return node.kept
     whole = torch.empty(node.shape, dtype=node.dtype, device=node.room.device)
 
     def take(start: int, stripe: torch.Tensor) -> None:
         whole.narrow(node.axis, start, stripe.shape[node.axis]).copy_(stripe)
 
-    _each_stripe(node, take)
+    each_stripe(node, take)
     return whole
 
 
@@ -206,7 +196,65 @@ def held_bytes(node: Map) -> int:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if one.buffer is not None:
-            found[id(one.buffer)] = one.buffer.nbytes
+        if one.memory is not None:
+            found |= {id(piece.buffer): piece.buffer.nbytes for piece in one.memory.pieces}
         waiting += one.inputs
     return sum(found.values())
+
+
+# Which kept maps will not be asked for again, or hardly so, once the map at hand is made from them
+
+
+def _inside(node: Map) -> list[Map]:
+    """A map and what it is made from, down to maps that are kept."""
+    found: dict[Map, None] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found[one] = None
+            waiting += one.inputs
+    return list(found)
+
+
+def kept_sources(node: Map) -> list[Map]:
+    """The kept maps that a map is made from."""
+    return [one for one in _inside(node) if one.memory is not None and one is not node]
+
+
+def dying_sources(node: Map) -> list[Map]:
+    """Those of them that nothing else ever will be made from: their rows may go as it is made.
+
+    A map may yet be asked for while a tensor of the caller's is that map, or one that follows from it.
+    """
+    inside = _inside(node)
+    known: dict[Map, bool] = {node: True}
+    again = {source for one in inside for whole in one.wholly for source in (whole, *kept_sources(whole))}
+    return [one for one in kept_sources(node) if one not in again and _only_here(one, known, set(inside))]
+
+
+def _only_here(one: Map, known: dict[Map, bool], inside: set[Map]) -> bool:
+    """Whether a map is asked for by maps `inside` only, each of which is too; `known` has what was found before."""
+    if one not in known:
+        followers = list(one.followers)
+        known[one] = not one.is_held and all(each in inside and _only_here(each, known, inside) for each in followers)
+    return known[one]
+
+
+def rejoined_sources(node: Map) -> list[Map]:
+    """Those that a skip connection started from which ends in this map, and that are not dying.
+
+    The caller has such a map at hand until it is given the block's result, and as a rule has no more use for it: its
+    rows are better in RAM.
+    """
+    inside, sources = _inside(node), kept_sources(node)
+    if any(one.wholly for one in inside):
+        return []
+    dying = set(dying_sources(node))
+    forks = [one for one in inside if sum(each in inside for each in one.followers) > 1]
+    under = {source for fork in forks for source in (fork, *kept_sources(fork))}
+    return [
+        one
+        for one in sources
+        if one not in dying and (one in under or any(one in other.made_from for other in sources))
+    ]

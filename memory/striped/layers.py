@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from .calls import NotStripedError, handles, local, shape_of
+from .enlarged import Enlarged, folded
 from .keeping import find_moments, held_bytes, keep, recut, settle
-from .maps import Local, Map, Window
+from .maps import Map, Window
 
 _EAGER = 4  # what is this many times smaller than what it is made of is made at once, so that that can go
 
@@ -59,6 +60,10 @@ def _convolved(
             rows = F.pad(rows, (0, 0, above, below))
         return function(rows, weight, bias, stride, beside, dilation, groups)
 
+    steps = {*stride, *dilation, groups, *padding}
+    if (made := folded(input, weight, bias, shape.shape, plain=steps == {1})) is not None:
+        settle(made.inputs[0])
+        return made
     settle(input)
     return _made_early(
         Window(input.room, shape.shape, shape.dtype, input.axis, input, make, reach, stride[row], margin, operations)
@@ -136,7 +141,10 @@ def _resized(
         sizes_here[at - 2] = rows[0].shape[at] * times
         return function(rows[0], size=sizes_here, mode=mode)
 
-    return Local(input.room, likeness.shape, input.dtype, at, (input,), make, (times, 1))
+    found = Enlarged(input.room, likeness.shape, input.dtype, at, (input,), make, (times, 1))
+    if at == 2 and len(sizes) == 2 and sizes[1] % input.shape[3] == 0:
+        found.times = (times, sizes[1] // input.shape[3])
+    return found
 
 
 @handles("group_norm")

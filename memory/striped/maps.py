@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from .moments import Moments
 from .room import Buffer, Room, nbytes_of
+from .rows import Ahead, Piece, Rows
 
 
 class Map:
     """A tensor of `shape`, of which rows are made: slices along the dimension `axis`.
 
     `inputs` are the maps it follows from. `operations` says how many multiplications and additions one element takes;
-    `shares` that its rows are views of its input's. `grain`: rows come cheapest in multiples of so many.
+    `shares` that its rows are views of its input's. `grain`: rows come cheapest in multiples of so many. `memory` has
+    the rows of a map that is kept.
     """
 
     grain = 1
+    wholly: tuple[Map, ...] = ()  # inputs of which each row takes all rows
 
     def __init__(
         self,
@@ -36,18 +40,20 @@ class Map:
     ) -> None:
         self.room, self.shape, self.dtype, self.axis = room, tuple(shape), dtype, axis
         self.inputs, self.operations, self.shares = tuple(inputs), operations, shares
-        self.kept: torch.Tensor | None = None
-        self.buffer: Buffer | None = None
+        self.memory: Rows | None = None
         self.moments: Moments | None = None
         self.remade = False
-        self._followers = 0
+        self.followers: weakref.WeakSet[Map] = weakref.WeakSet()
+        self.made_from: weakref.WeakSet[Map] = weakref.WeakSet()  # kept maps, of one that is kept
+        self.holders: list[weakref.ref[Any]] = []  # tensors that are this map, or were
         self._last: tuple[int, int, weakref.ref[torch.Tensor]] | None = None
         for source in self.inputs:
-            source._follow()
+            source._follow(self)
 
-    def _follow(self) -> None:
-        self._followers += 1
-        if self.heavy and self._followers > 1:
+    def _follow(self, follower: Map) -> None:
+        more = len(self.followers) > 0
+        self.followers.add(follower)
+        if self.heavy and more:
             self.room.settle(self)
 
     @property
@@ -64,9 +70,28 @@ class Map:
         return self.nbytes // max(1, self.length)
 
     @property
+    def is_held(self) -> bool:
+        """Whether others than maps may ask for it."""
+        return any((tensor := each()) is not None and tensor.node is self for each in self.holders)
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """All of a map that is kept, where that is one tensor: in RAM, or on the device."""
+        return self.memory.pieces[0].tensor if self._is_one() else None  # type: ignore[union-attr]
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """Where `kept` lies."""
+        return self.memory.pieces[0].buffer if self._is_one() else None  # type: ignore[union-attr]
+
+    def _is_one(self) -> bool:
+        pieces = self.memory.pieces if self.memory else []
+        return len(pieces) == 1 and pieces[0].stop - pieces[0].start == self.length
+
+    @property
     def heavy(self) -> bool:
         """Whether making rows takes convolutions or products that are better not done twice."""
-        if self.kept is not None or self.remade:
+        if self.memory is not None or self.remade:
             return False
         return self.operations > 0 or any(source.heavy for source in self.inputs)
 
@@ -76,48 +101,57 @@ class Map:
             again = self._last[2]()
             if again is not None:
                 return again.narrow(self.axis, start - self._last[0], stop - start)
-        if self.kept is None:
-            made = self._make(start, stop)
-        else:
-            piece = self.kept.narrow(self.axis, start, stop - start)
-            made = piece if self._on_device else self.room.fetch(piece, self.axis)
-        self._last = start, stop, weakref.ref(made)
+        made = self._make(start, stop) if self.memory is None else self._from_memory(self.memory, start, stop)
+        self.remember(start, stop, made)
         return made
 
+    def remember(self, start: int, stop: int, rows: torch.Tensor) -> None:
+        """Give these rows to whoever asks for some of them, for as long as somebody holds them."""
+        self._last = start, stop, weakref.ref(rows)
+
+    def empty_rows(self, count: int) -> torch.Tensor:
+        """Memory for so many rows on the device."""
+        shape = [*self.shape[: self.axis], count, *self.shape[self.axis + 1 :]]
+        return torch.empty(shape, dtype=self.dtype, device=self.room.device)
+
+    def _from_memory(self, memory: Rows, start: int, stop: int) -> torch.Tensor:
+        found = memory.view(start, stop)
+        return Ahead(self.room).alone(self, start, stop) if found is None else found
+
     def fresh_bytes(self, rows: int) -> int:
-        """What so many rows, once made, take on the device."""
-        if self.kept is not None:
-            return 0 if self._on_device else rows * self.row_bytes
-        return self._fresh_bytes(rows)
+        """What so many rows, once made, take on the device, beside rows of maps in RAM."""
+        return 0 if self.memory is not None else self._fresh_bytes(rows)
 
     def peak_bytes(self, rows: int) -> int:
-        """The most that making so many rows takes on the device."""
-        if self.kept is not None:
-            return 0 if self._on_device else 2 * rows * self.row_bytes  # as it comes, and as it is wanted
-        return self._peak_bytes(rows)
+        """The most that making so many rows takes on the device, beside rows of maps in RAM."""
+        return 0 if self.memory is not None else self._peak_bytes(rows)
+
+    def passing_bytes(self, rows: int) -> int:
+        """The most that so many rows take that are asked for on their own: from RAM they come, and are put together."""
+        start = max(0, (self.length - rows) // 2)
+        come = sum((high - low) * one.row_bytes for one, low, high in self.needed(start, start + rows))
+        return 2 * come + self.peak_bytes(rows)
 
     def needed(self, start: int, stop: int) -> Iterator[tuple[Map, int, int]]:
-        """Which rows of which maps in RAM it takes to make these rows."""
-        if self.kept is None:
+        """Which rows of which maps that do not lie on the device as one it takes to make these rows."""
+        if self.memory is None:
             for source, low, high in self._sources(start, stop):
                 yield from source.needed(low, high)
-        elif not self._on_device:
+        elif not self.memory.is_whole:
             yield self, start, stop
 
     def kind(self, start: int, stop: int) -> tuple:
         """What tells these rows from others to make: those of one kind take the same steps, in as many bytes."""
-        if self.kept is not None:
+        if self.memory is not None:
             return (stop - start,)
         sources = (source.kind(low, high) for source, low, high in self._sources(start, stop))
         return (stop - start, *self._phase(start, stop), *sources)
 
-    @property
-    def _on_device(self) -> bool:
-        return self.buffer is not None and self.buffer.on_device
-
-    def keep_as(self, tensor: torch.Tensor, buffer: Buffer) -> None:
+    def keep_as(self, memory: Rows) -> None:
         """From now on take rows from memory, and let go of what they were made from."""
-        self.kept, self.buffer, self.inputs = tensor, buffer, ()
+        for source in self.inputs:
+            source.followers.discard(self)
+        self.memory, self.inputs = memory, ()
         self._let_go()
 
     def _make(self, start: int, stop: int) -> torch.Tensor:
@@ -143,7 +177,7 @@ class Map:
 def kept_map(room: Room, tensor: torch.Tensor, axis: int, buffer: Buffer) -> Map:
     """A map that lies in memory, all or a part of `buffer`."""
     made = Map(room, tensor.shape, tensor.dtype, axis)
-    made.keep_as(tensor, buffer)
+    made.keep_as(Rows(axis, [Piece(0, made.length, tensor, buffer)]))
     return made
 
 

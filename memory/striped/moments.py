@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+_AT_ONCE_BYTES = 2**20  # of moments of stripes, that wait on the device
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -34,17 +36,26 @@ class Tally:
         self._axis = axis
         self._counts: list[int] = []
         self._parts: list[torch.Tensor] = []
+        self._done: list[torch.Tensor] = []
 
     def add(self, stripe: torch.Tensor) -> None:
-        """One more stripe. What is kept of it is small, and lies in RAM: of many stripes it would add up."""
+        """One more stripe. What is kept of it is small, and goes to RAM only with others: the host waits for that."""
         dims = list(range(self._axis, stripe.dim()))
         variance, mean = torch.var_mean(stripe.float(), dim=dims, correction=0)
-        self._parts.append(torch.stack([mean, variance]).cpu())
+        self._parts.append(torch.stack([mean, variance]))
         self._counts.append(stripe.numel() // max(1, mean.numel()))
+        if len(self._parts) * self._parts[0].nbytes > _AT_ONCE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._done.append(torch.stack(self._parts).cpu())
+            self._parts = []
 
     def total(self) -> Moments:
         """The moments of all."""
-        parts = torch.stack(self._parts).double()
+        self._flush()
+        parts = torch.cat(self._done).double()
         counts = torch.tensor(self._counts, dtype=torch.float64).reshape(-1, *[1] * (parts.dim() - 2))
         means, variances = parts.unbind(1)
         mean = (means * counts).sum(0) / counts.sum()

@@ -20,6 +20,7 @@ _ELEMENT = (
     "__neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
 )
 ELEMENT = _ELEMENT.split()
+_DIVISIONS = ("div", "true_divide", "divide", "__truediv__")
 _TYPES = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 
 
@@ -29,7 +30,13 @@ def _element(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotStripedError
     if function.__name__ in ("__eq__", "__ne__", "eq", "ne") and isinstance(args[1], str | None):
         return function.__name__.strip("_") == "ne"  # a cache may hold a word in place of a tensor
+    if function.__name__ in _DIVISIONS and len(args) == 2 and not kwargs and _is_one(args[1]):
+        return args[0]  # as by an `output_scale_factor`: the same numbers need not pass by once more
     return local(function, args, kwargs)
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 1
 
 
 @handles("dropout", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
@@ -167,7 +174,7 @@ def joined(parts: list[Any], dim: int) -> Map:
             keep(part)
     flat: list[Any] = []
     for part in parts:
-        flat += part.parts if isinstance(part, Joined) and part.dim == dim and part.kept is None else [part]
+        flat += part.parts if isinstance(part, Joined) and part.dim == dim and part.memory is None else [part]
     flat = [part for part in flat if part.shape[dim]]
     if len(flat) == 1 and isinstance(flat[0], Map):
         return flat[0]

@@ -60,7 +60,7 @@ def _is_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
 
 def _torn(x: Map, shape: Sequence[int]) -> Map:
     """Rows would not stay together: the map is kept, and cut another way from there."""
-    keep(x)
+    keep(x, as_one=True)
     assert x.kept is not None
     assert x.buffer is not None
     axis = max(range(len(shape)), key=lambda at: shape[at])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import release_frames
+from ..planning.stripes import Pass
+from ..rates import ASSUMED
 from .grids import LargeGrids
 from .keeping import settle, to_host
 from .room import Room
@@ -20,13 +22,14 @@ from .tensor import StripedTensor, striped
 class Traffic:
     """What a run took beside the device: the most RAM for maps, and bytes to the device and from it.
 
-    `operations` only in a dry run.
+    `operations` only in a dry run, and so those of `passes`, which came one after the other.
     """
 
     host_peak_bytes: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     operations: float = 0.0
+    passes: list[Pass] = field(default_factory=list)
 
 
 def run(
@@ -37,6 +40,8 @@ def run(
     ram_bytes: int | None = None,
     traffic: Traffic | None = None,
     on_stripe: Callable[[], None] | None = None,
+    operations_per_byte: float = ASSUMED.operations_per_byte,
+    every: bool = False,
 ) -> Any:
     """What `function(*tensors)` returns, with every tensor in it on the CPU.
 
@@ -46,9 +51,14 @@ def run(
     few rows need is exceeded. A stripe that the device has no memory for is made again, lower: an out-of-memory error
     means that not even a row fits. Afterwards nothing of the run is left there, also after an error.
 
+    What a device does in the time that a byte takes to come, `operations_per_byte`, tells which maps are made again
+    rather than moved. A dry run of `every` stripe takes as long on its card's clock as the run will.
+
     `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
     """
-    room = Room(torch.empty(0, device=device).device, budget_bytes, settle, ram_bytes, on_stripe)
+    room = Room(
+        torch.empty(0, device=device).device, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every
+    )
     try:
         with torch.inference_mode(), LargeGrids(room):
             result = function(*(striped(tensor, room) for tensor in tensors))
@@ -57,11 +67,13 @@ def run(
         release_frames(error)
         raise
     finally:
+        room.finish()
         if traffic is not None:
             traffic.host_peak_bytes = max(traffic.host_peak_bytes, room.host_peak_bytes)
             traffic.h2d_bytes += room.h2d_bytes
             traffic.d2h_bytes += room.d2h_bytes
             traffic.operations += room.operations()
+            traffic.passes += room.passes
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,14 @@ _VIEWS = (
     "permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand narrow select split chunk unbind "
     "__getitem__ view reshape unflatten flatten detach split_with_sizes tensor_split view_as reshape_as T mT"
 )
-_COPY_NAMES = ("clone", "pad")  # whose result is another tensor, also where it has the same values
+_COPY_NAMES = (
+    "clone",
+    "pad",
+    "div",
+    "true_divide",
+    "divide",
+    "__truediv__",
+)  # whose result is another tensor, also where it has the same values
 _FACT_NAMES, _VIEW_NAMES = frozenset(_FACTS.split()), frozenset(_VIEWS.split())
 _ANY_PLACE = frozenset((*pointwise.ELEMENT, "to", "type_as"))  # whose first argument need not be the map
 _LEAST_DIMS = 3  # of what may be a map; what has fewer is small
@@ -49,7 +56,7 @@ class StripedTensor(torch.Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, node.shape, dtype=node.dtype, device=node.room.device
         )
-        made.node = node
+        made._is(node)
         made.family = weakref.WeakSet() if family is None else family
         made.family.add(made)
         return made
@@ -101,8 +108,12 @@ class StripedTensor(torch.Tensor):
             raise RuntimeError("a striped tensor cannot be changed in place while there are views of it.")
         if not isinstance(node, Map) or node.shape != self.node.shape:
             raise RuntimeError("an operation in place must leave a striped tensor's shape as it is.")
-        self.node = node
+        self._is(node)
         return self
+
+    def _is(self, node: Map) -> None:
+        self.node = node
+        node.holders.append(weakref.ref(self))
 
 
 def striped(tensor: torch.Tensor, room: Room, axis: int = -2) -> StripedTensor:

@@ -79,7 +79,7 @@ def narrowed(x: Map, dim: int, start: int, length: int) -> Map:
         return x
     if dim == x.axis:
         return _of_rows(x, start, length)
-    if isinstance(x, Joined) and x.kept is None and x.dim == dim:
+    if isinstance(x, Joined) and x.memory is None and x.dim == dim:
         return _of_parts(x, start, length)
     if x.heavy:
         keep(x)  # the other places are wanted as well, and must not be made each time
@@ -91,7 +91,7 @@ def narrowed(x: Map, dim: int, start: int, length: int) -> Map:
 
 def _of_rows(x: Map, start: int, length: int) -> Map:
     if x.kept is None:
-        keep(x)
+        keep(x, as_one=True)
     assert x.kept is not None
     assert x.buffer is not None
     return kept_map(x.room, x.kept.narrow(x.axis, start, length), x.axis, x.buffer)

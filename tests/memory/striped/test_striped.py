@@ -17,10 +17,11 @@ import striped_vaes
 import torch
 from ballast.bench.rss import peak_rss_bytes
 from ballast.memory import striped
-from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.rates import ASSUMED
+from ballast.memory.planning.dry_run import dry_run, lay_weights
+from ballast.memory.planning.stripes import Pass, blocks, device_rows, is_cheaper_made, stripe_height, stripes
+from ballast.memory.rates import ASSUMED, Rates
+from ballast.memory.simulated.dry import DEVICE, dry_card
 from ballast.memory.striped import grids
-from ballast.memory.striped.heights import stripe_height, stripes
 from ballast.memory.striped.moments import Tally
 from host import find_host, host_python
 from places import SUPPORT
@@ -43,7 +44,8 @@ def test_stripes_fit_and_are_as_few_as_can_be(rows: int, a_row: int, halo: int, 
     height = stripe_height(rows, budget, peak_bytes)
     found = stripes(rows, height)
     assert found[0][0] == 0 and found[-1][1] == rows
-    assert all(one[1] == other[0] for one, other in zip(found, found[1:], strict=False))
+    assert all(one[0] < other[0] <= one[1] for one, other in zip(found, found[1:], strict=False))
+    assert {stop - start for start, stop in found} == {height}
     assert peak_bytes(height) <= budget or height == 1
     highest = max((n for n in range(1, rows + 1) if peak_bytes(n) <= budget), default=1)
     assert len(found) == math.ceil(rows / highest)
@@ -56,12 +58,24 @@ def test_stripes_keep_to_the_grain_where_they_can() -> None:
     assert stripe_height(1000, 10**6, lambda n: n, grain=7) == 1000
     with pytest.raises(ValueError, match="at least 1 row"):
         stripe_height(0, 1, lambda n: n)
+    with pytest.raises(ValueError, match="1 to 3 high"):
+        stripes(3, 4)
+
+
+def test_what_is_cheaper_and_how_long_a_pass_takes() -> None:
+    assert is_cheaper_made(199, 1, 100) and not is_cheaper_made(200, 1, 100)
+    assert not is_cheaper_made(1, 0, 100)  # what lies on the device is not moved
+    assert [device_rows(64, 10, spare) for spare in (-5, 39, 40, 400, 10**6)] == [0, 0, 4, 40, 64]
+    assert Pass(100, 30, 20).seconds(10, 10) == 10
+    assert Pass(100, 300, 20).seconds(10, 10) == Pass(100, 30, 300).seconds(10, 10) == 30
+    assert Pass(100, 300, 20, 10).seconds(10, 10) == 30 and Pass(100, 30, 20, 10).seconds(10, 10) == 11
+    assert Pass(4, 3, 2, 1).scaled(3) == Pass(12, 9, 6, 3)
 
 
 def test_moments_of_stripes_are_those_of_the_whole() -> None:
     x = torch.randn(2, 6, 41, 5) * 3 + 1000  # far from zero, where sums of squares would be lost
     tally = Tally(2)
-    for start, stop in stripes(41, 9):
+    for start, stop in blocks(41, 9):
         tally.add(x[:, :, start:stop])
     found = tally.total().merged(3)
     variance, mean = torch.var_mean(x.double().reshape(2, 3, -1), dim=-1, correction=0)
@@ -346,6 +360,61 @@ def test_flux_at_published_size() -> None:
     assert small.seconds(ASSUMED) > small.operations / ASSUMED.operations_per_second
 
 
+CARD = Rates(25e9, 10e9, 3e9, 600e12, float32=45e12)
+
+
+def on_the_clock(pixels: int, budget_bytes: int) -> tuple[float, striped.Traffic]:
+    """Seconds of the clock that a run takes on a card of those rates, each stripe made on shapes."""
+    vae = flux()
+    with torch.inference_mode(), dry_card() as card:
+        card.configure(None, 0, 25e9, 25e9, 45e12)
+        lay_weights(vae, card)
+        traffic = striped.Traffic()
+        striped.run(
+            lambda z: striped_vaes.decode(vae, z), torch.zeros(1, 16, pixels // 8, pixels // 8), device=DEVICE,
+            budget_bytes=budget_bytes, traffic=traffic, operations_per_byte=CARD.operations_per_byte, every=True,
+        )  # fmt: skip
+        assert not card.stats().hazards
+        assert card.peak_bytes() <= budget_bytes
+        return card.stats().clock_seconds, traffic
+
+
+@pytest.mark.parametrize(
+    ("pixels", "budget"),
+    [pytest.param(1024, 0.5, marks=pytest.mark.long), pytest.param(2048, 1.3, marks=pytest.mark.soak)],
+)
+def test_flux_decodes_in_stripes_about_as_fast_as_whole(pixels: int, budget: float) -> None:
+    """Copies overlap with computing: 2048 x 2048 in 1.5 GB moved 49.7 GB once, one after the other."""
+    clock, traffic = on_the_clock(pixels, int(budget * GB))
+    vae = flux()
+    found, _ = striped.forecast(
+        vae, lambda z: striped_vaes.decode(vae, z), torch.empty(1, 16, pixels // 8, pixels // 8),
+        budget_bytes=int(budget * GB), operations_per_byte=CARD.operations_per_byte,
+    )  # fmt: skip
+    assert (found.h2d_bytes, found.d2h_bytes) == (traffic.h2d_bytes, traffic.d2h_bytes)
+    assert found.operations == pytest.approx(traffic.operations)
+    assert found.seconds(CARD) == pytest.approx(clock, rel=0.1)
+    whole = {1024: 7.15e12, 2048: 48.5e12}[pixels] / CARD.float32
+    assert clock <= {1024: 2.2, 2048: 1.5}[pixels] * whole
+    assert found.h2d_bytes + found.d2h_bytes <= 17e9 * (pixels / 2048) ** 2
+
+
+@pytest.mark.long
+def test_pixels_are_the_same_at_a_card_s_rates(sim: ModuleType) -> None:
+    """Whatever is made again and whatever is moved, in few pieces and in many."""
+    vae, latents, whole = on_device("flux", sim)
+    for operations in (0.0, 1.0, 30.0, 1e9):
+        for budget in (60_000, 150_000, 400_000):
+            sim.reset_stats()
+            found = striped.run(
+                lambda z: striped_vaes.decode(vae, z), latents, device="sim", budget_bytes=budget,
+                operations_per_byte=operations,
+            )  # fmt: skip
+            torch.testing.assert_close(found, whole, rtol=0, atol=2 * PIXELS)
+            assert not sim.stats().hazards
+
+
+@pytest.mark.long
 def test_peak_is_flat_in_size() -> None:
     peaks = [flux_decode(pixels, GB).peak_bytes for pixels in (1024, 4096)]
     assert max(peaks) <= GB
