@@ -31,11 +31,16 @@ def overwritten(sizes: Sequence[int], at: Sequence[int]) -> list[int]:
     Such a piece has its bytes to itself, and is copied once.
     """
     count = len(sizes)
+    ends = [begin + size for begin, size in zip(at, sizes, strict=True)]
     found = []
-    for i in range(count):
-        begin, end = at[i], at[i] + sizes[i]
-        others = ((ago, (i - ago) % count) for ago in range(1, count))
-        found.append(next((ago for ago, j in others if at[j] < end and begin < at[j] + sizes[j]), 0))
+    for i, begin in enumerate(at):
+        end = ends[i]
+        for ago in range(1, count):
+            if at[i - ago] < end and begin < ends[i - ago]:
+                found.append(ago)
+                break
+        else:
+            found.append(0)
     return found
 
 

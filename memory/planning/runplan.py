@@ -79,7 +79,7 @@ class RunPlan:
     budget_bytes: int
     rates: Rates
     stages: tuple[StagePlan, ...]
-    caveat: str = ""  # a sentence, where a forecast is not what will be but a bound on it
+    caveat: str = ""  # sentences: where a forecast is a bound on what will be, and what LoRAs take
     pictures: int = 1
     at_once: int = 1
     best: BestBatch | None = None  # None where several pictures cannot be sampled at once

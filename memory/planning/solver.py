@@ -17,8 +17,9 @@ from typing import Protocol
 from .ring import offsets, overwritten, step_seconds
 from .tiers import disk_choices, spread, windows_bytes
 
-RINGS = (2, 3, 4, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
+RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
 _LEVELS = 256  # of how much stays
+_HIDDEN = 64  # of how much is copied for each second of computing, up to twice what this hides
 _ROUNDING = 1e-3  # of the computing: what is less is no reason to copy more
 _FEW = 10  # pieces, of which all choices are looked at
 
@@ -118,7 +119,7 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
     ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
     best: Arrangement | None = None
     for ring in _rings(pieces, room, ring_bytes):
-        for choice in _choices(pieces, rate, loads.on_disk if loads.ram_bytes is None else frozenset()):
+        for choice in _choices(pieces, rate, loads.on_disk if loads.ram_bytes is None else frozenset(), ring):
             if ring + choice.held_bytes > room:
                 continue
             # Up to a ring of them may lie there for good; the choices that follow stream more.
@@ -126,7 +127,7 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
             least = max(compute, copied_bytes / rate, (copied_bytes - ram) / loads.disk_bytes_per_second)
             if best and least > best.step_seconds:
                 break
-            for made in _arranged(loads, choice, ring):
+            for made in _arranged(loads, choice, ring, best.step_seconds if best else math.inf):
                 if best is None or _rank(made) < _rank(best):
                     best = made
             assert best is not None
@@ -159,12 +160,18 @@ class _Choice:
 
 
 @functools.lru_cache(maxsize=64)
-def _choices(pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int]) -> tuple[_Choice, ...]:
+def _choices(
+    pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int], ring_bytes: int
+) -> tuple[_Choice, ...]:
     """Sets of pieces to stream, those with fewer bytes first; they do not depend on the room."""
     if len(pieces) <= _FEW:
         found = set(_subsets(len(pieces)))
     else:
-        found = {*_spreads(pieces, bytes_per_second), *_with_disk_last(pieces, bytes_per_second, on_disk)}
+        found = {
+            *_spreads(pieces, bytes_per_second),
+            *_hidden(pieces, bytes_per_second, ring_bytes),
+            *_with_disk_last(pieces, bytes_per_second, on_disk),
+        }
     made = [
         _Choice(
             streamed,
@@ -197,6 +204,23 @@ def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Iterator[t
         yield tuple(chosen)
 
 
+def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, ring_bytes: int) -> Iterator[tuple[int, ...]]:
+    """What is hidden behind computing where a piece may come as long before its call as a ring has room for it.
+
+    So what computes long makes up for what comes after it. For ever more copying for each second of computing.
+    """
+    most = ring_bytes / bytes_per_second
+    for level in range(1, _HIDDEN + 1):
+        chosen, earned = [], 0.0
+        for i, piece in enumerate(pieces):
+            earned = min(most, earned + piece.seconds * level * 2 / _HIDDEN)
+            seconds = piece.packed_bytes / bytes_per_second
+            if seconds and earned >= seconds / 2:
+                earned -= seconds
+                chosen.append(i)
+        yield tuple(chosen)
+
+
 def _with_disk_last(
     pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]
 ) -> Iterator[tuple[int, ...]]:
@@ -222,25 +246,42 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
         yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
 
 
-def _arranged(loads: Loads, choice: _Choice, ring: int) -> Iterator[Arrangement]:
-    """A choice with each set of pieces that may come from disk."""
+def _arranged(loads: Loads, choice: _Choice, ring: int, within_seconds: float) -> Iterator[Arrangement]:
+    """A choice with each set of pieces that may come from disk, as far as it may take no more than such a time."""
     pieces, before, sizes = loads.pieces, loads.before_seconds, loads.sizes
     compute = [piece.seconds for piece in pieces]
     transfer = [size / loads.bytes_per_second for size in sizes]
     passing = [sizes[i] for i in choice.streamed]
     ago = overwritten(passing, offsets(passing, ring))
     copied = {i: sizes[i] for i, copies_ago in zip(choice.streamed, ago, strict=True) if copies_ago}
-    if loads.ram_bytes is None:
-        reads = [tuple(i for i in copied if i in loads.on_disk)]
-    else:
-        times = [max(done, transfer[i] * (i in copied)) for i, done in enumerate(compute)]
-        reads = list(disk_choices(copied, times, max(0, loads.ram_bytes - windows_bytes(sizes))))
-    for from_disk in reads:
+
+    def made(from_disk: tuple[int, ...]) -> Arrangement:
         read = {i: sizes[i] / loads.disk_bytes_per_second for i in from_disk}
         seconds = step_seconds(compute, transfer, choice.streamed, ago, before, read)
-        if unit := _ROUNDING * (before + sum(compute)):
-            seconds = max(before + sum(compute), math.ceil(seconds / unit - 1e-6) * unit)
+        unit = _ROUNDING * loads.compute_seconds
+        if unit > 1e-12 * seconds:
+            seconds = max(loads.compute_seconds, math.ceil(seconds / unit - 1e-6) * unit)
         device_bytes, read_bytes = choice.held_bytes + ring, sum(sizes[i] for i in from_disk)
-        yield Arrangement(
+        return Arrangement(
             ring, choice.streamed, device_bytes, sum(copied.values()), seconds, tuple(copied), from_disk, read_bytes
         )
+
+    if loads.ram_bytes is None:
+        yield made(tuple(i for i in copied if i in loads.on_disk))
+        return
+    ram_bytes = max(0, loads.ram_bytes - windows_bytes(sizes))
+    least = made(())
+    if sum(copied.values()) <= ram_bytes:
+        yield least
+        return
+    times = [max(done, transfer[i] * (i in copied)) for i, done in enumerate(compute)]
+    for from_disk in disk_choices(copied, times, ram_bytes):
+        over_bytes = sum(sizes[i] for i in from_disk) - within_seconds * loads.disk_bytes_per_second
+        if least.step_seconds > within_seconds or over_bytes > 2 * max(sizes):
+            return  # all that follow read more, but for a piece
+        if over_bytes <= 0:
+            found = made(from_disk)
+            within_seconds = min(within_seconds, found.step_seconds)
+            yield found
+            if found.step_seconds <= least.step_seconds:
+                return

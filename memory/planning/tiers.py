@@ -1,7 +1,7 @@
 """Which of the pieces that stream come from disk, where RAM does not hold them all. Pure functions.
 
-A step is never faster for one more piece that is read, so that as few are read as RAM allows; and they are spread, so
-that the disk is never idle for long.
+A step is never faster for one more piece that is read, so that about as few are read as RAM allows; and they are
+spread, so that the disk is never idle for long.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate
 from .ring import WINDOWS
 
 _FEW = 8  # pieces, of which all choices are looked at
+_LEVELS = 128  # of how much is read
 
 
 def windows_bytes(sizes: Sequence[int]) -> int:
@@ -21,22 +22,43 @@ def windows_bytes(sizes: Sequence[int]) -> int:
 
 
 def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Sets of pieces to read, such that the others are in RAM, and no piece more would be.
+    """Sets of pieces to read, such that the others are in RAM, and no piece more would be; those of less bytes first.
 
     `copied` are the bytes of each piece that streams, by index, of which RAM may hold `ram_bytes`; `seconds` is how
-    long each of all pieces takes. Of more than a few pieces there is one set, and those of less RAM contain it.
+    long each of all pieces takes. Of more than a few pieces the first set is in that of less RAM; the others, which
+    keep the disk as busy at any time, are of so many bytes or more that do not depend on the RAM, to a piece.
     """
-    if len(copied) <= _FEW:
-        yield from _all_choices(copied, ram_bytes)
-        return
     missing = sum(copied.values()) - ram_bytes
+    if len(copied) <= _FEW:
+        yield from sorted(_all_choices(copied, ram_bytes), key=lambda read: sum(copied[i] for i in read))
+        return
     chosen: list[int] = []
+    left = missing
     for i in spread(list(copied), seconds):
-        if missing <= 0:
+        if left <= 0:
             break
         chosen.append(i)
-        missing -= copied[i]
+        left -= copied[i]
     yield tuple(sorted(chosen))
+    if missing <= 0:
+        return
+    total = sum(copied.values())
+    for level in range(_LEVELS * missing // total, _LEVELS + 1):
+        read = _evenly(copied, seconds, total * level / _LEVELS)
+        if sum(copied[i] for i in read) >= missing:
+            yield read
+
+
+def _evenly(copied: Mapping[int, int], seconds: Sequence[float], nbytes: float) -> tuple[int, ...]:
+    """About so many bytes, in each part of the time as many as in another as long as it."""
+    rate, earned = nbytes / (sum(seconds) or len(seconds)), 0.0
+    chosen = []
+    for i, taken in enumerate(seconds if any(seconds) else [1.0] * len(seconds)):
+        earned += rate * taken
+        if i in copied and earned >= copied[i] / 2:
+            earned -= copied[i]
+            chosen.append(i)
+    return tuple(chosen)
 
 
 def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[int, ...]]:

@@ -20,8 +20,8 @@ View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it hold
 class Piece(PieceWeights):
     """A piece of a placed module: where its weights are, and what runs of it."""
 
-    host: torch.Tensor | None = None  # the flat buffer, once it was needed
-    pinned: bool = False  # it is, so that copies from it are asynchronous
+    hosts: tuple[torch.Tensor, ...] = ()  # the flat buffers, once they were needed: of the weights, and of branches
+    pinned: bool = False  # they are, so that copies from them are asynchronous
     parts: Sequence[Any] | None = None  # what a `Stager` makes it up of, if it comes through one
     resident: bool = False
     decoded: bool = False  # for good, while it is resident
@@ -40,23 +40,36 @@ class Piece(PieceWeights):
 
     def pack(self, device: torch.device) -> None:
         """Put the host weights in one buffer, which then is their only place in RAM; pinned where that is possible."""
-        if self.host is None:
-            tensors = self.tensors()
+        if not self.hosts:
+            tensors = self.stored()
             host, views = pack(tensors)
             replaced = {id(old): new for old, new in zip(tensors, views, strict=True)}
             for slot in self.slots:
-                slot.keep(replaced[id(slot.tensor)])
-            self.host = host
+                if not slot.is_branch:
+                    slot.keep(replaced[id(slot.tensor)])
+            self.hosts = (host, *self._pack_branches())
             self.pin(device)
 
+    def _pack_branches(self) -> list[torch.Tensor]:
+        """Those in a buffer of their own, so that weights stay where they are when LoRAs come and go."""
+        if not (tensors := self.branches()):
+            return []
+        host, views = pack(tensors)
+        with torch.inference_mode(False):
+            for tensor, view in zip(tensors, views, strict=True):
+                tensor.data = view  # which the adapter has too
+        return [host]
+
     def pin(self, device: torch.device) -> None:
-        """Pin the buffer where that is possible."""
-        self.pinned = self.host is not None and pin(self.host, device)
+        """Pin the buffers where that is possible."""
+        self.pinned = bool(self.hosts) and all(pin(host, device) for host in self.hosts)
+        if not self.pinned:
+            self.unpin()
 
     def unpin(self) -> None:
-        """Let the system have the buffer's pages again. No copy from it may be under way."""
-        if self.host is not None:
-            unpin(self.host)
+        """Let the system have the buffers' pages again. No copy from them may be under way."""
+        for host in self.hosts:
+            unpin(host)
         self.pinned = False
 
 
@@ -80,9 +93,12 @@ class Place:
         """The first byte of the ring behind it."""
         return self.begin + self.piece.packed_bytes
 
-    def receive(self, flat: torch.Tensor, queues: Queues) -> None:
-        """Queue the copy of the weights from a flat buffer in RAM, behind the last use of the bytes."""
-        queues.copy(self.memory, flat, self.after, self.copied)
+    def receive(self, flats: Sequence[torch.Tensor], queues: Queues) -> None:
+        """Queue the copies of the weights from flat buffers in RAM, behind the last use of the bytes."""
+        begin = 0
+        for flat in flats:
+            queues.copy(self.memory[begin : begin + flat.nbytes], flat, self.after, self.copied)
+            begin += flat.nbytes
 
     def enter(self) -> None:
         """Let the piece's parameters and buffers be views into the ring, until its `restore`."""

@@ -7,7 +7,6 @@ window one asynchronous copy brings a piece to its place. Only here may the thre
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -19,7 +18,6 @@ import torch
 
 from ..host import management as host
 from ..planning.ring import WINDOWS
-from ..speeds import observe_disk
 from ..units import hostbuffer
 from ..units.encoding import Source, extents
 from ..units.reader import BATCH_BYTES, READERS, batches, pieces_of, read_batch
@@ -150,7 +148,6 @@ class Stager:
 
     def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
         """Read weights to contiguous tensors on the device; their copies are queued where the caller computes."""
-        start = time.perf_counter()
         under_way: deque[tuple[_Fill, _Chunk]] = deque()
         try:
             for chunk in self._chunks(targets):
@@ -164,8 +161,6 @@ class Stager:
                     under_way[-1][0].taken = True
             while under_way:
                 self._deliver(*under_way.popleft())
-            read = sum(target.numel() * stored.dtype.itemsize for stored, target in targets)
-            observe_disk(read, time.perf_counter() - start)
         finally:
             for fill, _ in under_way:
                 fill.taken = False
@@ -257,11 +252,9 @@ class Stager:
         """Queue the copy to the place that a fill is for."""
         place, piece, window = fill.place, fill.piece, fill.window
         assert place and piece
-        source = window.memory if window else piece.host
-        assert source is not None
         if fill.read:
             place.after = [*place.after, fill.read]
-        place.receive(source[: piece.packed_bytes], self._queues)
+        place.receive([window.memory[: piece.packed_bytes]] if window else piece.hosts, self._queues)
         fill.place = place.pending = None
         if window:
             self._queues.mark_copy(window.copied)
@@ -340,11 +333,14 @@ class Stager:
 def parts_of(piece: Piece, found: Mapping[int, Source]) -> list[Part]:
     """What makes up a piece: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
 
-    A piece that is packed already comes from its buffer in RAM.
+    A piece that is packed already comes from its buffers in RAM.
     """
-    if piece.host is not None:
-        return [(piece, i * BATCH_BYTES) for i, piece in enumerate(piece.host.split(BATCH_BYTES))]
     parts: list[Part] = []
+    if piece.hosts:
+        begins = (0, piece.stored_bytes)
+        for begin, host in zip(begins, piece.hosts, strict=False):
+            parts += [(part, begin + i * BATCH_BYTES) for i, part in enumerate(host.split(BATCH_BYTES))]
+        return parts
     tensors = piece.tensors()
     for tensor, at in zip(tensors, hostbuffer.layout(tensors)[0], strict=True):
         if id(tensor) not in found:

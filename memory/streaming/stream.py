@@ -262,7 +262,7 @@ class Streamed(Placement):
         place.holds = True  # not before, in case it is interrupted
         self._bytes_in += place.piece.packed_bytes
         if self._supply.is_on_disk(place.piece):
-            self._bytes_read += place.piece.packed_bytes
+            self._bytes_read += place.piece.stored_bytes
 
     # What streams and what stays
 

@@ -84,7 +84,7 @@ class Supply:
             piece.pack(self._queues.device)
         wants_pinned = self._queues.copying and hostbuffer.wants_pinned(self._queues.device)
         if wants_pinned and not all(p.pinned for p in in_ram) and (self._stager or self._make_windows()):
-            through += [piece for piece in self._pieces if piece.host is not None and not piece.pinned]
+            through += [piece for piece in self._pieces if piece.hosts and not piece.pinned]
         for piece in through:
             piece.parts = piece.parts or parts_of(piece, self._on_disk)
 
@@ -93,8 +93,7 @@ class Supply:
         if self._stager:
             self._stager.load(place)
             return
-        assert place.piece.host is not None
-        place.receive(place.piece.host, self._queues)
+        place.receive(place.piece.hosts, self._queues)
 
     def has_room(self, piece: Piece) -> bool:
         """Whether a piece can be on its way to the ring without taking the way from another."""

@@ -32,6 +32,9 @@ def write_gguf(kind: Type, file: Path, weights: dict[str, torch.Tensor]) -> Path
         if is_quantised(name, value):
             writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
         else:
+            if value.ndim > 4:  # as city96's converter writes them
+                writer.add_array(f"comfy.gguf.orig_shape.{name}", list(values.shape))
+                values = values.reshape(values.shape[0], -1)
             writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -56,6 +59,28 @@ def write_scaled(codec: Any, kind: str, file: Path, weights: dict[str, torch.Ten
     return file
 
 
+def write_four_bits(file: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """As bitsandbytes does, in blocks of 64 with a scale each, but with 16 values of equal distance."""
+    found, values = {}, torch.linspace(-1, 1, 16)
+    for name, value in weights.items():
+        if not is_quantised(name, value):
+            found[name] = value
+            continue
+        flat = torch.nn.functional.pad(value.float().flatten(), (0, -value.numel() % 64)).view(-1, 64)
+        scales = flat.abs().amax(1)
+        codes = ((flat / scales[:, None] + 1) * 7.5).round().nan_to_num(0).to(torch.uint8).flatten()
+        codes = codes[: value.numel()].view(-1, 2)
+        note = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(value.shape)})
+        found |= {name: codes[:, :1] << 4 | codes[:, 1:], f"{name}.absmax": scales, f"{name}.quant_map": values.clone()}
+        note_bytes = torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+        found[f"{name}.quant_state.bitsandbytes__nf4"] = note_bytes
+    save_file(found, file, metadata={"format": "pt"})
+    config = json.loads(file.with_name("config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    file.with_name("config.json").write_text(json.dumps(config))
+    return file
+
+
 def write_cast(file: Path, weights: dict[str, torch.Tensor]) -> Path:
     """Floats of 8 bits without scales."""
     save_file({name: value.to(torch.float8_e4m3fn) for name, value in weights.items()}, file)
@@ -68,6 +93,7 @@ WRITERS: dict[str, Callable[[Path, dict[str, torch.Tensor]], Path]] = {
     "int8": lambda *args: write_scaled(int8, "int8_tensorwise", *args),
     "fp8": lambda *args: write_scaled(fp8, "float8_e4m3fn", *args),
     "fp8 without scales": write_cast,
+    "4 bit": write_four_bits,
 }
 
 
@@ -80,11 +106,11 @@ def decoded(weight: EncodedWeight) -> torch.Tensor:
             parts.append(torch.frombuffer(bytearray(file.read(count * at.dtype.itemsize)), dtype=at.dtype))
     out = torch.empty(weight.codec.shape, dtype=weight.codec.dtype)
     weight.codec.decode(parts, out)
-    return out.to(BF16)
+    return out
 
 
 class Pair:
-    """A folder whose weights are encoded, and one of the plain weights that they are decoded to."""
+    """A folder whose weights are encoded, and one of the plain weights that they are decoded to, in float32."""
 
     def __init__(self, folder: Path, parts: list[str], how: str, root: Path) -> None:
         self.encoded = Path(shutil.copytree(folder, root / "encoded"))
@@ -92,7 +118,7 @@ class Pair:
         for part in parts:
             (file,) = (self.encoded / part).glob("*.safetensors")
             made = WRITERS[how](file, load_file(file))
-            values = {name: decoded(weight) for name, weight in encoded_weights(made, BF16).items()}
+            values = {name: decoded(weight) for name, weight in encoded_weights(made, torch.float32).items()}
             (file,) = (self.plain / part).glob("*.safetensors")
             save_file(values, file, metadata={"format": "pt"})
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import pytest
+import tiny
 import torch
 from adapters import lora_files
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
+from ballast.memory.units.encoding import encoding_of
 from encoded_folders import WRITERS, Pair
 from fault_points import Run
 from places import ROOT
@@ -60,7 +63,7 @@ def test_on_the_cpu_too(tiny_folders: Folders, tmp_path: Path) -> None:
     manager("cpu").free()
 
 
-@pytest.mark.parametrize("how", ["q8_0", "fp8", "fp8 without scales"])
+@pytest.mark.parametrize("how", ["q8_0", "fp8", "fp8 without scales", "4 bit"])
 def test_encoders_and_their_tables_too(how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(tiny_folders("flux"), ["text_encoder_2"], how, tmp_path)
     expected = pair.open(encoded=False).encode("a red boat")
@@ -99,7 +102,7 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
     assert peaks == sorted(set(peaks)), "what there is room for is used"
 
 
-@pytest.mark.parametrize("way", [pytest.param("resident", marks=pytest.mark.long), "streamed", "from disk"])
+@pytest.mark.parametrize("way", [pytest.param("resident", marks=pytest.mark.soak), "streamed", "from disk"])
 def test_out_of_memory_at_any_allocation_leaves_nothing(way: str, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(ROOT / "demo" / "shapes", ["transformer", "text_encoder"], "q8_0", tmp_path)
     ways: dict[str, dict[str, Any]] = {
@@ -136,6 +139,48 @@ def test_loras_on_encoded_weights_are_those_on_plain_ones(
         assert sim.stats().allocated_bytes == 0
     pipe.set_loras(())
     assert torch.equal(pipe.sample(cond, **SIZE), without_loras)
+
+
+@pytest.mark.parametrize("weights", ["exact12", pytest.param("int8", marks=pytest.mark.long)])
+def test_loras_on_weights_that_are_encoded_when_read(
+    weights: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """Wherever they are: of 12 bits what plain ones give, of 8 bits the same everywhere."""
+    folder = tiny_folders("flux")
+    loras = lora_files.two(folder, tmp_path)
+    given: dict[str, Any] = {"device": "sim", "dtype": "bf16", "cache_dir": tmp_path}
+    plain = ballast.open_pipeline(folder, **given, loras=loras)
+    cond = plain.encode("a red boat")
+    expected = plain.sample(cond, **SIZE)
+    pipe = ballast.open_pipeline(folder, **given, loras=loras, weights=weights, cache_encoded=True)
+    found = pipe.sample(cond, **SIZE, strategy="resident")
+    assert torch.equal(found, expected) == (weights == "exact12")
+    for strategy, ram in (("streamed", None), ("leafwise", None), ("leafwise", 0.6)):
+        pipe.ram_bytes = ram and int(ram * pipe.denoisers[0].size_bytes)
+        assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), found), strategy
+        assert sim.stats().allocated_bytes == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["q8_0", "int8", "exact12"])
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwenimage", "wan", "lumina2", "zimage", "hidream", "ltx"])
+def test_loras_on_encoded_weights_of_each_family(
+    name: str, how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """In files or made when they are read: the latents of LoRAs on plain weights of the same values, bit for bit."""
+    folder = tiny_folders(name)
+    given: dict[str, Any] = {"loras": lora_files.two(folder, tmp_path), "cache_dir": tmp_path, "dtype": "bf16"}
+    pair = None if how == "exact12" else Pair(folder, ["transformer"], how, tmp_path)
+    plain, ours = (folder, folder) if pair is None else (pair.plain, pair.encoded)
+    _, encode, sample, _ = tiny.stages(name, plain, "sim", **given)
+    expected = sample(cond := encode(), strategy="resident")
+    pipe, _, sample, _ = tiny.stages(name, ours, "sim", **given, **({"weights": how} if pair is None else {}))
+    for strategy in ("resident", "streamed", "leafwise"):
+        assert torch.equal(sample(cond, strategy=strategy), expected), strategy
+        assert sim.stats().allocated_bytes == 0
+    assert any(encoding_of(each) for unit in pipe.denoisers for each in unit.module.parameters())
+    pipe.set_loras(())
+    assert not torch.equal(sample(cond), expected)
 
 
 def without(file: Path, end: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +46,9 @@ def forget(pipe: Any) -> None:
     pipe.manager.free()
 
 
-@pytest.mark.parametrize("weights", ["exact12", "fp8", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "weights", ["fp8", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("exact12", "int8"))]
+)
 def test_runs_from_the_file_as_from_ram(weights: str, tmp_path: Path, sim: ModuleType) -> None:
     """The first run writes it, and the next opening reads it; in each placement, and from disk where RAM is short."""
     plain = opened(tmp_path / "plain")
@@ -89,6 +93,35 @@ def test_a_plan_before_the_first_run_counts_on_the_file(tmp_path: Path, sim: Mod
     after = pipe.plan(**SIZE, cond=cond)
     assert after.sampling.placement == before.sampling.placement == "streamed"
     assert before.peak_vram_bytes == pytest.approx(after.peak_vram_bytes, rel=0.02)
+    forget(pipe)
+
+
+def test_what_another_process_has_written_meanwhile_stays(
+    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be reading it, and goes by its stamp."""
+    pipe = opened(tmp_path, "exact12")
+    cond, stored = opened(tmp_path / "plain").encode("a red circle"), pipe.denoisers[0]._stored
+    expected = pipe.sample(cond, **SIZE)
+    (path,) = files(tmp_path)
+    whole, stamps = path.read_bytes(), []
+    forget(pipe)
+    path.unlink()
+    unit = pipe.denoisers[0]
+    unit._module, unit.maker, unit._stored = None, MAKERS["exact12"], stored
+    replacing = made_file.replacing
+
+    @contextlib.contextmanager
+    def late(*given: Any, **named: Any) -> Iterator[Path]:
+        with replacing(*given, **named) as part:
+            yield part
+            path.write_bytes(whole)
+            stamps.append((path.stat().st_mtime_ns, path.stat().st_ino))
+
+    monkeypatch.setattr(made_file, "replacing", late)
+    assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    assert stamps == [(path.stat().st_mtime_ns, path.stat().st_ino)]
+    assert files(tmp_path) == [path]
     forget(pipe)
 
 

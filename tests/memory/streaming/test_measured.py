@@ -238,7 +238,9 @@ def slow_card(monkeypatch: pytest.MonkeyPatch) -> None:
     slow("aten::linear", lambda args: 6 if args[1].shape[0] > args[1].shape[1] else 1)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "cogvideox"])
+@pytest.mark.parametrize(
+    "name", ["flux", pytest.param("wan", marks=pytest.mark.soak), pytest.param("cogvideox", marks=pytest.mark.long)]
+)
 def test_on_the_simulated_card_what_is_measured_is_what_was_forecast(
     name: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +268,7 @@ def test_on_the_simulated_card_what_is_measured_is_what_was_forecast(
         )
 
 
-@pytest.mark.parametrize("name", ["flux", "cogvideox"])
+@pytest.mark.parametrize("name", ["flux", pytest.param("cogvideox", marks=pytest.mark.soak)])
 def test_runs_learn_what_their_forecast_did_not_know(
     name: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -228,7 +228,7 @@ def test_without_streams_copies_block_and_the_result_is_the_same(
 # Growing and shrinking
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(8, 48), min_size=3, max_size=10),
     st.floats(0, 1),
