@@ -52,7 +52,8 @@ class Residents:
         self.work = WorkBook()
         self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
-        self._called: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()  # with so much held
+        # What was allocated when a unit was called, and what of that its stage held beside weights.
+        self._called: weakref.WeakKeyDictionary[ManagedModel, tuple[int, int]] = weakref.WeakKeyDictionary()
         # The RAM that there was for units that have pieces there.
         self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         # The working memory and the seconds that a placement was made for.
@@ -70,7 +71,6 @@ class Residents:
             if other in instead_of:
                 self.evict(other)
         if unit.placement is None:
-            self.work.placed(unit, self.budget.live_bytes)
             self._place(unit, strategy)
         else:
             if alone and refit:
@@ -95,7 +95,7 @@ class Residents:
 
     def runs(self, unit: ManagedModel) -> None:
         """Note that a unit is about to run."""
-        self._called[unit] = self.timeline.record("call", unit).allocated_bytes
+        self._called[unit] = self.timeline.record("call", unit).allocated_bytes, self.budget.live_bytes
         work, placement = self.work.of(unit), unit.placement
         learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
         if learns and isinstance(placement, Streamed) and placement.time_call():
@@ -103,10 +103,11 @@ class Residents:
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
-        if (before := self._called.pop(unit, None)) is not None:
+        if called := self._called.pop(unit, None):
+            before, held_bytes = called
             peak = self._came(unit, "ran")
             if not failed:
-                self.work.took(unit, peak - before)
+                self.work.took(unit, peak - before, held_bytes)
         if unit.placement is not None:
             unit.placement.rest(failed)
             self._learn(unit)
@@ -224,7 +225,7 @@ class Residents:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]
         if kinds == ["auto"]:
             ours = sum(u.resident_bytes for u in self.evictable(unit))
-            wanted = min(self.work.demand(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
+            wanted = min(self._wants(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
             self.budget.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
             if not kinds and self.evictable(unit):
@@ -233,7 +234,7 @@ class Residents:
             if not kinds:
                 pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
                 why = why_nothing_fits(
-                    self.work.demand(unit), pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit)
+                    self._wants(unit), pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit)
                 )
                 raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
@@ -340,17 +341,20 @@ class Residents:
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
         room, free = self._room_bytes(unit), self.accelerator.free_bytes()
-        return fitting_placements(self.work.demand(unit), room, free, stated=self.budget.vram_limit is not None)
+        return fitting_placements(self._wants(unit), room, free, stated=self.budget.vram_limit is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         room = self._room_bytes(unit)
         if kind == "resident":  # to decode some for good nothing has to go
             room = self.budget.vram_bytes - sum(u.resident_bytes for u in self.units() if u is not unit)
-        return self.work.demand(unit).weights_to_hold(kind, room)
+        return self._wants(unit).weights_to_hold(kind, room)
+
+    def _wants(self, unit: ManagedModel) -> Demand:
+        return self.work.demand(unit, self.budget.live_bytes)
 
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
         """What a unit wants, with the RAM that there was for it where that does not hold all, or is `short` now."""
-        demand = self.work.demand(unit)
+        demand = self._wants(unit)
         ram_bytes = None if unit.in_ram and not short else self._held_in.get(unit)
         return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
 
@@ -358,8 +362,8 @@ class Residents:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
         if kind == "cpu":
             return
-        need = self._weights(unit, kind) if kind == "streamed" else self.work.demand(unit).least_weights(kind)
-        working = self.work.working_bytes(unit)
+        need = self._weights(unit, kind) if kind == "streamed" else self._wants(unit).least_weights(kind)
+        working = self.work.working_bytes(unit, self.budget.live_bytes)
         self._shrink_for(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
 

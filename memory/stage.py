@@ -82,7 +82,7 @@ def run_stage(
                 unit.learn(found.call_order)
             attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
-            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device), card=card))
+            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device, unit.disk), card=card))
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)

@@ -22,7 +22,6 @@ class Work:
 
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
-    When it was last placed the stage held `live_bytes`, which may be more than before its first call.
 
     On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
     its calls are of the same `shapes`.
@@ -32,7 +31,6 @@ class Work:
     forecast: UnitForecast | None = None
     attempt: Attempt = field(default_factory=Attempt)
     rates: Rates = ASSUMED
-    live_bytes: int = 0
     card: str = ""
     measured: Measured | None = None
     learns: bool = False
@@ -79,27 +77,28 @@ class WorkBook:
         """Try the calls of a unit in another way from now on."""
         self._now[unit] = replace(self.of(unit), attempt=attempt)
 
-    def placed(self, unit: ManagedModel, live_bytes: int) -> None:
-        """Note that a unit is placed while its stage holds so many bytes beside weights."""
-        self._now[unit] = replace(self.of(unit), live_bytes=live_bytes)
+    def working_bytes(self, unit: ManagedModel, held_bytes: int = 0) -> int:
+        """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
-    def working_bytes(self, unit: ManagedModel) -> int:
-        """Working memory that a unit's present work takes beside its weights; 0 if it is not known."""
+        0 if it is not known.
+        """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        more_bytes = max(0, work.live_bytes - work.forecast.live_bytes)
-        decoding_bytes = sizes_of(unit).decoding_bytes
-        return max(0, work.forecast.working_bytes + decoding_bytes + seen.above.get(work.kind, 0) - more_bytes)
+        peak_bytes = work.forecast.peak_bytes + sizes_of(unit).decoding_bytes + seen.above.get(work.kind, 0)
+        return max(0, peak_bytes - held_bytes)
 
-    def took(self, unit: ManagedModel, measured_bytes: int) -> None:
-        """Note what one call took beside the weights. A call that was run in parts would have taken that many times."""
+    def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0) -> None:
+        """Note what one call took beside the weights, on top of what its stage held there before.
+
+        A call that was run in parts would have taken that many times.
+        """
         work, seen = self.of(unit), self._seen.setdefault(unit, _Seen())
         measured_bytes *= work.attempt.parts
         if work.forecast and work.kind not in seen.most:
             # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
-            expected = work.forecast.first_bytes + sizes_of(unit).decoding_bytes
-            seen.above[work.kind] = max(0, measured_bytes - expected)
+            expected = work.forecast.live_bytes + work.forecast.first_bytes + sizes_of(unit).decoding_bytes
+            seen.above[work.kind] = max(0, held_bytes + measured_bytes - expected)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
     def computed(self, unit: ManagedModel, work: Work, measured: Measured) -> None:
@@ -116,14 +115,14 @@ class WorkBook:
         work = self.of(unit)
         return measured_loads(sizes_of(unit).loads(work.forecast, work.rates), work.measured)
 
-    def demand(self, unit: ManagedModel) -> Demand:
-        """What a unit wants of the device for its present work."""
+    def demand(self, unit: ManagedModel, held_bytes: int = 0) -> Demand:
+        """What a unit wants of the device for its present work, on top of what its stage holds beside weights."""
         work, sizes = self.of(unit), sizes_of(unit)
         return Demand(
             unit.name,
             sizes,
             self._loads(unit),
-            self.working_bytes(unit),
+            self.working_bytes(unit, held_bytes),
             work.attempt.share,
             work.forecast is not None,
         )

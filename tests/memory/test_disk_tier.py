@@ -472,7 +472,7 @@ def test_taken_away_while_it_waits(sim: ModuleType, tmp_path: Path, monkeypatch:
 # Growing and shrinking
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(8, 48), min_size=3, max_size=10),
     st.floats(0, 1),

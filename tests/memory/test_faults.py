@@ -43,7 +43,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 # Out of memory
 
 
-@pytest.mark.parametrize("keep", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("keep", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folders: Folders, sim: ModuleType) -> None:
     """Each stage finishes, with the same bits; nothing stays that should not, and the next run is the same.
 
@@ -211,7 +211,10 @@ def _put_back(own: dict[str, Any], forward: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["auto", "kept", "streamed", "from disk"])
-@pytest.mark.parametrize(("name", "how"), [(FAST, "detach"), (FAST, "partially_unload"), ("demo", "detach")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(FAST, "detach"), (FAST, "partially_unload"), pytest.param("demo", "detach", marks=pytest.mark.long)],
+)
 def test_host_that_evicts_everything_between_any_two_blocks(
     name: str, way: str, how: str, tiny_folders: Folders, sim: ModuleType, evicting: Callable[[Run, str], Counter[str]]
 ) -> None:

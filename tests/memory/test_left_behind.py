@@ -130,6 +130,8 @@ OTHERS = {"skyreels_df": skyreels_df, "hunyuan_image": hunyuan_image, "motif_vid
 # Those that left something once, and all with BALLAST_SOAK=1.
 NAMES = [*(tiny.FAMILIES if os.environ.get("BALLAST_SOAK") else ("lumina2", "hunyuan_video15", "wan")), *OTHERS]
 
+SLOW = ("motif_video", "skyreels_df")
+
 
 @pytest.fixture(autouse=True)
 def uncollected(sim: ModuleType) -> Iterator[None]:
@@ -211,7 +213,9 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in NAMES]
+)
 def test_nothing_is_left_after_any_stage(
     name: str,
     tiny_folders: Callable[[str], Path],

@@ -218,7 +218,7 @@ def test_budget_evicts_by_next_use_when_the_graph_is_known(mgr: MemoryManager) -
     assert 3 * on_device(a) < mgr.device_bytes_in - before < 4 * on_device(a)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8), st.integers(100, 310))
 def test_freed_bytes_are_what_the_device_lost(order: list[str], percent: int) -> None:
     from ballast.memory import simulated

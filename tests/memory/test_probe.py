@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +14,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from ballast.memory import files, probe, speeds
+from ballast.memory import accelerator, files, probe, speeds
+from ballast.memory.accelerator import Accelerator
 from ballast.memory.rates import ASSUMED, Rates
-from ballast.memory.units import hostbuffer, reader
+from ballast.memory.units import direct, hostbuffer, reader
 from ballast.memory.units.weights import stored_tensors
 from safetensors.torch import save_file
 
-CUDA = torch.device("cuda:0")
-FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9, "float32": 12e12}
+DISK, OTHER = 2049, 2065  # device numbers
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         return dict(FOUND)
 
     monkeypatch.setattr(probe, "_measure", measure)
-    monkeypatch.setattr(probe, "Accelerator", lambda device: SimpleNamespace(name="A card", empty_cache=lambda: None))
+    monkeypatch.setattr(
+        probe, "Accelerator", lambda device: SimpleNamespace(identity="A card", empty_cache=lambda: None)
+    )
     return measured
 
 
@@ -62,7 +67,7 @@ def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
 
 
 def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9)
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, float32=12e12)
     assert probe.rates(CUDA) == probe.rates(CUDA) == expected
     another_process(monkeypatch)
     assert probe.rates(CUDA) == expected
@@ -96,8 +101,8 @@ def test_unwritable_directory_costs_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         assert probe.rates(CUDA).source == "measured"
-    speeds.observe_disk(2**30, 1.0)
-    assert probe.rates(CUDA).disk_bytes_per_second == 2**30
+    speeds.observe_disk(2**30, 1.0, DISK)
+    assert probe.rates(CUDA, DISK).disk_bytes_per_second == 2**30
     assert len(card) == 1
 
 
@@ -136,31 +141,77 @@ def test_refused_pinning_is_not_remembered(card: list[torch.device], monkeypatch
 
 def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "COPY_BYTES", 2**20)
-    for name in ("_TOKENS", "_WIDTH", "_INNER"):
+    for name in ("_TOKENS", "_WIDTH", "_INNER", "_CHANNELS", "_SIDE"):
         monkeypatch.setattr(probe, name, 64)
     found = probe._try_to_measure(torch.device("sim:0"))
     assert found is not None
-    assert found.keys() == {"pinned", "paged", "operations", "memory"}
+    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32"}
     assert all(value > 0 for value in found.values())
     assert sim.stats().allocated_bytes == 0
 
 
-def test_disk_is_observed_in_large_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    speeds.observe_disk(2**20, 1e-3)
-    speeds.observe_disk(2**30, 0)
-    assert probe.rates(torch.device("cpu")) == ASSUMED
-    speeds.observe_disk(2**30, 0.5)
+def test_disk_is_observed_in_large_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds.observe_disk(2**20, 1e-3, DISK)
+    speeds.observe_disk(2**30, 0, DISK)
+    speeds.observe_disk(2**30, 0.1, None)  # of the page cache, or of several
+    assert probe.rates(CPU, DISK) == probe.rates(CPU) == ASSUMED
+    speeds.observe_disk(2**30, 0.5, DISK)
     another_process(monkeypatch)
-    assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 2**31
-    speeds.observe_disk(2**30, 1)
-    assert probe.rates(torch.device("cpu")).disk_bytes_per_second == 1.5 * 2**30
-    monkeypatch.setattr(speeds, "OBSERVED_BYTES", 1000)
-    seen: list[int] = []
-    monkeypatch.setattr(reader, "observe_disk", lambda nbytes, seconds: seen.append(nbytes))
-    save_file({"x": torch.ones(1000)}, tmp_path / "a.safetensors")
-    stored = stored_tensors([tmp_path / "a.safetensors"])["x"]
-    reader.read([(reader.piece_of(stored, torch.bfloat16, 0), hostbuffer.allocate(2000))])
-    assert seen == [4000]
+    assert probe.rates(CPU, DISK).disk_bytes_per_second == 2**31
+    speeds.observe_disk(2**30, 1, DISK)
+    assert probe.rates(CPU, DISK).disk_bytes_per_second == 1.5 * 2**30
+    assert probe.rates(CPU, OTHER) == ASSUMED, "another disk"
+
+
+def test_a_read_tells_which_disk_it_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And that it came from none, where the page cache had the file."""
+    seen: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(reader, "observe_disk", lambda nbytes, seconds, disk: seen.append((nbytes, disk)))
+    save_file({"x": torch.ones(1000)}, file := tmp_path / "a.safetensors")
+    stored = stored_tensors([file])["x"]
+
+    def read() -> None:
+        reader.read([(reader.piece_of(stored, torch.bfloat16, 0), hostbuffer.allocate(2000))])
+
+    file.read_bytes()
+    read()
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "is_cached", lambda *_: False)  # not all systems can be made to forget a file
+        read()
+    cached = hasattr(os, "RWF_NOWAIT")
+    assert seen == [(4000, None if cached else file.stat().st_dev), (4000, file.stat().st_dev)]
+
+
+def test_reads_of_several_disks_tell_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[int | None] = []
+    monkeypatch.setattr(reader, "observe_disk", lambda nbytes, seconds, disk: seen.append(disk))
+    monkeypatch.setattr(direct, "is_cached", lambda *_: False)
+    numbers = {"a.safetensors": DISK, "b.safetensors": OTHER}
+    monkeypatch.setattr(reader, "disk_number", lambda path: numbers[path.name])
+    for names in (["a.safetensors"], ["b.safetensors"], list(numbers)):
+        for name in names:
+            save_file({"x": torch.ones(1000)}, tmp_path / name)
+        jobs = [reader.piece_of(stored_tensors([tmp_path / name])["x"], torch.float32, 0) for name in names]
+        reader.read([(job, hostbuffer.allocate(4000)) for job in jobs])
+    assert seen == [DISK, OTHER, None]
+
+
+def test_cards_of_one_name_are_told_apart(sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By what the driver says of them, and by the width of their slot."""
+    device = torch.device("sim:0")
+    first = probe.card_of(device)
+    sim.enable(total="1GB", slot=3)
+    second = probe.card_of(device)
+    assert first != second == probe.card_of(device)
+    assert Accelerator(device).identity == "Simulated accelerator, simulated-3, ffff:03:00.0"
+    slot = tmp_path / "ffff:03:00.0"
+    slot.mkdir()
+    (slot / "current_link_width").write_text("4\n")
+    monkeypatch.setattr(accelerator, "_BUS", tmp_path)
+    assert Accelerator(device).identity == "Simulated accelerator, simulated-3, ffff:03:00.0, x4"
+    sim.enable(total="1GB")
+    assert probe.card_of(device) == first
+    assert Accelerator(CPU).identity == "CPU"
 
 
 # Pinned memory, in ComfyUI

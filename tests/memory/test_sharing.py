@@ -372,7 +372,7 @@ def test_cached_copies_go_when_others_want_the_ram(
     assert mgr.report().host_bytes == 0 and not mgr.report().units
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_ram_of_the_process_is_level_over_fifty_changes(
     models: dict[str, Path], sim: ModuleType, tmp_path: Path
 ) -> None:
@@ -495,7 +495,7 @@ def test_any_sequence_of_changes(
 ) -> None:
     machine = type("Machine", (Changes,), {"models": models, "room": room, "expected": expected, "sim": sim})
     machine.TestCase.settings = settings(  # type: ignore[attr-defined]
-        max_examples=20, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=20, stateful_step_count=10, suppress_health_check=list(HealthCheck)
     )
     test: Callable[[], None] = machine.TestCase("runTest").runTest  # type: ignore[attr-defined]
     test()

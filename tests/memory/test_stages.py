@@ -61,6 +61,7 @@ def test_same_prompt_loads_no_encoder_again(folder: Path) -> None:
     assert not encodes_without_loading(folder, "another boat")
 
 
+@pytest.mark.long
 def test_same_prompt_in_a_new_process_reads_no_encoder_bytes(folder: Path) -> None:
     script = (
         f"import os, sys, json; sys.path.insert(0, {str(TESTS)!r}); home = os.environ['XDG_CACHE_HOME']\n"

@@ -58,8 +58,8 @@ def pages() -> int:
     return sum(each.nbytes for each in hostbuffer._pages.values())
 
 
-@pytest.mark.parametrize("vram_share", [0, 0.3, 0.7, 1])
-@pytest.mark.parametrize("ram_share", [0, 0.25, 0.5, 0.75, 0.999])
+@pytest.mark.parametrize("vram_share", [0, 0.3, pytest.param(0.7, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("ram_share", [0, 0.25, *(pytest.param(x, marks=pytest.mark.soak) for x in (0.5, 0.75)), 0.999])
 def test_any_mix_of_tiers_gives_the_same_and_is_as_planned(
     vram_share: float, ram_share: float, bench: Bench, sim: ModuleType
 ) -> None:
@@ -137,7 +137,7 @@ def clock(sim: ModuleType) -> float:
     return float(sim.clock.default_stream.ready)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=2, max_size=5), st.data())
 def test_budgets_change_between_runs_and_in_the_middle(
     bench: Bench, sim: ModuleType, runs: list[tuple[float, float, bool]], data: st.DataObject
@@ -155,7 +155,8 @@ def test_budgets_change_between_runs_and_in_the_middle(
         assert torch.equal(latents, bench.expected)
         assert dit.host_bytes <= pipe.ram_bytes
         assert mgr.report().resident_bytes == sim.stats().allocated_bytes
-        assert mgr.report().host_bytes <= pages() <= mgr.report().host_bytes + elsewhere
+        gaps = hostbuffer.ALIGNMENT_BYTES * len(list(dit.module.parameters()))  # between the tensors of a piece
+        assert mgr.report().host_bytes <= pages() <= mgr.report().host_bytes + gaps + elsewhere
         assert sim.stats().hazards == 0
         if not keep:
             assert sim.stats().allocated_bytes == 0
@@ -223,10 +224,10 @@ def test_a_reader_that_fails_leaves_what_was_there(
         patch.setattr("ballast.memory.units.reader.fill_batch", fails)
         with pytest.raises(OSError, match="no such luck"):
             more.sample(bench.cond, **SIZE)
-    assert dit.held == held
+    assert dit.held and dit.held <= held  # with more RAM, others than some of them are best held
     assert sim.stats().allocated_bytes == 0
     assert torch.equal(more.sample(bench.cond, **SIZE), bench.expected)
-    assert dit.held > held
+    assert len(dit.held) > len(held)
 
 
 def fails(batch: Any) -> None:

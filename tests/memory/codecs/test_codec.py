@@ -10,11 +10,14 @@ from types import ModuleType
 import pytest
 import torch
 from ballast.memory.codecs import exact12, fp8, int8, raw
+from ballast.memory.codecs.bitsandbytes import LlmInt8
 from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec, chunks, pair_table, table_of, tiles
+from ballast.memory.codecs.four_bit import FourBit
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.codecs.int8 import Int8, RotatedInt8
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
 from ballast.memory.codecs.raw import Raw
+from ballast.memory.codecs.torchao import ShiftedInt8
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +62,10 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "fp8": lambda: fp8.encode(weight(*SHAPE)),
     "mxfp8": lambda: noise(Mxfp8((1031, 1250), BF16)),
     "nvfp4": lambda: noise(Nvfp4((1031, 1250), BF16)),
+    "4 bit": lambda: noise(FourBit((1031, 1281), BF16, 64)),
+    "4 bit with codes as scales": lambda: noise(FourBit((1031, 1281), BF16, 32, 0.04)),
+    "int8 of bitsandbytes": lambda: noise(LlmInt8(SHAPE, BF16, torch.int8, SHAPE[0])),
+    "int8 of torchao": lambda: noise(ShiftedInt8(SHAPE, BF16, torch.int8, SHAPE[0])),
     **{
         f"gguf {kind.name}": lambda kind=kind: noise(codec_of(kind, SHAPE, BF16))
         for kind in TYPES.values()

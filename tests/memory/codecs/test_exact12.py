@@ -90,7 +90,7 @@ def test_other_types_are_raw(dtype: torch.dtype) -> None:
     assert codec.name == "raw" and codec.dtype == parts[0].dtype == dtype
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_bits_of_any_shape_come_back(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 40), min_size=0, max_size=3))

@@ -68,7 +68,7 @@ def test_all_types_that_diffusers_knows_are_decoded() -> None:
 
 
 @each_type
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 5), seed=st.integers(0, 2**31))
 def test_any_block_is_decoded_bit_for_bit(kind: BlockType, rows: int, columns: int, seed: int) -> None:
     blocks = random_blocks(kind, rows, columns, seed)

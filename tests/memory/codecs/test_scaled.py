@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_are_raw(encode, value: float) -> None:
     assert codec.name == "raw" and same_bits(decoded(codec, *parts), plain)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 40), columns=st.integers(8, 200), exponent=st.integers(-30, 30), seed=st.integers(0, 2**31))
 def test_no_int8_weight_is_off_by_more_than_half_a_step(rows: int, columns: int, exponent: int, seed: int) -> None:
     plain = weight(rows, columns, seed=seed) * 2.0**exponent

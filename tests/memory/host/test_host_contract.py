@@ -121,7 +121,7 @@ def ask(patcher: HostPatcher, call: tuple[str, Any]) -> None:
     plan=st.lists(st.tuples(st.integers(0, 25), CALLS, st.booleans()), max_size=8),
     strategy=st.sampled_from(["streamed", "resident"]),
 )
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_calls_during_a_forward(
     make_guest: Make,
     plan: list[tuple[int, tuple[str, Any], bool]],

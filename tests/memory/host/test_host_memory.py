@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 from host import HostServer, missing
-from host_graphs import NEGATIVE, PROMPT, after, encoding, loaded, native_run, node, our_run, seen, summary
+from host_graphs import (
+    NEGATIVE,
+    PROMPT,
+    after,
+    encoding,
+    loaded,
+    native_run,
+    native_timeline,
+    node,
+    our_run,
+    seen,
+    summary,
+)
 from pictured.bands import MODELS, drawn
 from PIL import Image
 
@@ -254,28 +266,13 @@ def test_vram_budget_shrinks_the_hosts_model_and_nothing_else_changes(host: Host
 
 def test_timeline_of_a_purely_native_graph(host: HostServer) -> None:
     """None of our nodes but the report: ComfyUI's models are told and drawn."""
-    sampling = {"steps": 3, "cfg": 4.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0, "seed": 1}
-    links = {"model": ["unet", 0], "positive": ["+", 0], "negative": ["-", 0], "latent_image": ["empty", 0]}
-    graph = {
-        "clip": loaded("Clip"),
-        "unet": loaded("Unet"),
-        "vae": loaded("Vae"),
-        "+": node("CLIPTextEncode", clip=["clip", 0], text=PROMPT),
-        "-": node("CLIPTextEncode", clip=["clip", 0], text=NEGATIVE),
-        "empty": node("EmptyLatentImage", width=64, height=64, batch_size=1),
-        "sampler": node("KSampler", **links, **sampling),
-        "decode": node("VAEDecode", vae=["vae", 0], samples=["sampler", 0]),
-        "report": node("BallastVRAMReport", after=["decode", 0], stages=12, prompts=1),
-        "shown": node("PreviewImage", images=["report", 0]),
-    }
-    entry = host.run(graph)
+    entry = host.run(native_timeline())
     (picture,) = entry["outputs"]["shown"]["images"]
     data = host.get(f"/view?filename={picture['filename']}&type=temp&subfolder={picture['subfolder']}")
     state, stages = entry["outputs"]["report"]["text"][0].split("\n\n")
-    assert "AutoencoderKL (ComfyUI)  vae " in state and "; ComfyUI's models: " in state, (
-        "for whose room the others left"
-    )
-    assert all(name in stages for name in MODELS)
+    assert "AutoencoderKL (ComfyUI)  vae " in state, "for whose room the others left"
+    assert " of ComfyUI's models, " in state.splitlines()[0] and "of weights" not in state
+    assert all(name in stages for name in MODELS), stages
     rows = [line.split()[0] for line in stages.splitlines()[2:] if not line.startswith(" ")]
     assert rows == ["CLIPTextEncode", "CLIPTextEncode", "KSampler", "VAEDecode"]
     bands = drawn(Image.open(BytesIO(data)).convert("RGB"))

@@ -50,7 +50,7 @@ def small_graphs(draw: st.DrawFn) -> tuple[int, list[Use]]:
     return capacity, [Use(i, sizes[i], works[i]) for i in order]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(small_graphs())
 def test_parts_reload_as_few_bytes_as_the_best_choice(graph: tuple[int, list[Use]]) -> None:
     assert load_parts(*graph, known=True) == least_bytes_of_parts(*graph) <= load_parts(*graph, known=False)

@@ -113,7 +113,9 @@ def test_forecasts_survive_a_file_and_damaged_ones_are_errors() -> None:
             Forecast.from_dict(damaged)
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("wan", marks=pytest.mark.long), "cogvideox"])
+@pytest.mark.parametrize(
+    "name", ["flux", *(pytest.param(name, marks=pytest.mark.long) for name in ("wan", "cogvideox"))]
+)
 def test_predicted_seconds_are_those_of_the_virtual_clock(
     name: str, tiny_folders: Callable[[str], Path], sim: ModuleType
 ) -> None:

@@ -27,21 +27,22 @@ def held(loads: Loads, found: Arrangement) -> int:
 
 
 def replay(loads: Loads, found: Arrangement, steps: int = 6) -> float:
-    """Seconds of the last of some steps, by what lies on each byte of the ring and when it was last used."""
+    """Seconds of a steady step, by what lies on each byte of the ring and when it was last used."""
     sizes = [loads.pieces[i].packed_bytes for i in found.streamed]
     at = dict(zip(found.streamed, offsets(sizes, found.ring_bytes), strict=True))
     used = [0.0] * found.ring_bytes
     owner = [-1] * found.ring_bytes
-    copied = done = last = fetched = 0.0
+    copied = done = last = fetched = reading = 0.0
     out_of: list[float] = []  # ends of the copies of what was read, in order
     for _ in range(steps):
-        last, done = done, done + loads.before_seconds
+        last, done, reading = done, done + loads.before_seconds, 0.0
         for i, piece in enumerate(loads.pieces):
             if i in at:
                 place = range(at[i], at[i] + piece.packed_bytes)
                 if any(owner[byte] != i for byte in place):
                     if i in found.from_disk:
                         window = out_of[-WINDOWS] if len(out_of) >= WINDOWS else 0.0
+                        reading += piece.packed_bytes / loads.disk_bytes_per_second
                         fetched = max(fetched, window) + piece.packed_bytes / loads.disk_bytes_per_second
                         copied = max(copied, fetched)
                     copied = max(copied, max(used[byte] for byte in place)) + piece.packed_bytes
@@ -51,7 +52,7 @@ def replay(loads: Loads, found: Arrangement, steps: int = 6) -> float:
                 for byte in place:
                     owner[byte], used[byte] = i, done + piece.seconds
             done += piece.seconds
-    return done - last
+    return max(done - last, reading)  # the first step may put the disk ahead, by a little less each step
 
 
 @given(st.lists(SIZES, min_size=1, max_size=40), st.integers(0, 3000))
@@ -64,7 +65,6 @@ def test_pieces_follow_each_other_in_the_ring_and_begin_anew_at_its_end(sizes: l
         assert end <= ring
 
 
-@settings(deadline=None)
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(0, 3000))
 def test_the_last_that_is_overwritten_is_known(sizes: list[int], more: int) -> None:
     ring = max(sizes) + more
@@ -81,7 +81,7 @@ def test_the_last_that_is_overwritten_is_known(sizes: list[int], more: int) -> N
     assert overwritten(sizes, at) == [seen[i] % len(sizes) for i in range(len(sizes))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PIECES, st.floats(-0.1, 1.1), st.floats(0, 100))
 def test_never_over_the_room_and_the_same_each_time(
     pieces: list[tuple[int, int, float]], share: float, before: float
@@ -100,7 +100,7 @@ def test_never_over_the_room_and_the_same_each_time(
     assert (whole <= room) == (not found.streamed) or not found.copied_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PIECES, st.lists(st.floats(0, 1.1), min_size=2, max_size=6))
 def test_more_room_is_never_slower(pieces: list[tuple[int, int, float]], shares: list[float]) -> None:
     loads = loads_of(pieces)
@@ -109,7 +109,7 @@ def test_more_room_is_never_slower(pieces: list[tuple[int, int, float]], shares:
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.floats(0, 3)), min_size=1, max_size=15),
     st.floats(0, 1),
@@ -125,7 +125,7 @@ def test_its_seconds_are_those_of_the_bytes_in_the_ring(
         assert replay(loads, found) * (1 - 1e-6) <= found.step_seconds <= 1.001001 * replay(loads, found) + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3)), min_size=3, max_size=8), st.floats(0, 1))
 def test_as_good_as_all_choices_of_up_to_eight(pieces: list[tuple[int, int, float]], share: float) -> None:
     loads = loads_of(pieces)
@@ -151,7 +151,7 @@ def in_ram(loads: Loads, share: float, disk: float) -> Loads:
     return replace(loads, ram_bytes=ram, disk_bytes_per_second=disk)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PIECES, st.floats(0, 1.1), st.floats(-0.2, 1.1), st.floats(0.05, 3))
 def test_never_over_the_ram(pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float) -> None:
     loads = in_ram(loads_of(pieces), ram_share, disk)
@@ -172,7 +172,7 @@ def test_never_over_the_ram(pieces: list[tuple[int, int, float]], share: float, 
     assert again.step_seconds <= found.step_seconds * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PIECES, st.lists(st.floats(0, 1.1), min_size=2, max_size=5), st.floats(0, 1), st.floats(0.05, 3))
 def test_more_ram_is_never_slower(
     pieces: list[tuple[int, int, float]], shares: list[float], room_share: float, disk: float
@@ -189,7 +189,7 @@ def test_more_ram_is_never_slower(
         assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3)), min_size=3, max_size=6),
     st.floats(0, 1),
