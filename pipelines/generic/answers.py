@@ -81,6 +81,10 @@ class Answers:
         return Telling(self._kept)
 
 
+class NotSeenError(RuntimeError):
+    """A module that is not there to run is asked for something that was not asked before."""
+
+
 class Telling:
     """Gives kept answers again, in their order."""
 
@@ -92,7 +96,7 @@ class Telling:
         """The next answer of a module, on the device of what it is asked. RuntimeError where it was not asked that."""
         kept, place = self._kept.get(name, []), self._told.get(name, 0)
         if place >= len(kept) or kept[place][0] != _shapes(args, kwargs):
-            raise RuntimeError(f"it asks its {name} for more while it samples than before")
+            raise NotSeenError(f"it asks its {name} for more while it samples than before")
         self._told[name] = place + 1
         return _given(kept[place][1], args, kwargs)
 

@@ -17,13 +17,18 @@ from ..encoding.conditioning import Conditioning
 from ..options import check_known, check_stage
 from ..staged import Negative, OnStep, Prompt, as_handed, no_effect
 from .seeing import SeeingPipeline
-from .stand_ins import DecodeCalledError
+from .stand_ins import DecodeCalledError, keeping_processors
 from .stock import check_frames, encode_defaults, guides, returned_names, text_options
 from .stock_parts import FRAMES, HOST
+from .tails import TAILS
 from .tasks import INPUTS, reads_pictures
 
 _AREA = "max_area"
-_WORDS = {"mask_image": "mask", "control_image": "control"}  # what inputs are called here
+# What inputs are called here.
+_WORDS = {
+    "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
+    "control_mask": "mask",
+}  # fmt: skip
 _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
 # Arguments that the stages set themselves.
@@ -42,6 +47,8 @@ class GenericPipeline(SeeingPipeline):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         known = {name for name in self._encode_prompt if not name.endswith("_per_prompt")} - _OURS
+        if self.replays:
+            known = {name for name in known & self._call.keys() if "embeds" not in name}
         check_known(self.title, options, known)
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -52,6 +59,8 @@ class GenericPipeline(SeeingPipeline):
             )
         if not pictures and reads_pictures(cls):
             raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
+        if self.replays:
+            return {"images": tuple(pictures)} if pictures else {}
         return {"handed": self.handed(pictures)} if reads_pictures(cls) else {}
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +89,8 @@ class GenericPipeline(SeeingPipeline):
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        if self.replays:
+            return self.record(prompt, negative_prompt, options, device, modules)
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
         pipe = self._pipeline(device, modules, *tools)
         arguments = encode_defaults(self._encode_prompt, self._call) | options | {"device": device}
@@ -137,14 +148,17 @@ class GenericPipeline(SeeingPipeline):
         if (
             "strength" in self._call
             and not (self.own_size or width or height)
-            and (first := self.pictures.get("image"))
+            and (first := self.pictures.get("image") or self.pictures.get("video"))
         ):
             height, width = (side // self.sizes.multiple * self.sizes.multiple for side in first[0].shape[:2])
         self.sizes.check(self.title, width, height)
         if _AREA in self._call and width and height:
             arguments[_AREA] = width * height  # to which it brings every size
-        arguments |= {key: size for key, size in (("width", width), ("height", height)) if size is not None}
+        sides = (("width", width), ("height", height))
+        arguments |= {key: size for key, size in sides if size is not None and key in self._call}
         if frames is not None:
+            if self._frames is None and self.is_video:
+                raise ValueError(f"{self.title} makes as many frames as it is given. Leave frames out.")
             if self._frames is None:
                 raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
             check_frames(self._pipeline(HOST, {}), self.title, frames)
@@ -172,12 +186,16 @@ class GenericPipeline(SeeingPipeline):
         modules: Mapping[str, nn.Module],
     ) -> torch.Tensor:
         try:
-            self._call_stock(cond, arguments, on_step, device, modules)
+            with keeping_processors(modules.values()):
+                self._call_stock(cond, arguments, on_step, device, modules)
         except DecodeCalledError as caught:
             return caught.latents
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     # Decode
+
+    def _finish(self, images: torch.Tensor) -> torch.Tensor:
+        return TAILS[self.tail](images)
 
     def _decode_arguments(
         self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int

@@ -20,6 +20,7 @@ from ...memory.files import read_json, replace_file
 from ...memory.planning.dry_run import StandIns
 from ...memory.units.unit import ManagedModel
 from .echo import Echo
+from .tails import TAILS
 
 Modules = Mapping[str, nn.Module]
 
@@ -35,7 +36,8 @@ class Verdict:
     `negative` is the negative prompt that the stock call takes by default, None if it goes without. `left_out` are
     the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
     `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
-    asked for, such as that of its picture.
+    asked for, such as that of its picture. `tail` names what it does with what its VAE decodes, and `looks` says that
+    its VAE encodes something even where it starts from no picture.
     """
 
     differs: str = ""
@@ -43,6 +45,8 @@ class Verdict:
     left_out: tuple[str, ...] = ()
     dimensions: int = 4
     own_size: bool = False
+    tail: str = ""
+    looks: bool = False
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
@@ -67,9 +71,10 @@ def compare(
             return Verdict(found)
     if made.shape != made_staged.shape:
         return Verdict(f"its call returns {_shape(made)}, and its VAE decodes {_shape(made_staged)}")
-    if not close(made, made_staged):
+    tail = next((name for name, ends in TAILS.items() if close(made, ends(made_staged))), None)
+    if tail is None:
         return Verdict("its call changes what its VAE decodes")
-    return Verdict(left_out=left_out)
+    return Verdict(left_out=left_out, tail=tail)
 
 
 def close(made: torch.Tensor, other: torch.Tensor) -> bool:
@@ -113,7 +118,8 @@ def _read(path: Path) -> Verdict | None:
     try:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
-        verdict = Verdict(*known, facts["own_size"] is True)
+        verdict = Verdict(*known, facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True)
+        _ = TAILS[verdict.tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     words = (verdict.differs, verdict.negative or "", *verdict.left_out)

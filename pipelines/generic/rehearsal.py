@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,17 +15,19 @@ import torch
 
 from ..decoding.decode import run_decoder, to_images
 from ..encoding.conditioning import Conditioning
-from ..staged import as_stock
-from .answers import opened
+from ..staged import Frames, as_stock
+from .answers import NotSeenError, opened
 from .echo import Echo
 from .proof import Modules, Verdict, compare, echoes_of
 from .stock import fewest_frames
-from .tasks import reads_pictures
+from .tasks import reads_pictures, takes_frames
 
 Arguments = Callable[..., dict[str, Any]]  # of a call, each time new, for a scale of guidance
 
 _PROMPT, NEGATIVE = "a red boat", "blurry, grey"
+_SEED = 0
 _SIDE, _STEPS = 64, 2  # pixels; or the next size that the pipeline draws
+_STRENGTH = 0.8  # by which some steps are left out
 CHECKS = ("safety_checker",)  # blackens what it does not like, and is not run
 GUIDES = 3.0  # a scale that guides
 _HOST = torch.device("cpu")
@@ -39,10 +42,10 @@ def rehearse(pipeline: Any, texts: Any) -> Verdict:
     echoes = echoes_of([unit for unit in pipe._units.values() if unit.name not in CHECKS], pipe.stand_ins)
     with torch.inference_mode():
         try:
-            return _compare(pipe, echoes, small=True)
+            return _compare_looking(pipe, echoes, small=True)
         except Exception as error:
             with suppress(Exception):  # some draw nothing of that size
-                return _compare(pipe, echoes, small=False)
+                return _compare_looking(pipe, echoes, small=False)
             raise error
 
 
@@ -60,12 +63,25 @@ def in_float32(pipeline: Any, texts: Any) -> Any:
     return pipe
 
 
+def _compare_looking(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
+    pipe.looks = bool(pipe.inputs)
+    try:
+        return _compare(pipe, echoes, small)
+    except NotSeenError:
+        if pipe.looks:
+            raise
+    pipe.looks = True
+    return _compare(pipe, echoes, small)
+
+
 def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
     arguments = functools.partial(arguments_of, pipe, small)
     pairs: list[tuple[str | None, str | None]] = []
     takes = "negative_prompt" in pipe._call
+    default: str | None = None
     try:
-        default = _default_negative(pipe, {name: echo.face for name, echo in echoes.items()}, arguments)
+        if not (pipe.texts or pipe).replays:
+            default = _default_negative(pipe, {name: echo.face for name, echo in echoes.items()}, arguments)
         pairs.append((None, default))
     except Exception:
         if not takes:
@@ -74,19 +90,26 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
     if takes:
         pairs.append((NEGATIVE, NEGATIVE))
     runs = [(arguments, *pair) for pair in pairs]
+    tails: set[str] = set()
     if pipe.inputs and takes and pipe._guidance_name() in pipe._call:  # which may see another picture when it guides
         runs.append((functools.partial(arguments, GUIDES), NEGATIVE, NEGATIVE))
+    if (pipe.texts or pipe).replays and pipe._guidance_name() in pipe._call:
+        runs += [(functools.partial(arguments, scale), None, None) for scale in (1.0, GUIDES)]
     for given, negative, staged_negative in runs:
         whole = functools.partial(_run_whole, pipe, given, negative)
         verdict = compare(whole, functools.partial(_run_stages, pipe, given, staged_negative), echoes)
         if verdict.differs:
             return verdict
+        tails.add(verdict.tail)
+    if len(tails) > 1:
+        return Verdict("its call changes what its VAE decodes, in more than one way")
     unchecked = tuple(name for name in CHECKS if name in pipe._units)
     left_out = verdict.left_out + unchecked
     asked = arguments()
     sides = asked.get("height"), asked.get("width")
     own_size = bool(pipe.inputs) and None not in sides and sides != pipe.drawn
-    return replace(verdict, negative=default, left_out=left_out, dimensions=pipe.latent_dimensions, own_size=own_size)
+    found = replace(verdict, negative=default, left_out=left_out, own_size=own_size, looks=pipe.looks)
+    return replace(found, dimensions=pipe.latent_dimensions)
 
 
 def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str | None:
@@ -106,11 +129,15 @@ def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str 
 def arguments_of(pipe: Any, small: bool, guidance: float | None = None) -> dict[str, Any]:
     """Arguments of `_denoise` for a run that is as small as can be, or of the size that the pipeline is made for."""
     side = -(-_SIDE // pipe.sizes.multiple) * pipe.sizes.multiple
-    pipe.pictures = {name: (_picture(side, name),) for name in pipe.inputs}
+    some = fewest_frames(pipe._pipeline(_HOST, {})) if pipe.is_video else 1
+    pipe.pictures = {name: _pictures(side, name, some, pipe._call) for name in pipe.inputs}
+    pipe.strength = _STRENGTH if pipe.inputs and "strength" in pipe._call else None
     width, height = (side if small and name in pipe._call else None for name in ("width", "height"))
-    frames = fewest_frames(pipe._pipeline(_HOST, {})) if small and pipe.is_video else None
+    frames = some if small and pipe._frames else None
     arguments = pipe._sample_arguments(width, height, _STEPS, guidance, frames, {})
-    return arguments | {"generator": torch.Generator("cpu").manual_seed(0)}
+    if "image_crf" in pipe._call and importlib.util.find_spec("av") is None:
+        arguments["image_crf"] = 0  # no video codec is run on the picture: there is none
+    return arguments | {"generator": torch.Generator("cpu").manual_seed(_SEED)}
 
 
 def _run_whole(
@@ -135,10 +162,16 @@ def _run_whole(
         stock.encode_prompt = listened
     given = as_stock(arguments()) | {"prompt": _PROMPT, "output_type": "pt"}
     given.pop("negative_prompt", None)
+    torch.manual_seed(_SEED)
     made = stock(**given, **({} if negative is None else {"negative_prompt": negative}))
-    pictures = (made.frames if pipe.is_video else made.images).float().movedim(-3, -1)
+    pictures = _first_of(made).float().movedim(-3, -1)
     pipe.drawn = tuple(pictures.shape[-3:-1])
     return pictures
+
+
+def _first_of(made: Any) -> torch.Tensor:
+    """The pictures among what a call returns, in a class whose fields have many names."""
+    return made[0] if isinstance(made, tuple) else next(iter(made.values()))
 
 
 def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: Modules) -> torch.Tensor:
@@ -154,7 +187,7 @@ def encoded(pipe: Any, negative: str | None, modules: Modules) -> Conditioning:
     """The conditioning of a prompt, made by these modules."""
     encoders = {unit.name: modules[unit.name] for unit in pipe.encoders}
     texts = pipe.texts or pipe
-    sees = reads_pictures(texts.pipeline_class)
+    sees = texts.edits if texts.replays else reads_pictures(texts.pipeline_class)
     read = texts._pictures_read(pipe.pictures.get("image", ())) if sees else {}
     return Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
 
@@ -167,14 +200,19 @@ def drawn(pipe: Any, cond: Conditioning, arguments: Callable[[], dict[str, Any]]
         return opened((called.encode if name == "vae" else called)(*args, **kwargs))
 
     denoisers = {unit.name: modules[unit.name] for unit in pipe.denoisers}
-    if pipe.inputs:
+    if pipe.looks:
         pipe.answers = pipe.look(cond, arguments(), see)
     return pipe._denoise(cond, arguments(), None, _HOST, denoisers).float()
+
+
+def _pictures(side: int, name: str, frames: int, call: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    one = _picture(side, name)
+    return Frames(one.roll(at, 0) for at in range(frames)) if takes_frames(name, call) else (one,)
 
 
 def _picture(side: int, name: str) -> torch.Tensor:
     """A picture that is not square, none of whose pixels is like the next; or the half of a mask."""
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(2 * side), indexing="ij")
-    if name.startswith("mask"):
+    if "mask" in name:
         return (columns > rows).float()
     return torch.stack([(rows * 7 + columns * of) % 256 / 255 for of in (3, 5, 11)], dim=2)

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.forecasts import shapes_in
 from ..planning.plans import SEEING, Sight
-from ..staged import Pictures, as_stock, handed
+from ..staged import Frames, Negative, Pictures, Prompt, as_list, as_stock, handed
 from .answers import Answers, Posterior, Run
+from .recording import Recorded, Recording
 from .stand_ins import LoopReachedError
-from .stock import encode_defaults, passes, returned_names
-from .stock_parts import HOST, StockParts
-from .tasks import task_of
+from .stock import encode_defaults, needed_inputs, passes, returned_names
+from .stock_parts import FRAMES, HOST, StockParts
+from .tasks import INPUTS, task_of
 
 _GUIDES = 3.0  # a scale of guidance that guides
+_OWN = INPUTS - {"image_reference", "reference_images"}
+_SIDE = 64  # pixels of a picture that is not read
 See = Callable[..., Any]  # answers `name, *args, **kwargs`: what a module is called with
 
 
@@ -44,7 +48,7 @@ class SeeingPipeline(StockParts):
             setattr(run, name, getattr(self, name))
         run.pictures, run.strength = task.pictures, pictures.strength
         if pictures.image and ("strength" in run._call or run._frames is not None):
-            run.own = tuple(name for name in task.pictures if name != "image_reference")
+            run.own = tuple(n for n, given in task.pictures.items() if n in _OWN and not isinstance(given, Frames))
         return run
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
@@ -54,6 +58,7 @@ class SeeingPipeline(StockParts):
         task._tasks = {}  # those of this one hold it
         task.pipeline_class, task.inputs = cls, inputs
         task._init, task._call = (inspect.signature(code).parameters for code in (cls, cls.__call__))
+        task._frames = next((name for name in FRAMES if name in task._call), None)
         task._prove(self)
         return task
 
@@ -63,10 +68,14 @@ class SeeingPipeline(StockParts):
         `see(name, *args, **kwargs)` gives the answer opened.
         """
         answers = Answers()
+
+        def ask(name: str) -> Run:
+            if name in self._beside:  # which sees no picture: LTX-2's connectors
+                return functools.partial(self._imagine, [], 0, name)
+            return answers.ask(name, functools.partial(see, name))
+
         try:
-            self._call_stock(
-                cond, arguments, None, HOST, {}, lambda name: answers.ask(name, functools.partial(see, name))
-            )
+            self._call_stock(cond, arguments, None, HOST, {}, ask)
         except LoopReachedError:
             return answers
         raise RuntimeError(f"{self.name} never samples")
@@ -93,7 +102,7 @@ class SeeingPipeline(StockParts):
 
     def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
         sights: list[Sight] = []
-        on_host = Conditioning({k: _zeros(v) for k, v in cond.tensors.items()})
+        on_host = replace(cond, tensors={k: _zeros(v) for k, v in cond.tensors.items()})
         see = functools.partial(self._imagine, sights, room_bytes)
         self.answers = self.look(on_host, arguments, see)
         return sights
@@ -148,6 +157,46 @@ class SeeingPipeline(StockParts):
                 raise
         return tuple(heard)
 
+    def record(
+        self,
+        prompt: Prompt,
+        negative_prompt: Negative,
+        options: Mapping[str, Any],
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+    ) -> Recorded:
+        """What the stock call has these encoders make of a prompt, with guidance and without, before it samples."""
+        recording = Recording()
+        texts = {"prompt": _plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
+        if "negative_prompt" in self._call and negative_prompt is not None:
+            texts["negative_prompt"] = _plain(negative_prompt)
+        missing = {name: (torch.full((_SIDE, _SIDE, 3), 0.5),) for name in needed_inputs(self.pipeline_class)}
+        pictures = {"image": options["images"]} if "images" in options else {}
+        scale = self._guidance_name()
+        for guidance in (_GUIDES, 1.0) if scale in self._call else (None,):
+            before = recording.asked
+
+            def ask(name: str, before: int = before) -> Run:
+                return Answers().ask(name, functools.partial(self._imagined_first, recording, before, name))
+
+            pipe = self._pipeline(device, modules, *self._without_weights(""), ask=ask)
+            recording.listen(pipe)
+            given = texts | as_stock(missing | pictures) | ({} if guidance is None else {str(scale): guidance})
+            try:
+                pipe(**given, output_type="pt")
+            except LoopReachedError:
+                continue
+            except Exception:
+                if recording.asked == before:
+                    raise
+        return recording.tensors(len(as_list(prompt)), **texts)
+
+    def _imagined_first(self, recording: Recording, before: int, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What a module that sees pictures answers before the prompt is encoded; afterwards it is not needed."""
+        if recording.asked > before:
+            raise LoopReachedError
+        return self._imagine([], 0, name, *args, **kwargs)
+
     def _dry_sight(self, unit: ManagedModel, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
         """The key of a module's call, and its dry run."""
         module = unit.skeleton()
@@ -162,6 +211,10 @@ class SeeingPipeline(StockParts):
 def _called(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     return module(*args, **kwargs)
+
+
+def _plain(prompt: Prompt | None) -> str | list[str] | None:
+    return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
 
 
 def _zeros(value: torch.Tensor | list[torch.Tensor]) -> Any:

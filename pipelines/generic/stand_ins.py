@@ -6,7 +6,8 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -40,6 +41,12 @@ class StandIn(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of what it stands for: some code asks for their type."""
         return self.__dict__["_unit"].module.parameters(recurse)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of one like it: some code sets their attention processors."""
+        if "_unit" not in self.__dict__:
+            return super().named_modules(*args, **kwargs)
+        return self.__dict__["_unit"].skeleton().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer that is known, where `ask` gives it. LoopReachedError where there is none to be had."""
@@ -87,6 +94,21 @@ class DecodeCalledError(Exception):
     def __init__(self, latents: torch.Tensor) -> None:
         super().__init__("the pipeline reached its decoder")
         self.latents = latents
+
+
+@contextmanager
+def keeping_processors(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back the attention processors that a call changes until the block ends, as those of perturbed attention.
+
+    Such a call does so itself behind its VAE, where this one has ended.
+    """
+    layers = [layer for module in modules for layer in module.modules() if "processor" in vars(layer)]
+    kept = [(layer, layer.processor) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, processor in kept:
+            layer.processor = processor
 
 
 def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,9 +17,13 @@ from ..files.components import Component
 from ..sampling.picture_sizes import PictureSizes, most_tokens, multiple_of
 
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
-_PICTURES = ("image", "images", "control_image", "mask_image", "video", "pose_video")
+_PICTURES = (
+    "image", "images", "control_image", "mask_image", "control_mask", "video", "mask_video", "control_video",
+    "pose_video",
+)  # fmt: skip
 _FROM_PICTURES = re.compile(
-    "Img2Img|ImageToImage|Inpaint|Edit|Upscale|Control|ImageToVideo|VideoToVideo|Adapter|Pix2Pix|Redux|Fill"
+    "Img2Img|ImageToImage|Inpaint|Edit|Upscale|Control|ImageToVideo|VideoToVideo|VideoToWorld|Adapter|Pix2Pix|Redux"
+    "|Fill|Layered|Refiner"
 )
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -42,6 +46,15 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(value.id for value in values)  # type: ignore[attr-defined]
 
 
+def embeddings_of(cls: Any) -> tuple[str, ...]:
+    """The names of what a pipeline's `encode_prompt` returns, where its call takes any of them; else none."""
+    try:
+        names = returned_names(cls.encode_prompt)
+    except ValueError:
+        return ()
+    return names if any(name in inspect.signature(cls.__call__).parameters for name in names) else ()
+
+
 def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """What a pipeline's `__call__` passes to its `encode_prompt`: its own defaults, and None for what has none."""
     defaults = {}
@@ -61,6 +74,8 @@ def needed_inputs(cls: type) -> list[str]:
     ]
     words = [name for name in words if "prompt" not in name and name not in ("args", "kwargs")]
     pictures = [name for name in call if name in _PICTURES]
+    if "image" in pictures and "video" in pictures:
+        pictures.remove("video")  # which is taken in place of the picture
     return words or (pictures if _FROM_PICTURES.search(cls.__name__) else [])
 
 
@@ -117,13 +132,26 @@ def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSize
 
 def fewest_frames(pipe: Any) -> int:
     """The least number of frames that make more than one of latents."""
-    return 1 + _attribute(pipe, _TEMPORAL, 1)
+    step = _attribute(pipe, _TEMPORAL, 1)
+    chunks = getattr(getattr(pipe, "transformer", None), "config", {}).get("chunk_partition")
+    if chunks:  # of AnyFlow, whose transformer takes so many alone
+        return 1 + (sum(chunks) - 1) * step
+    return 1 + step if _first_alone(pipe) else 2 * step
+
+
+def _first_alone(pipe: Any) -> bool:
+    """Whether the first frame of a video has latents of its own, as in all but Allegro."""
+    return not type(pipe).__name__.startswith("Allegro")
 
 
 def check_frames(pipe: Any, title: str, frames: int) -> None:
     """Raise ValueError for a number of frames that the VAE cannot decode."""
     step = _attribute(pipe, _TEMPORAL, 1)
-    if frames < 1 or (frames - 1) % step:
+    if not _first_alone(pipe):
+        if frames < step or frames % step:
+            near = max(1, round(frames / step)) * step
+            raise ValueError(f"frames is {frames}; {title} takes multiples of {step}, such as {near}.")
+    elif frames < 1 or (frames - 1) % step:
         near = max(0, round((frames - 1) / step)) * step + 1
         raise ValueError(f"frames is {frames}; {title} takes multiples of {step} and one more, such as {near}.")
 

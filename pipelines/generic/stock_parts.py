@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,17 +19,15 @@ from ..encoding.listening import encoder_title
 from ..files.components import Component, names_class, parse_dtype, pipeline_class, read_components, read_model_index
 from ..files.recognition import title_of
 from ..files.single.given import GivenFiles
-from ..planning.forecasts import quietly
 from ..sampling.batches import for_batch
 from ..sampling.picture_sizes import PictureSizes
-from ..staged import OnStep, StagedPipeline, as_stock
-from . import proof
+from ..staged import OnStep, as_stock
 from .answers import Answers
-from .batch_proof import compare_batch
-from .rehearsal import rehearse
+from .proving import ProvenPipeline
+from .recording import Recording
 from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
-from .stock import asks_for_padding, needed_inputs, own_words, picture_sizes, returned_names
-from .tasks import INPUTS, edits, with_controlnet
+from .stock import asks_for_padding, embeddings_of, needed_inputs, own_words, picture_sizes
+from .tasks import INPUTS, VIDEOS, edits, with_controlnet
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 HOST = torch.device("cpu")
@@ -39,21 +36,18 @@ _IN_LOOP = ("controlnet",)  # modules of the loop that come before the transform
 _FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
 _STEPS = 28  # where a pipeline has no number of its own
 _COMPONENT = re.compile(r"(text_encoder|tokenizer|transformer|controlnet|scheduler)(_\d+)?")
-log = logging.getLogger("ballast")
 
 
-class StockParts(StagedPipeline):
+class StockParts(ProvenPipeline):
     """The parts of a diffusers pipeline folder, and how its own class runs with some of them.
 
     `inputs` are the pictures that it is compared with its own call for, `pictures` those of one run.
     """
 
-    inputs: frozenset[str]
     pictures: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType({})  # by arguments of its call
     strength: float | None = None
     own: Collection[str] = ()  # those of one run
     answers = Answers()  # of what saw them
-    own_size = False  # whether it draws the size of its picture, whatever it is asked for
 
     def __init__(
         self,
@@ -88,7 +82,7 @@ class StockParts(StagedPipeline):
         self.inputs = frozenset(needed)
         self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
         self._frames = next((name for name in FRAMES if name in self._call), None)
-        self.is_video = self._frames is not None
+        self.is_video = self._frames is not None or bool(VIDEOS & self._call.keys())
         self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
         steps = self._call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
@@ -96,8 +90,9 @@ class StockParts(StagedPipeline):
         self.edits = edits(self.pipeline_class)
         self.title = own_words(index, "_title") or (title_of(files.transformer) if files else self.title)
         self.knows = own_words(index, "_knows")
-        returned = returned_names(self.pipeline_class.encode_prompt)
-        self.takes_negative = "negative_prompt" in self._encode_prompt or any(
+        returned = embeddings_of(self.pipeline_class)
+        self.replays = not returned
+        self.takes_negative = "negative_prompt" in (self._call if self.replays else self._encode_prompt) or any(
             f"negative_{name}" in self._call for name in returned
         )
         self._check_complete(index)
@@ -106,62 +101,13 @@ class StockParts(StagedPipeline):
         self._units = {unit.name: unit for unit in units}
         self.encoders = [unit for unit in units if unit.role == "text_encoder"]
         self.denoisers = [u for u in units if u.role in ("transformer", "other") and u.name not in SEEING]
+        self._beside = [u.name for u in self.denoisers if u.role == "other" and u.name not in _IN_LOOP]
         self._tasks: dict[Any, StockParts] = {}
         for unit in self.denoisers:
             unit.batch_dims = self.batch_dims
         self.decoder = self._units["vae"]
         self.decoder_config = self.components["vae"].config
-        try:
-            self._prove()
-        except ValueError:
-            if not needed or "last_image" not in self._call:
-                raise
-            self.inputs |= {"last_image"}  # it may be made for a first and a last frame
-            self._prove()
-
-    def _prove(self, texts: StockParts | None = None) -> None:
-        """Raise ValueError, in one line, where the stages would not end as the stock call does.
-
-        The prompt is encoded by `texts`, another class of the same parts.
-        """
-        texts = texts or self
-        task = {"inputs": sorted(self.inputs), "texts": texts.pipeline_class.__name__}
-        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof", **task)
-        verdict = proof.recall(directory, key)
-        if verdict is None:
-            for name in self._without_weights("tokenizer", "processor"):
-                self._tool(name)  # one that cannot be read says so itself
-            name = self.pipeline_class.__name__
-            log.info("Ballast: comparing %s in stages with its own call, once for these versions", name)
-            try:
-                with quietly(), self.manager.between_stages():
-                    verdict = rehearse(self, texts)
-            except Exception as error:
-                if type(error) is NameError:  # of a package that diffusers imports where it is
-                    raise ImportError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
-                verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
-            else:
-                proof.keep(directory, key, verdict)
-        if verdict.differs:
-            name = self.pipeline_class.__name__
-            raise ValueError(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
-        self.default_negative, self.left_out = verdict.negative, verdict.left_out
-        self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
-
-    def _batch_differs(self, texts: Any) -> str:
-        task = {"inputs": sorted(self.inputs), "own": sorted(self.own), "texts": texts.pipeline_class.__name__}
-        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof of a batch", **task)
-        verdict = proof.recall(directory, key)
-        if verdict is None:
-            try:
-                with quietly(), self.manager.between_stages():
-                    verdict = compare_batch(self, texts)
-            except Exception as error:
-                verdict = proof.not_compared(error)
-                proof.keep(None, key, verdict)  # it may have been the machine
-            else:
-                proof.keep(directory, key, verdict)
-        return verdict.differs
+        self._prove_some()
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
         """The index of the folder, and the folders of components that lie elsewhere."""
@@ -182,8 +128,6 @@ class StockParts(StagedPipeline):
                 f"{self.folder} lacks {', '.join(missing)}, which {self.name} needs. Put each into a folder of that "
                 "name and list it in model_index.json."
             )
-        if not any(name in self._call for name in returned_names(self.pipeline_class.encode_prompt)):
-            raise ValueError(f"{self.name} takes no embeddings that it could be given, and cannot be staged.")
 
     def _pipeline(
         self,
@@ -196,9 +140,10 @@ class StockParts(StagedPipeline):
         """The stock pipeline with only these modules and the named tools, and stand-ins for the VAE and others.
 
         Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
-        pad. `ask` gives the call of a module that sees a picture, by its name; by default the answers are told again.
+        pad. `ask` gives the call of a module that sees a picture, by its name, or that comes before one which does; by
+        default the answers are told again.
         """
-        telling = self.answers.tell()
+        telling, looks = self.answers.tell(), ask is not None
         parts: dict[str, Any] = dict.fromkeys(
             name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
         )
@@ -210,9 +155,10 @@ class StockParts(StagedPipeline):
         ask = ask or functools.partial(functools.partial, telling.answer)
         parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
         for unit in self._units.values():
-            in_loop = unit.role == "transformer" or unit.name in _IN_LOOP
-            if unit.name not in modules and (in_loop or unit.name in SEEING):
-                seeing = ask(unit.name) if unit.name in SEEING else None
+            in_loop = unit.role == "transformer" or unit.name in _IN_LOOP or (self.replays and unit in self.encoders)
+            asked = unit.name in SEEING or (looks and unit.name in self._beside)
+            if unit.name not in modules and (in_loop or asked):
+                seeing = ask(unit.name) if asked else None
                 parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype, seeing)
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
@@ -222,7 +168,8 @@ class StockParts(StagedPipeline):
             "_execution_device": on_device,
             "device": on_device,
         }
-        namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
+        if not self.replays:
+            namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
         if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
             namespace["prepare_latents"] = checking_noise(stock.prepare_latents, telling)
         staged = type(stock.__name__, (stock,), namespace)
@@ -298,8 +245,16 @@ class StockParts(StagedPipeline):
         pipe.scheduler.step = Steps(pipe.scheduler, arguments["generator"], on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
-        cond = for_batch(cond, arguments["generator"], self.cond_dims)
-        pipe(**arguments, **self._embeddings(cond, device, dtype), output_type="pt", return_dict=False)
+        if self.replays:
+            recording, texts = Recording.of(cond, device)
+            recording.replay(pipe)
+            arguments = {name: value for name, value in arguments.items() if name not in ("prompt", "negative_prompt")}
+        else:
+            texts = self._embeddings(for_batch(cond, arguments["generator"], self.cond_dims), device, dtype)
+        drawing = arguments["generator"]
+        with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
+            torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
+            pipe(**arguments | texts, output_type="pt", return_dict=False)
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """The conditioning as arguments of the pipeline's call."""

@@ -13,14 +13,18 @@ import torch
 
 from ...memory.files import read_json
 from ..files.trust import named_class
-from ..staged import Pictures
+from ..staged import Frames, Pictures
 from .stock import needed_inputs
 
-INPUTS = frozenset(
-    {"image", "mask_image", "last_image", "image_reference", "control_image"}
-)  # pictures that calls take
-_KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo")
-_KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo)?Pipeline$")
+VIDEOS = frozenset({"video", "mask_video", "control_video"})  # which calls take as a list of frames
+# Pictures that calls take.
+INPUTS = VIDEOS | {
+    "image", "mask_image", "mask", "last_image", "image_reference", "reference_images", "control_image", "control_mask",
+}  # fmt: skip
+_KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo", "VideoToVideo")
+_KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo|VideoToVideo)?Pipeline$")
+_MASKS = ("mask_image", "control_mask", "mask_video", "mask")  # what calls name it, the first that is there
+_CONTROLS = ("control_image", "control_video")
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,33 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
     ways: list[dict[str, tuple[torch.Tensor, ...]]] = [{"image": image or references}]
     if references and (image or "image_reference" in own):
         ways = [{"image": image, "image_reference": references}]
+    if references and "reference_images" in own:
+        ways = [{"image": image, "reference_images": references}]
     for way in ways:
-        given = way | {"mask_image": pictures.mask, "last_image": pictures.last_image}
-        given["control_image"] = pictures.control
-        given = {name: value for name, value in given.items() if value}
-        wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
+        way |= {"last_image": pictures.last_image, "video": pictures.video}
         for found in _candidates(cls):
-            if wanted <= parameters(found).keys() and set(needed_inputs(found)) <= given.keys():
-                return Task(found, given)
+            call = parameters(found)
+            mask, control = (next((name for name in names if name in call), names[0]) for names in (_MASKS, _CONTROLS))
+            given = {k: v for k, v in (way | {mask: pictures.mask, control: pictures.control}).items() if v}
+            wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
+            missing = set(needed_inputs(found)) - given.keys()
+            if wanted <= call.keys() and (not missing or (missing == {"image"} and "video" in given)):
+                return Task(found, {k: Frames(v) if takes_frames(k, call) else v for k, v in given.items()})
     words = {
         "mask_image": "mask",
         "control_image": "control",
+        "control_mask": "mask",
+        "control_video": "control",
+        "mask_video": "mask",
         "image_reference": "images with the prompt and image beside them",
     }
     names = ", ".join(words.get(name, name) for name in sorted(wanted))
     raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
+
+
+def takes_frames(name: str, call: Mapping[str, Any]) -> bool:
+    """Whether an argument of a call is the frames of one video."""
+    return name in VIDEOS or (name == "mask" and "video" in call)
 
 
 def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def echo() -> Echo:
 
 
 @given(st.integers(0, 11), st.floats(0.01, 5), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_echo_hears_every_value(place: int, by: float, second: bool) -> None:
     given_one, given_two = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 2, 12).view(3, 4)
     one = echo()
@@ -184,7 +184,7 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
         rehearsed.append(pipe.name)
         return rehearsal.rehearse(pipe, texts)
 
-    monkeypatch.setattr("ballast.pipelines.generic.stock_parts.rehearse", counted)
+    monkeypatch.setattr("ballast.pipelines.generic.proving.rehearse", counted)
 
     def opened() -> int:
         monkeypatch.setattr(proof, "_known", type(proof._known)())
@@ -207,7 +207,7 @@ def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monke
 
     monkeypatch.setattr(proof, "_known", type(proof._known)())
     with monkeypatch.context() as patch:
-        patch.setattr("ballast.pipelines.generic.stock_parts.rehearse", failing)
+        patch.setattr("ballast.pipelines.generic.proving.rehearse", failing)
         with pytest.raises(
             ValueError, match=r"cannot be staged: it cannot be compared .*\(no memory for that at all\)"
         ):

@@ -11,12 +11,12 @@ from typing import Any
 
 import ballast
 import diffusers
-import odd_pipelines
 import pytest
 import tiny
 import torch
 from ballast.pipelines.generic.stock import needed_inputs, text_options
 from diffusers import DiffusionPipeline
+from pipeline_classes import odd_pipelines
 
 Folders = Callable[[str], Path]
 SIDE, FRAMES = 32, 9
@@ -61,6 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "krea2": {},
     "pag": {},
     "anyflow": {"num_frames": FRAMES},
+    "hunyuandit": {"use_resolution_binning": False},
 }
 CALLS["sana_video"] = {"frames": FRAMES, "use_resolution_binning": False}
 
@@ -97,6 +98,7 @@ def test_no_negative_is_not_an_empty_one(odd_folders: Folders) -> None:
     assert pipe.encode("a cat").info["negative_prompt"] == ""
 
 
+@pytest.mark.long
 def test_latte_decodes_more_than_once(odd_folders: Folders) -> None:
     with pytest.raises(ValueError, match=r"^LattePipeline cannot be staged: [^\n]+$"):
         ballast.open_pipeline(odd_folders("latte"), device="cpu")
@@ -113,7 +115,7 @@ def test_pictures_have_the_size_that_was_asked_for(name: str, tiny_folders: Fold
 
 
 PICTURED = {
-    "WanVideoToVideoPipeline": "video",
+    "Cosmos2_5_TransferPipeline": "controls",
     "WanAnimatePipeline": "image, pose_video, face_video",
 }
 

@@ -51,7 +51,10 @@ def further_inputs(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
         "control_image": picture(side),
         "mask_image": picture(side).convert("L"),
         "mask": picture(side).convert("L"),
+        "control_mask": picture(side).convert("L"),
         "video": [picture(side)] * 5,
+        "mask_video": [picture(side).convert("L")] * 5,
+        "control_video": [picture(side)] * 5,
     }
     calls = inspect.signature(cls.__call__).parameters
     return {name: value for name, value in made.items() if name in calls and name not in given}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from ballast.pipelines.generic.stock import needed_inputs
 from PIL.Image import Image, fromarray
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2Model, PreTrainedModel
 
 from .borrowing import further_inputs
 from .catalogue import public
@@ -21,6 +21,7 @@ from .replacing import local_parts
 _TOKENS = 128  # of a text, so that the prompt is not cut off behind its template
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _TEXTS = ("prompt", "negative_prompt")
+_BESIDE = ("CogView4ControlPipeline", "LucyEditPipeline")  # give their transformer pictures beside the latents
 _UNUSED = {"generator", "output_type", "return_dict", "num_images_per_prompt", "num_videos_per_prompt", "callback",
            "callback_on_step_end", "callback_on_step_end_tensor_inputs", "latents"}  # fmt: skip
 
@@ -32,6 +33,7 @@ class Built:
     folder: Path
     cls: Any
     inputs: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)  # its pictures in the form that its test gives
 
 
 def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
@@ -44,6 +46,7 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
         components = test.get_dummy_components()
         _fit_vocabularies(components)
         cls = borrower or public(tester.pipeline_class)
+        _fit_parts(cls, components)
         if borrower:
             takes = inspect.signature(cls.__init__).parameters
             components = {name: part for name, part in components.items() if name in takes}
@@ -66,7 +69,10 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
     inputs = {k: v for k, v in inputs.items() if k in taken and v is not None and k not in (*_UNUSED, *_TEXTS)}
     if count := inputs.get("num_frames"):
         step = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 1)
-        inputs["num_frames"] = max(1, (count - 1) // step) * step + 1  # which some tests do not keep to
+        alone = "Allegro" not in cls.__name__  # the first frame
+        inputs["num_frames"] = max(1, (count - alone) // step) * step + alone  # which some tests do not keep to
+    if "image_crf" in taken:
+        inputs["image_crf"] = 0  # else it needs a video codec
     if borrower:
         inputs |= further_inputs(cls, inputs)
     fixed = "max_text_seq_length" in getattr(getattr(pipe, "transformer", None), "config", {})
@@ -75,10 +81,11 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
     # What may be left out is, save for classes that are nothing without.
     needed = needed_inputs(cls)
     kept = {k for k, v in inputs.items() if k in needed or not _is_picture(v)}
+    own = {k: v for k, v in inputs.items() if _is_picture(v)}
     inputs = {k: _as_pil(v, k) if k in needed else v for k, v in inputs.items() if k in kept}
     if {"height", "width"} <= taken.keys() and "height" not in inputs and _default(pipe) > 128:
         inputs |= dict.fromkeys(("height", "width"), 128 if "HiDream" in cls.__name__ else 64)
-    return Built(folder, cls, inputs)
+    return Built(folder, cls, inputs, own)
 
 
 def _as_pil(value: Any, name: str) -> Any:
@@ -107,6 +114,18 @@ def _default(pipe: Any) -> int:
     return getattr(pipe, "default_sample_size", 128) * getattr(pipe, "vae_scale_factor", 8)
 
 
+def _fit_parts(cls: Any, components: dict[str, Any]) -> None:
+    """Make parts that a test has otherwise than the real models: their class, or how many channels they take."""
+    encoder, transformer = components.get("text_encoder"), components.get("transformer")
+    if type(encoder).__name__ == "Gemma2ForCausalLM":  # whose results have the width of the vocabulary
+        config = {**encoder.config.to_dict(), "hidden_size": transformer.config.caption_channels}
+        components["text_encoder"] = Gemma2Model(Gemma2Config(**config))
+    if cls.__name__ in _BESIDE:
+        channels = transformer.config.in_channels
+        config = {**transformer.config, "in_channels": 2 * channels, "out_channels": channels}
+        components["transformer"] = type(transformer).from_config(config)
+
+
 def _fit_vocabularies(components: dict[str, Any]) -> None:
     """Give each text encoder an embedding for every token of its tokenizer."""
     for name, tokenizer in components.items():
@@ -117,6 +136,7 @@ def _fit_vocabularies(components: dict[str, Any]) -> None:
         count = max(words.get_vocab().values()) + 1
         if encoder.get_input_embeddings().num_embeddings < count:
             encoder.resize_token_embeddings(count, mean_resizing=False)
+            encoder.config.vocab_size = count  # which some keep in a part of their config
 
 
 def _fill_zeros(module: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,9 @@ def small(cls: Any) -> Iterator[None]:
             )
         if hasattr(module, "CosmosSafetyChecker"):
             exits.enter_context(mock.patch.object(module, "CosmosSafetyChecker", _Guard))
+        if "PAG" in cls.__name__ and (taken := inspect.signature(cls.__init__).parameters.get("pag_applied_layers")):
+            first = taken.default if str(taken.default)[-2:] != ".1" else "blocks.0"  # of the one block that there is
+            exits.enter_context(mock.patch.object(cls, "__init__", _with(cls.__init__, pag_applied_layers=first)))
         if cls.__name__ == "Kandinsky5I2IPipeline":
             exits.enter_context(mock.patch.object(cls, "__init__", _with_resolutions(cls.__init__)))
         yield
@@ -58,9 +62,15 @@ def by_default(cls: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _with_resolutions(stock: Any) -> Any:
-    import functools
+def _with(stock: Any, **more: Any) -> Any:
+    @functools.wraps(stock)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **more | kwargs)
 
+    return made
+
+
+def _with_resolutions(stock: Any) -> Any:
     @functools.wraps(stock)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)

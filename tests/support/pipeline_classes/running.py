@@ -47,6 +47,10 @@ def _inputs(built: Built, case: Case) -> dict[str, Any]:
         if value is not None:
             inputs[name] = value
     inputs.setdefault("num_inference_steps", 2)
+    if _NAMES.keys() & inputs.keys() and "strength" in inspect.signature(built.cls.__call__).parameters:
+        inputs.setdefault("strength", 0.8)  # by default some take so little that no step is left of two
+    else:
+        inputs.pop("strength", None)
     return inputs
 
 
@@ -114,7 +118,7 @@ class Staged:
         negative = {} if case.negative is None or not takes else {"negative_prompt": case.negative}
         pictures = {_NAMES[k]: _tensors(v) for k, v in inputs.items() if k in _NAMES}
         images = {"images": pictures.pop("image")} if "image" in encodes and "image" in pictures else {}
-        strength = {"strength": inputs["strength"]} if "image" in pictures and "strength" in inputs else {}
+        strength = {"strength": inputs["strength"]} if "strength" in inputs else {}
         cond = self.pipe.encode(case.prompt, **negative, **images, **encode_options)
         self._check()
         self.stage = "sample"
@@ -147,6 +151,7 @@ _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
     "do_classifier_free_guidance", "image", "mask_image", "last_image", "control_image", "strength",
+    "video", "mask_video", "control_video", "control_mask",
     "max_area",  # told by width and height
 }  # fmt: skip
 _NAMES = {
@@ -154,6 +159,10 @@ _NAMES = {
     "mask_image": "mask",
     "last_image": "last_image",
     "control_image": "control",
+    "control_mask": "mask",
+    "video": "video",
+    "mask_video": "mask",
+    "control_video": "control",
 }  # by those of diffusers
 
 

@@ -199,8 +199,39 @@ def pag() -> DiffusionPipeline:
     return diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers="blocks.0")
 
 
+def hunyuandit() -> DiffusionPipeline:
+    """Encodes its prompt twice, by one method and with another encoder each time."""
+    bert = transformers.BertConfig(
+        vocab_size=128, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return diffusers.HunyuanDiTPipeline(
+        scheduler=diffusers.DDPMScheduler(),
+        vae=autoencoder(shift_factor=None),
+        text_encoder=transformers.BertModel(bert),
+        tokenizer=tokenizer(77),
+        text_encoder_2=t5(),
+        tokenizer_2=tokenizer(),
+        transformer=diffusers.HunyuanDiT2DModel(
+            sample_size=16,
+            num_layers=2,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            in_channels=4,
+            cross_attention_dim=16,
+            cross_attention_dim_t5=32,
+            pooled_projection_dim=16,
+            hidden_size=24,
+            activation_fn="gelu-approximate",
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
-    build.__name__: build for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag)
+    build.__name__: build for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag, hunyuandit)
 }
 
 

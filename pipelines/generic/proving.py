@@ -1,0 +1,101 @@
+"""Pipelines that are compared with their own call when they are opened, and refused where the stages would differ."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..planning.forecasts import quietly
+from ..staged import StagedPipeline
+from . import proof
+from .batch_proof import compare_batch
+from .rehearsal import rehearse
+
+_PROOF = 2  # to be raised when proofs end in another way
+log = logging.getLogger("ballast")
+
+
+class ProvenPipeline(StagedPipeline):
+    """A pipeline with the facts that its proof found."""
+
+    pipeline_class: Any
+    inputs: frozenset[str]
+    own: Collection[str]
+    tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
+    own_size = False  # whether it draws the size of its picture, whatever it is asked for
+    _call: Mapping[str, inspect.Parameter]
+
+    @abstractmethod
+    def _tool(self, name: str) -> Any:
+        """A component without weights."""
+
+    @abstractmethod
+    def _without_weights(self, *prefixes: str) -> list[str]:
+        """The names of such components."""
+
+    def _prove_some(self) -> None:
+        """Prove the first of some ways to run in stages that can be."""
+        ways = [(self.replays, self.inputs)]
+        if self.inputs and "last_image" in self._call:
+            ways.append((self.replays, self.inputs | {"last_image"}))  # it may be made for a first and a last frame
+        if not self.replays:
+            ways.append((True, self.inputs))
+        first: ValueError | None = None
+        for self.replays, self.inputs in ways:
+            try:
+                return self._prove()
+            except ValueError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _prove(self, texts: ProvenPipeline | None = None) -> None:
+        """Raise ValueError, in one line, where the stages would not end as the stock call does.
+
+        The prompt is encoded by `texts`, another class of the same parts.
+        """
+        texts = texts or self
+        task = {"inputs": sorted(self.inputs), "texts": texts.pipeline_class.__name__, "replays": self.replays}
+        directory = self.cache.directory / "proofs"
+        key = self._forecaster.key(stage="proof", format=_PROOF, **task)
+        verdict = proof.recall(directory, key)
+        if verdict is None:
+            for name in self._without_weights("tokenizer", "processor"):
+                self._tool(name)  # one that cannot be read says so itself
+            name = self.pipeline_class.__name__
+            log.info("Ballast: comparing %s in stages with its own call, once for these versions", name)
+            try:
+                with quietly(), self.manager.between_stages():
+                    verdict = rehearse(self, texts)
+            except Exception as error:
+                if type(error) is NameError:  # of a package that diffusers imports where it is
+                    raise ImportError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
+                verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
+            else:
+                proof.keep(directory, key, verdict)
+        if verdict.differs:
+            name = self.pipeline_class.__name__
+            raise ValueError(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
+        self.default_negative, self.left_out = verdict.negative, verdict.left_out
+        self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
+        self.tail, self.looks = verdict.tail, verdict.looks
+
+    def _batch_differs(self, texts: Any) -> str:
+        if self.replays:
+            return "its own call encodes the prompt"
+        task = {"inputs": sorted(self.inputs), "own": sorted(self.own), "texts": texts.pipeline_class.__name__}
+        directory, key = self.cache.directory / "proofs", self._forecaster.key(stage="proof of a batch", **task)
+        verdict = proof.recall(directory, key)
+        if verdict is None:
+            try:
+                with quietly(), self.manager.between_stages():
+                    verdict = compare_batch(self, texts)
+            except Exception as error:
+                verdict = proof.not_compared(error)
+                proof.keep(None, key, verdict)  # it may have been the machine
+            else:
+                proof.keep(directory, key, verdict)
+        return verdict.differs

@@ -1,0 +1,139 @@
+"""What a pipeline's own call asks of its text encoding, recorded once and answered again while it samples.
+
+For classes whose call takes no embeddings, or not all that it makes of a prompt. Their call is given the prompts
+themselves in both stages. An answer is known by the method and by all that it was asked, so none is taken for another.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..encoding.conditioning import Conditioning
+
+RECORD = "record"  # the name in `Conditioning.info`
+SCALES = ("guidance_scale", "true_cfg_scale")  # of which only counts whether they guide
+_ENCODES = re.compile(r"encode_prompt(_\w+)?")
+_PLACES = ("device", "dtype")  # which decide where and how a stage runs, and are the same in both
+
+
+class Recorded(dict[str, Any]):
+    """Named tensors, with what a conditioning of them keeps beside."""
+
+    info: Mapping[str, str]
+
+
+class Recording:
+    """Answers of a pipeline's encoding of prompts, by the method and its arguments."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self.asked = 0  # and answered, how many times
+
+    def listen(self, pipe: Any) -> None:
+        """Keep what the pipeline's methods answer from now on. What is known already is not run again."""
+        for name in _methods(pipe):
+            setattr(pipe, name, self._answering(name, pipe, run=True))
+
+    def replay(self, pipe: Any) -> None:
+        """Answer in place of the pipeline's methods. RuntimeError for what is not known."""
+        for name in _methods(pipe):
+            setattr(pipe, name, self._answering(name, pipe, run=False))
+
+    def _answering(self, name: str, pipe: Any, run: bool) -> Callable[..., Any]:
+        method, signature = getattr(type(pipe), name), inspect.signature(getattr(pipe, name))
+        held = weakref.ref(pipe)  # or the two would keep tensors until the collector runs
+
+        @functools.wraps(method)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            key = _key(name, signature, args, kwargs)
+            if key not in self.answers:
+                if not run:
+                    raise RuntimeError("it encodes its prompt while it samples in another way than before")
+                self.answers[key] = method(held(), *args, **kwargs)
+            self.asked += 1
+            return _copied(self.answers[key])
+
+        return answer
+
+    def tensors(self, prompts: int, **texts: Any) -> Recorded:
+        """All answers as named tensors. `texts` are the arguments of the call that they belong to."""
+        leaves: list[torch.Tensor] = []
+        answers = {key: _apart(answer, leaves) for key, answer in self.answers.items()}
+        made = Recorded((f"answer_{number}", tensor) for number, tensor in enumerate(leaves))
+        made.info = {RECORD: json.dumps({"texts": texts, "answers": answers}), "prompts": str(prompts)}
+        return made
+
+    @classmethod
+    def of(cls, cond: Conditioning, device: torch.device) -> tuple[Recording, dict[str, Any]]:
+        """The recording that a conditioning holds, on a device, and the texts. ValueError where it holds none."""
+        if RECORD not in cond.info:
+            raise ValueError("the conditioning was made by another class. Encode the prompt with this pipeline.")
+        record, made = json.loads(cond.info[RECORD]), cls()
+        moved = cond.to(device)
+        leaves = [moved[f"answer_{number}"] for number in range(len(moved))]
+        made.answers = {key: _together(answer, leaves) for key, answer in record["answers"].items()}
+        return made, record["texts"]
+
+
+def _methods(pipe: Any) -> list[str]:
+    return [name for name in dir(type(pipe)) if _ENCODES.fullmatch(name)]
+
+
+def _key(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> str:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = {k: v > 1 if k in SCALES else v for k, v in bound.arguments.items() if k not in _PLACES}
+    return hashlib.sha256(json.dumps([name, given], sort_keys=True, default=_digest).encode()).hexdigest()
+
+
+def _digest(value: Any) -> Any:
+    """What tells a tensor, an array or a picture from another. TypeError for anything else."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().float().numpy()
+    if not hasattr(value, "__array_interface__"):
+        raise TypeError(f"its prompt is encoded with {type(value).__name__}, of which no digest is known")
+    import numpy as np
+
+    array = np.ascontiguousarray(value)
+    return [str(array.dtype), list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
+
+
+def _copied(value: Any) -> Any:
+    """Equal tensors that may be written to."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    return value
+
+
+def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:
+    """A tree as plain data; its tensors are added to `leaves`."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return {"tensor": len(leaves) - 1}
+    if isinstance(value, list):
+        return [_apart(one, leaves) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_apart(one, leaves) for one in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"its prompt is encoded to {type(value).__name__}, which cannot be kept")
+
+
+def _together(value: Any, leaves: list[Any]) -> Any:
+    """The tree that `_apart` took apart."""
+    if isinstance(value, list):
+        return [_together(one, leaves) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return leaves[value["tensor"]] if "tensor" in value else tuple(_together(one, leaves) for one in value["tuple"])
