@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ...memory.units.encoded import is_encoded, shapes_in
+from ...memory.units.encoding import Source
 from ...memory.units.unit import ManagedModel, building
-from ...memory.units.weights import Stored, file_identity, read_header, stamps_of, stored_dtype, stored_tensors
+from ...memory.units.weights import Stored, file_identity, stamps_of, stored_dtype
 from ...memory.vocabulary import Role
 from .building import on_meta
-from .components import check_runs
-
-Places = Mapping[str, Stored]
+from .components import DECODED, check_runs
+from .places import Places, Rename, sources
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,21 @@ class Checkpoint:
     role: Role
     files: tuple[Path, ...]
     make: Callable[[], nn.Module]
-    rename: Callable[[Places], Places]
+    rename: Rename
     dtype: torch.dtype | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path in self.files:
-            read_header(path)  # raises for one that is damaged or cut short
+            shapes_in(path)  # raises for one that is damaged or cut short
         check_runs(self.run_dtype, self.files[0])
 
     @cached_property
     def run_dtype(self) -> torch.dtype:
         """The type that the weights run in."""
-        return self.dtype or stored_dtype(self.files)
+        if self.dtype or not any(is_encoded(path) for path in self.files):
+            return self.dtype or stored_dtype(self.files)
+        return DECODED
 
     def identity(self) -> list[str]:
         """Digests of the files, for cache keys."""
@@ -62,9 +65,9 @@ class Checkpoint:
         return ManagedModel(self.name, self.role, self._build, self._refuse, label, lambda: self.stored)
 
     @cached_property
-    def stored(self) -> Places:
+    def stored(self) -> Mapping[str, Source]:
         """Where each weight of the module lies. ValueError for one that is missing, left over, or of another shape."""
-        found = dict(self.rename(stored_tensors(self.files)))
+        found = sources(self.files, self.run_dtype, self.rename)
         with building:
             module = self._build()
         wanted = {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from ...memory.files import check_links, one_line, read_json
-from ...memory.units.encoded import is_encoded, sources_of
+from ...memory.units.encoded import is_encoded, shapes_in, sources_of
 from ...memory.units.encoding import Source
 from ...memory.units.unit import ManagedModel
 from ...memory.units.weights import (
     check_unchanged,
     file_identity,
-    find_weights,
-    read_header,
     read_tensors,
     stamps_of,
     stored_dtype,
@@ -28,9 +26,12 @@ from ...memory.units.weights import (
 )
 from ...memory.vocabulary import Role
 from .building import leave_weights, on_meta, only_tiled
+from .places import weight_files
+from .placing import read_whole
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
 
-_DECODED = torch.bfloat16  # what quantised weights are made into where nothing else is asked for
+DECODED = torch.bfloat16  # what quantised weights are made into where nothing else is asked for
+_DECODES = ("bitsandbytes", "torchao")  # libraries whose files are read, by what configs call them
 _LONGEST_TEXT = 2**24  # tokens
 _ENDLESS = int(1e30)  # transformers' own word for a tokenizer without a limit
 
@@ -87,14 +88,9 @@ class Component:
     @cached_property
     def files(self) -> tuple[list[Path], str | None]:
         """The weight files, checked to be whole, and their variant. One GGUF file will do where there is no other."""
-        ggufs = sorted(path for path in self.folder.glob("*.gguf") if path.is_file())
-        if ggufs and not list(self.folder.glob("*.safetensors")):
-            if len(ggufs) > 1:
-                raise ValueError(f"{self.folder} has {len(ggufs)} GGUF files. Leave the one that is to be used.")
-            return ggufs, None
-        found = find_weights(self.folder)
+        found = weight_files(self.folder)
         for path in found[0]:
-            read_header(path)
+            shapes_in(path)
         return found
 
     @cached_property
@@ -105,7 +101,7 @@ class Component:
     @cached_property
     def run_dtype(self) -> torch.dtype:
         """The type that the weights run in."""
-        return self.dtype or (_DECODED if self.is_encoded else stored_dtype(self.files[0]))
+        return self.dtype or (DECODED if self.is_encoded else stored_dtype(self.files[0]))
 
     def identity(self) -> list[str]:
         """Digests of the files that the component is made of, for cache keys."""
@@ -140,9 +136,8 @@ class Component:
     @cached_property
     def stored(self) -> dict[str, Source]:
         """Where the weights lie, by the names that the module may have for them."""
-        found: dict[str, Source] = {}
-        for path in self.files[0]:
-            found |= sources_of(path, self.run_dtype) if self.is_encoded else stored_tensors([path])
+        paths = self.files[0]
+        found: dict[str, Source] = sources_of(paths, self.run_dtype) if self.is_encoded else dict(stored_tensors(paths))
         # Saved with a head, or by another class: LlamaForCausalLM has all that LlamaModel has under `model.`.
         prefix = f"{getattr(self.cls, 'base_model_prefix', '')}."
         return {name.removeprefix(prefix): at for name, at in found.items()} | found
@@ -183,7 +178,9 @@ class Component:
 
     def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Those of the named buffers that the files have."""
-        return read_tensors([path for path in self.files[0] if path.suffix == ".safetensors"], names)
+        if self.files[0][0].suffix == ".safetensors":
+            return read_tensors(self.files[0], names)
+        return {name: read_whole(self.stored[name]) for name in names if name in self.stored}
 
     def _read(self) -> nn.Module:
         from transformers import PreTrainedModel
@@ -262,6 +259,18 @@ def pipeline_class(name: str) -> type:
     return found
 
 
+def _check_quantized(component: Component) -> None:
+    """Raise ValueError for a config that asks for weights in a form that no codec decodes."""
+    if (asked := component.config.get("quantization_config")) is None:
+        return
+    method = asked.get("quant_method") if isinstance(asked, dict) else None
+    if method not in _DECODES:
+        raise ValueError(
+            f"{component.folder / 'config.json'} asks for quantized weights ({method}), which are not decoded. "
+            f"Get the plain ones, or those of bitsandbytes or torchao."
+        )
+
+
 def _as_it_is(component: Component) -> Component:
     return component
 
@@ -293,11 +302,7 @@ def read_components(
         model = path if name in (elsewhere or {}) else folder
         if component.is_module:
             component.config.update(read_config(path, model))
-            if "quantization_config" in component.config:
-                raise ValueError(
-                    f"{path / 'config.json'} asks for quantized weights, which are not supported yet. "
-                    "Get the plain ones."
-                )
+            _check_quantized(component)
             if name in (given or {}):
                 component = (given or {})[name](component)
             check_runs(component.run_dtype, path)

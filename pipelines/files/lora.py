@@ -6,7 +6,6 @@ A file is used whole or not at all: what is in it and has no place is named.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +15,20 @@ import torch
 from torch import nn
 
 from ...memory.files import one_line
-from ...memory.units.branches import LowRank
+from ...memory.units.changes import Change
 from ...memory.units.weights import check_unchanged, file_identity, read_header, refuse_pickle, stamps_of
-from .lora_names import Converters, Found, Tensors, by_conversion, by_own_names, by_weights
+from .lora_conversion import by_conversion
+from .lora_layouts import Converters, by_weights
+from .lora_names import ByComponent, by_own_names, is_of_text
+from .lora_parts import Found, Tensors, parsed
 
-Branches = dict[str, dict[str, LowRank]]  # by component, by path of the module
+Branches = dict[str, dict[str, tuple[Change, ...]]]  # by component, by path of the module
 
 _SETTINGS = "lora_adapter_metadata"  # of diffusers, in the header
 _REFUSED = {
-    "dora_scale": "is a DoRA", "lora_magnitude_vector": "is a DoRA", "hada_": "is a LoHa", "lokr_": "is a LoKr",
-    "oft_": "is an OFT", "lora_mid": "has Tucker factors", "w_norm": "changes norms", "b_norm": "changes norms",
+    "dora_scale": "is a DoRA", "lora_magnitude_vector": "is a DoRA", "oft_": "is an OFT", "boft_": "is a BOFT",
+    ".a1.weight": "is a GLoRA", ".on_input": "is an IA3", "diff_m": "changes modulations",
+    ".set_weight": "sets weights", "reshape_weight": "changes shapes of weights",
 }  # fmt: skip
 _MOST_TENSORS = 100_000
 
@@ -39,8 +42,13 @@ def check_lora(path: Path) -> None:
     for mark, what in _REFUSED.items():
         if found := next((name for name in names if mark in name), None):
             raise ValueError(f"{path} {what} ({found}), which cannot be run exactly. Get a plain LoRA.")
-    if not 0 < len(names) < _MOST_TENSORS or not any("lora" in name or "alpha" in name for name in names):
+    if not 0 < len(names) < _MOST_TENSORS or not any(parsed(name) or "lora" in name for name in names):
         raise ValueError(f"{path} holds no LoRA{', but ' + next(iter(names)) if names else ''}. Give the file of one.")
+
+
+def changes_text(path: Path) -> bool:
+    """Whether a file that `check_lora` takes has anything for text encoders."""
+    return any(is_of_text(name) for name in read_header(path))
 
 
 def identity(path: Path) -> str:
@@ -60,18 +68,37 @@ def read_lora(
     """
     check_lora(path)
     tensors, settings = _read(path)
-    found = by_own_names(path, tensors, modules)
-    if found is None and (own := {name: convert for name, convert in (converters or {}).items() if name in modules}):
-        found = by_weights(path, tensors, modules, own)
+    text = {name: tensor for name, tensor in tensors.items() if is_of_text(name)}
+    found = by_own_names(path, text, modules)
     if found is None:
-        found = by_conversion(path, tensors, pipeline_class, modules)
+        found = _placed(path, tensors, pipeline_class, modules, converters or {})
+    elif others := {name: tensor for name, tensor in tensors.items() if name not in text}:
+        found |= _placed(path, others, pipeline_class, modules, converters or {})
     return {
         component: {
-            target: _branch(path, modules[component], component, target, given, settings.get(component))
+            target: _changes(path, modules[component], component, target, given, settings.get(component))
             for target, given in parts.items()
         }
         for component, parts in found.items()
     }
+
+
+def _placed(
+    path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module], converters: Converters
+) -> ByComponent:
+    """What the weights are for, by whichever names they have."""
+    if (found := by_own_names(path, tensors, modules)) is not None:
+        return found
+    own = {name: convert for name, convert in converters.items() if name in modules}
+    first = own or not _is_plain(tensors) or not hasattr(pipeline_class, "lora_state_dict")
+    if first and (found := by_weights(path, tensors, modules, own)) is not None:
+        return found
+    try:
+        return by_conversion(path, tensors, pipeline_class, modules)
+    except ValueError:
+        if first or (found := by_weights(path, tensors, modules, own)) is None:
+            raise
+        return found
 
 
 def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
@@ -98,29 +125,23 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
     return tensors, settings
 
 
-# One branch
+def _is_plain(tensors: Tensors) -> bool:
+    """Whether all of it is low rank, which is what diffusers converts whole."""
+    return not any(mark in name for name in tensors for mark in (".hada_", ".lokr_", ".diff", "_norm", "lora_mid"))
 
 
-def _branch(
+# One module
+
+
+def _changes(
     path: Path, module: nn.Module, component: str, target: str, found: Found, settings: dict[str, Any] | None
-) -> LowRank:
-    where = f"{component}.{target}"
-    if found.down is None or found.up is None:
-        raise ValueError(f"{path} has no {'lora_A' if found.down is None else 'lora_B'} for {where}: it is incomplete.")
-    alpha, stabilized = found.alpha, False
-    if settings:
-        if alpha is not None:
+) -> tuple[Change, ...]:
+    where, scale = f"{component}.{target}", None
+    if settings and "down" in found.tensors:
+        if found.alpha is not None:
             raise ValueError(f"{path} names alpha of {where} twice, in its header too. Get the LoRA from elsewhere.")
-        alpha, stabilized = _settled(path, target, found.down, settings)
-    if alpha is not None and not math.isfinite(alpha):
-        raise ValueError(f"{path} has the alpha {alpha} for {where}. Download it again.")
-    part = LowRank(found.down, found.up, found.bias, alpha, stabilized)
-    inner = module.get_submodule(target)
-    if not part.rank:
-        raise ValueError(f"{path} has no rank at {where}: its lora_A is {list(found.down.shape)}.")
-    if why := part.why_not(inner):
-        raise ValueError(f"{path} does not fit this model: what it has for {where} {why}.")
-    return part.like(inner)
+        scale = _settled(path, target, found.tensors["down"], settings)
+    return found.changes(path, module.get_submodule(target), where, scale)
 
 
 def _settled(path: Path, target: str, down: torch.Tensor, settings: dict[str, Any]) -> tuple[float, bool]:

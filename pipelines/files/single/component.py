@@ -13,14 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ....memory.codecs.raw import Raw
-from ....memory.units.encoding import Source, extents, part_spans, split
-from ....memory.units.hostbuffer import allocate
-from ....memory.units.reader import pieces_of, read
+from ....memory.units.encoding import Source
 from ....memory.units.unit import building
 from ....memory.units.weights import Stored, file_identity, stamps_of
 from ..building import on_meta
 from ..components import Component
+from ..placing import read_whole
 from .contents import SingleFile, type_of
 from .encoders import read_encoder
 from .layouts import Layout
@@ -87,7 +85,7 @@ class FileComponent(Component):
         return self.cls.from_config(dict(self.config))  # type: ignore[attr-defined, no-any-return]
 
     def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return {name: _tensor(self.single.source(name)) for name in names if name in self.single.places}
+        return {name: read_whole(self.single.source(name)) for name in names if name in self.single.places}
 
     def _read(self) -> NoReturn:
         path = self.single.path
@@ -173,13 +171,3 @@ def _completed(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
 def _same(one: Any, other: Any) -> bool:
     pair = [list(each) if isinstance(each, tuple) else each for each in (one, other)]
     return bool(pair[0] == pair[1])
-
-
-def _tensor(source: Source) -> torch.Tensor:
-    """A small tensor from its file."""
-    codec = Raw(source.shape, source.dtype, source.dtype) if isinstance(source, Stored) else source.codec
-    flat = allocate(max(1, part_spans(codec)[1]))
-    read([(piece, flat) for at, begin in extents(source) for piece in pieces_of(at, at.dtype, begin)])
-    made = torch.empty(codec.shape, dtype=codec.dtype)
-    codec.decode(split(codec, flat), made)
-    return made

@@ -14,9 +14,9 @@ import torch
 from ....memory.units.encoded import encoded_weights
 from ....memory.units.encoding import EncodedWeight, Source
 from ....memory.units.weights import refuse_pickle
-from .layouts import Config, Layout, Shapes, layout_of
-from .placing import placed
-from .rows import Rows, left_over, whole
+from ..placing import placed
+from ..rows import Rows, left_over, whole
+from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
 _OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.")
@@ -55,6 +55,11 @@ def read_single(
     refuse_pickle(path)
     weights = encoded_weights(path, dtype)
     layout, own = _recognised(path, weights, layouts, what)
+    if layout.converter == NO_CONVERTER and layout.is_original(own):
+        raise ValueError(
+            f"{path} is {layout.title} with its original names, for which the installed diffusers has no converter. "
+            "Give the model's diffusers folder instead."
+        )
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
         places = layout.places(rows, config)
@@ -66,6 +71,12 @@ def read_single(
     left = left_over({name: weight.codec.shape for name, weight in weights.items()}, places.values())
     _refuse_left(path, layout, sorted(set(left) - spent), set(own.values()))
     return SingleFile(path, layout.title, places, weights, shapes, layout)
+
+
+def holds_vae(path: Path) -> bool:
+    """Whether the file of a transformer has a VAE beside it, as whole models have. ValueError for a damaged one."""
+    refuse_pickle(path)
+    return any(name.startswith(_OF_VAES) for name in encoded_weights(path, torch.bfloat16))
 
 
 def _recognised(

@@ -18,10 +18,10 @@ from torch import nn
 
 from ....memory.units.encoded import encoded_weights
 from ....memory.units.weights import refuse_pickle
+from ..rows import whole
 from .contents import SingleFile
-from .gguf_names import architecture_of, names_in_gguf, rows_in_gguf
+from .gguf_names import architecture_of, names_in_gguf, rows_in_gguf, weight_in_gguf
 from .layouts import Shapes
-from .rows import whole
 
 _PREFIX = re.compile(r"(?:(?:text_encoders?(?:\.\w+)?|transformer|model|language_model|text_model)\.)*")
 # What text encoders do without, by the beginnings of names without prefixes.
@@ -58,7 +58,7 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
     FileNotFoundError, or ValueError in one line, for a file that is damaged, or that is another encoder's.
     """
     refuse_pickle(path)
-    weights, what = encoded_weights(path, dtype), type(module).__name__
+    weights, what = dict(encoded_weights(path, dtype)), type(module).__name__
     architecture = architecture_of(path) if path.suffix.lower() == ".gguf" else ""
     named = names_in_gguf(architecture, weights) if architecture else {full: full for full in weights}
     by_name: dict[str, str] = {}
@@ -71,6 +71,7 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
         if not found:
             raise ValueError(f"{path} lacks {plain_name(name)}, which {what} has. Get the file of that encoder.")
         try:
+            weights[found[0]] = weight_in_gguf(architecture, name, weights[found[0]])
             places[name] = rows_in_gguf(architecture, name, whole(found[0], weights[found[0]].codec.shape), config)
         except ValueError as error:
             raise ValueError(f"{path} has {found[0]} of {error}. Get the file of that encoder.") from error

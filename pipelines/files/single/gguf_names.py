@@ -1,17 +1,22 @@
 """The names of text encoders in GGUF files, which are llama.cpp's, as transformers has them.
 
-Only of architectures whose weights llama.cpp stores as they are, or with rows in another order, as Llama's queries and
-keys: there the two halves of each head take turns. To Gemma's norms it adds 1, which no order of rows undoes.
+Of architectures whose weights llama.cpp stores as they are; with rows in another order, as Llama's queries and keys,
+where the two halves of each head take turns; or with 1 added, as Gemma's norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+
+from ....memory.codecs.raw import Raw
+from ....memory.units.encoding import EncodedWeight
 from ....memory.units.gguf import read_gguf_header
-from .rows import Rows, Run
+from ..rows import Rows, Run
 
 _T5 = (
     ("enc.output_norm.", "encoder.final_layer_norm."),
@@ -39,8 +44,27 @@ _QWEN = (
     (".ffn_norm.", ".post_attention_layernorm."),
     *((f".ffn_{part}.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
 )
+_GEMMA = (
+    *(each for each in _QWEN if each[0] not in ("output.", ".ffn_norm.")),
+    (".post_attention_norm.", ".post_attention_layernorm."),
+    (".ffn_norm.", ".pre_feedforward_layernorm."),
+    (".post_ffw_norm.", ".post_feedforward_layernorm."),
+)
 _ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN, "llama": _QWEN}
+_ARCHITECTURES |= {"gemma2": _GEMMA, "gemma3": _GEMMA}
+_ADDED = ("gemma2", "gemma3")
 _MIXED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
+
+
+@dataclass(frozen=True)
+class LessOne(Raw):
+    """A plain tensor to which 1 was added. It is taken off in 32 bits."""
+
+    name: ClassVar[str] = "raw less 1"
+    chunk_bytes: ClassVar[int] = 4
+
+    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(parts[0].to(torch.float32, copy=True).sub_(1))
 
 
 def architecture_of(path: Path) -> str:
@@ -65,6 +89,16 @@ def names_in_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
                 name = name.replace(theirs, ours)
         made[full] = name
     return made
+
+
+def weight_in_gguf(architecture: str, name: str, weight: EncodedWeight) -> EncodedWeight:
+    """A weight of a GGUF file as transformers has it, of that name. ValueError, in a few words, where it cannot be."""
+    if architecture not in _ADDED or not name.endswith("norm.weight"):
+        return weight
+    if not isinstance(weight.codec, Raw):
+        raise ValueError(f"{weight.codec.name}, where norms are plain")
+    codec = LessOne(weight.codec.shape, weight.codec.dtype, weight.codec.stored)
+    return replace(weight, codec=codec)
 
 
 def rows_in_gguf(architecture: str, name: str, rows: Rows, config: Any) -> Rows:

@@ -11,16 +11,16 @@ from typing import Any
 
 from ..components import Component
 from .component import FileComponent, encoder_component, transformer_component, vae_component
-from .contents import SingleFile, read_single, type_of
+from .contents import SingleFile, holds_vae, read_single, type_of
 from .encoders import unprojected
 from .published import comes_with_pack, folders_of, published_folder
-from .spiece import CarriedTokenizer, carries_tokenizer
+from .spiece import CarriedTokenizer, carries_tokenizer, model_in
 from .transformers import LAYOUTS
 from .vaes import VAES
 
 _ENCODER, _TRANSFORMER, _SECOND, _VAE = "text_encoder", "transformer", "transformer_2", "vae"
 _HIGH, _LOW = re.compile("high.?noise", re.IGNORECASE), re.compile("low.?noise", re.IGNORECASE)
-_IN_FILES = ("t5", "umt5")  # kinds of tokenizers that lie in files of encoders
+_IN_FILES = ("t5", "umt5", "gemma")  # kinds of tokenizers that lie in files of encoders
 Maker = Callable[[Component], Component]
 
 
@@ -71,6 +71,8 @@ class GivenFiles:
             makers[_SECOND] = partial(_transformer, self.transformer_2)
         if self.vae:
             makers[_VAE] = partial(_vae, self.vae)
+        elif _VAE in parts and holds_vae(self.transformer):
+            makers[_VAE] = partial(_vae, self.transformer)
         if left:
             encoders = (name for name in index if name.startswith(_ENCODER))
             makers |= {name: partial(_encoder, left, makers.get(name, _with_weights)) for name in encoders}
@@ -138,10 +140,11 @@ def _unprojected(make: Maker, base: Component) -> Component:
 
 
 def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Component) -> Component:
-    """A tokenizer that is set to these, from its folder, or from the file of an encoder that has it."""
-    if carrying is None:
+    """A tokenizer that is set to these, from its folder, or from the file that has it: of an encoder, or its own."""
+    source = carrying or model_in(base.folder)
+    if source is None:
         return replace(base, config=dict(settings))
-    return CarriedTokenizer(base.name, base.folder, base.cls, None, dict(settings), source=carrying)
+    return CarriedTokenizer(base.name, base.folder, base.cls, None, dict(settings), source=source)
 
 
 def _lacking(transformer: Path, usual: str, base: Component) -> Component:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from .rows import Convert, Rows, Widths, traced
+from ..rows import Rows, Widths, traced
 
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
+NO_CONVERTER = ""
 
 
 class Shapes(dict[str, Shape]):
@@ -27,9 +28,11 @@ class Layout:
     """One kind of model: the classes of diffusers that run it, and how its files are known and read.
 
     A file has the `original` names, all of those given, or diffusers' `plain` ones. `converter` is a function of
-    `diffusers.loaders.single_file_utils`; None where the names are the same. `told` gives the config values that the
-    shapes tell, by diffusers' names and with what else the config says; those in `sizes` may be other than a base's:
-    of a model that was made smaller. `unread` are names in original files that no class has a place for.
+    `diffusers.loaders.single_file_utils`; None where the names are the same, NO_CONVERTER where diffusers has none for
+    the original ones. It gets names that begin with `prefix`, and none that begin as the `aside` do: these, and what
+    diffusers calls them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
+    the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
+    in original files that no class has a place for.
     """
 
     title: str
@@ -41,6 +44,8 @@ class Layout:
     sizes: frozenset[str]
     widths: Callable[[Shapes], Widths] | None = None
     unread: tuple[str, ...] = ()
+    prefix: str = ""
+    aside: tuple[tuple[str, str], ...] = ()
 
     def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
@@ -52,19 +57,28 @@ class Layout:
             if self.widths:
                 widths = self.widths(Shapes({name: rows.shape for name, rows in shapes.items()}))
                 places = {name: Rows(rows.shape, rows.runs, widths) for name, rows in places.items()}
-            places = traced(places, self._convert(config))
+            places = traced(places, functools.partial(self.convert, config=config))
         return {name: rows for name, rows in places.items() if name not in self.unread}
 
     def is_original(self, names: Mapping[str, Any]) -> bool:
         """Whether a file of this kind has the original names."""
         return all(name in names for name in self.original)
 
-    def _convert(self, config: Config) -> Convert:
+    def convert(self, weights: dict[str, Any], config: Config) -> Mapping[str, Any]:
+        """What is made of weights by the converter, by diffusers' names."""
         if self.converter is None:
-            return dict
+            return weights
         from diffusers.loaders import single_file_utils
 
-        return partial(getattr(single_file_utils, self.converter), config=config)
+        made = {
+            ours + name.removeprefix(theirs): weights.pop(name)
+            for theirs, ours in self.aside
+            for name in list(weights)
+            if name.startswith(theirs)
+        }
+        # As it is, where it can be: one with a part of the names tells which others are asked for.
+        named = {self.prefix + name: value for name, value in weights.items()} if self.prefix else weights
+        return made | dict(getattr(single_file_utils, self.converter)(named, config=config))
 
 
 def layout_of(names: Mapping[str, Any], layouts: Sequence[Layout]) -> Layout | None:

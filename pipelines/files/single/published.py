@@ -24,6 +24,7 @@ FACTS = Path(__file__).parent / "facts"
 KINDS = {
     "clip": "CLIP",
     "t5": "T5",
+    "pile_t5": "Pile-T5",
     "umt5": "UMT5",
     "qwen": "Qwen",
     "llama": "Llama 3",

@@ -1,7 +1,8 @@
-"""Tokenizers of SentencePiece that lie in the file of their encoder, as ComfyUI's files and GGUF of UMT5 have them.
+"""Tokenizers of SentencePiece, as ComfyUI's files and GGUF have them beside the weights of an encoder.
 
-Only of the unigram kind, which T5 and UMT5 have. In safetensors the bytes are those of a `spiece.model`: a protocol
-buffer, of which the few fields that tokenizing needs are read here. GGUF has the same as facts.
+Of the unigram kind, which T5 and UMT5 have, and of that which merges pairs, which Gemma and Pile-T5 have. In
+safetensors, and in a file of its own, the bytes are those of a `spiece.model`: a protocol buffer, of which the few
+fields that tokenizing needs are read here. GGUF has the same as facts.
 """
 
 from __future__ import annotations
@@ -20,26 +21,44 @@ from ..components import Component
 
 _BLOB = "spiece_model"
 _GGUF = "tokenizer.ggml"
-_UNIGRAM = 1
-_UNKNOWN, _BYTE = 2, 6  # kinds of pieces
+_MODELS = (".model",)  # of a tokenizer alone
+_UNIGRAM, _PAIRS = 1, 2
+_IN_GGUF = {"t5": _UNIGRAM, "llama": _PAIRS}
+_UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6  # kinds of pieces; what users define stays whole
+_BLANK = "\u2581"
 _MAX_BYTES, _MAX_PIECES = 64 * 2**20, 1_000_000
+# What tokens are called, by their kind.
+_NAMED = {
+    "bos_token": ("<bos>", "<s>"),
+    "eos_token": ("<eos>", "</s>"),
+    "unk_token": ("<unk>",),
+    "pad_token": ("<pad>", "<s>"),
+}
 # Kinds of fields: a number, eight bytes, a length and so many bytes, four bytes.
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 
 @dataclass(frozen=True)
 class Spiece:
-    """What a SentencePiece model says: pieces with their scores, and how text is made even before."""
+    """What a SentencePiece model says: pieces with their scores and kinds, and how text is made even before.
+
+    With `pairs` the pieces are what pairs are merged into, the best first. Text is `squeezed` where runs of blanks
+    count as one, and `prefixed` where one comes before.
+    """
 
     pieces: list[tuple[str, float]]
+    kinds: list[int]
     unknown: int
     charsmap: bytes
     byte_fallback: bool
+    pairs: bool = False
+    squeezed: bool = True
+    prefixed: bool = True
 
 
 @dataclass(frozen=True)
 class CarriedTokenizer(Component):
-    """A tokenizer that lies in the file of its encoder. `config` is what it is set to."""
+    """A tokenizer that lies in the file of its encoder, or in one of its own. `config` is what it is set to."""
 
     source: Path = None  # type: ignore[assignment]  # it follows fields that have defaults
 
@@ -49,8 +68,9 @@ class CarriedTokenizer(Component):
 
         with one_line(self.source, "read as a file with a tokenizer"):
             made = tokenizer_of(_spiece_in(self.source))
-        tokens = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-        return PreTrainedTokenizerFast(tokenizer_object=made, **tokens, **self.config)
+        known = {key: [text for text in texts if made.token_to_id(text) is not None] for key, texts in _NAMED.items()}
+        tokens = {key: texts[0] for key, texts in known.items() if texts}
+        return PreTrainedTokenizerFast(tokenizer_object=made, **{"pad_token": "<pad>", **tokens, **self.config})
 
     def identity(self) -> list[str]:
         """Digests of the file and the settings, for cache keys."""
@@ -61,11 +81,22 @@ def carries_tokenizer(path: Path) -> bool:
     """Whether the file of an encoder has a SentencePiece tokenizer beside the weights. ValueError for a damaged one."""
     refuse_pickle(path)
     if path.suffix.lower() == ".gguf":
-        return read_gguf_header(path).facts.get(f"{_GGUF}.model") == "t5"
+        return read_gguf_header(path).facts.get(f"{_GGUF}.model") in _IN_GGUF
     return _BLOB in read_header(path)
 
 
+def model_in(folder: Path) -> Path | None:
+    """The SentencePiece model that a folder of a tokenizer has, where it has nothing that transformers would read."""
+    if (folder / "tokenizer.json").exists():
+        return None
+    return next((path for path in sorted(folder.iterdir()) if path.suffix in _MODELS), None)
+
+
 def _spiece_in(path: Path) -> Spiece:
+    if path.suffix in _MODELS:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, which no tokenizer has")
+        return read_spiece(path.read_bytes())
     if path.suffix.lower() != ".gguf":
         return read_spiece(bytes(read_tensors([path], [_BLOB])[_BLOB].numpy()))
     names = ("tokens", "scores", "token_type", "precompiled_charsmap")
@@ -75,44 +106,80 @@ def _spiece_in(path: Path) -> Spiece:
         raise ValueError("its tokens, their scores and their kinds do not belong together")
     pieces = [(str(text), float(score or 0)) for text, score in zip(texts, scores, strict=True)]
     flat = bytes(int(value or 0) & 0xFF for value in charsmap)
-    return Spiece(pieces, kinds.index(_UNKNOWN), flat, _BYTE in kinds)
+    facts = read_gguf_header(path).facts
+    pairs = _IN_GGUF[str(facts[f"{_GGUF}.model"])] == _PAIRS
+    prefixed = bool(facts.get(f"{_GGUF}.add_space_prefix", True))
+    told = [int(kind or 0) for kind in kinds]
+    return Spiece(pieces, told, kinds.index(_UNKNOWN), flat, _BYTE in kinds, pairs, not pairs, prefixed)
 
 
 def read_spiece(blob: bytes) -> Spiece:
-    """The model in the bytes of a `spiece.model`. ValueError for damaged ones, and for other kinds than unigram."""
+    """The model in the bytes of a `spiece.model`. ValueError for damaged ones, and for kinds that are not known."""
     if len(blob) > _MAX_BYTES:
         raise ValueError(f"it has {len(blob)} bytes, which no tokenizer has")
     pieces: list[tuple[str, float]] = []
-    kind, unknown, byte_fallback, charsmap = _UNIGRAM, 0, False, b""
+    kinds: list[int] = []
+    kind, unknown, byte_fallback, charsmap, prefixed, squeezed = _UNIGRAM, 0, False, b"", True, True
     for number, value in _fields(blob):
         if number == 1:
             own = dict(_fields(value))
             pieces.append((own.get(1, b"").decode(), struct.unpack("<f", own.get(2, bytes(4)))[0]))
+            kinds.append(own.get(3, 1))
             if len(pieces) > _MAX_PIECES:
                 raise ValueError("it has more pieces than any tokenizer")
         elif number == 2:
             trainer = dict(_fields(value))
             kind, unknown, byte_fallback = trainer.get(3, _UNIGRAM), trainer.get(40, 0), bool(trainer.get(35, 0))
         elif number == 3:
-            charsmap = dict(_fields(value)).get(2, b"")
-    if kind != _UNIGRAM or not unknown < len(pieces):
-        raise ValueError("it is no unigram model, such as T5 has")
-    return Spiece(pieces, unknown, charsmap, byte_fallback)
+            evening = dict(_fields(value))
+            charsmap = evening.get(2, b"")
+            prefixed, squeezed = (bool(evening.get(number, 1)) for number in (3, 4))
+    if kind not in (_UNIGRAM, _PAIRS) or not unknown < len(pieces):
+        raise ValueError("it is no unigram model, such as T5 has, and none of pairs, such as Gemma has")
+    return Spiece(pieces, kinds, unknown, charsmap, byte_fallback, kind == _PAIRS, squeezed, prefixed)
 
 
 def tokenizer_of(model: Spiece) -> Any:
-    """A `tokenizers.Tokenizer` that gives the numbers of SentencePiece, and </s> behind them."""
+    """A `tokenizers.Tokenizer` that gives the numbers of SentencePiece, and <bos> before them or </s> behind them."""
     from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
     from tokenizers.models import Unigram
 
-    made = Tokenizer(Unigram(model.pieces, model.unknown, model.byte_fallback))
     even: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
-    made.normalizer = normalizers.Sequence([*even, normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()])
-    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always")
-    end = made.token_to_id("</s>")
-    if end is None:
-        raise ValueError("it has no </s>, as T5 has")
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    if model.squeezed:
+        even += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    if model.pairs:
+        made = _of_pairs(model, even)
+    else:
+        made = Tokenizer(Unigram(model.pieces, model.unknown, model.byte_fallback))
+        made.normalizer = normalizers.Sequence(even)
+        made.pre_tokenizer = pre_tokenizers.Metaspace(_BLANK, prepend_scheme="always")
+    for special, template in (("<bos>", "<bos> $A"), ("</s>", "$A </s>")):
+        if (number := made.token_to_id(special)) is not None:
+            made.post_processor = processors.TemplateProcessing(single=template, special_tokens=[(special, number)])
+            return made
+    raise ValueError("it has neither </s>, as T5 has, nor <bos>, as Gemma has")
+
+
+def _of_pairs(model: Spiece, even: list[Any]) -> Any:
+    """It merges any two pieces that make a third, whose score says how early. What users define is never merged."""
+    from tokenizers import AddedToken, Tokenizer, normalizers
+    from tokenizers.models import BPE
+
+    numbers = {text: number for number, (text, _) in enumerate(model.pieces)}
+    merges: list[tuple[float, int, int]] = []
+    for (text, score), kind in zip(model.pieces, model.kinds, strict=True):
+        if kind not in (_CONTROL, _UNKNOWN, _BYTE):
+            halves = ((numbers.get(text[:at]), numbers.get(text[at:])) for at in range(1, len(text)))
+            merges += [(-score, one, other) for one, other in halves if one is not None and other is not None]
+    pairs = [(model.pieces[one][0], model.pieces[other][0]) for _, one, other in sorted(merges)]
+    unknown = model.pieces[model.unknown][0]
+    made = Tokenizer(BPE(numbers, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback))
+    blanks: list[Any] = [normalizers.Replace(" ", _BLANK)]
+    made.normalizer = normalizers.Sequence([*even, *([normalizers.Prepend(_BLANK)] if model.prefixed else []), *blanks])
+    own = [text for (text, _), kind in zip(model.pieces, model.kinds, strict=True) if kind == _OWN]
+    if own and model.prefixed:
+        raise ValueError(f"it has pieces of its own, such as {own[0][:20]!r}, and a blank before texts")
+    made.add_tokens([AddedToken(text, normalized=True) for text in own])
     return made
 
 

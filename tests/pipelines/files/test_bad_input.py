@@ -249,8 +249,8 @@ def test_encoder_that_the_index_does_not_name(tiny_folders: Folders, tmp_path: P
 
 
 def test_quantized_weights_are_refused(copied: Path) -> None:
-    edit(copied / "transformer" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-    assert "quantized" in refusal(copied)
+    edit(copied / "transformer" / "config.json", quantization_config={"quant_method": "gptq"})
+    assert "quantized weights (gptq)" in refusal(copied)
 
 
 def test_latents_with_frames_for_a_picture(copied: Path) -> None:

@@ -85,7 +85,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("part", ["text_encoder", "transformer", "vae"])
+@pytest.mark.parametrize("part", ["text_encoder", "transformer", pytest.param("vae", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("name", "where", "how"), CASES)
 def test_changed_weights_are_never_mixed(
     name: str, where: str, how: str, part: str, made: Callable[[str], Path], cache: Path, sim: ModuleType

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
 def changes(file: Path, cls: Any, module: nn.Module) -> dict[str, torch.Tensor]:
     """What a file adds to each weight, by the module's path."""
     found = read_lora(file, cls, {"transformer": module})["transformer"]
-    return {path: part.scaling(1.0) * (part.up.flatten(1) @ part.down.flatten(1)) for path, part in found.items()}
+    return {path: part.scaling(1.0) * (part.up.flatten(1) @ part.down.flatten(1)) for path, (part,) in found.items()}
 
 
 def equal(file: Path, expected: Tensors, cls: Any, module: nn.Module) -> None:
@@ -150,8 +151,11 @@ def test_what_has_no_place_is_named(models: Callable[[str], tuple[Any, nn.Module
         "rank": (good | {first: torch.ones(5, good[first].shape[1])}, "does not fit this model"),
         "none": (good | {first: torch.ones(0, good[first].shape[1])}, "has no rank at"),
         "dora": (spoiled(good, x__dora_scale=one), r"is a DoRA \(x.dora_scale\)"),
-        "loha": ({"lora_unet_x.hada_w1_a": one}, "is a LoHa"),
-        "lokr": ({"lora_unet_x.lokr_w1": one}, "is a LoKr"),
+        "loha": ({f"{first.split('.lora')[0]}.hada_w1_a": one}, "has no hada_w1_b for transformer"),
+        "lokr": ({f"{first.split('.lora')[0]}.lokr_w1": one}, "has no lokr_w2_a|lokr_w2_b for transformer"),
+        "vector": ({f"{first.split('.lora')[0]}.lokr_w{i}": torch.ones(i) for i in (1, 2)}, "which are no matrices"),
+        "both": (good | {f"{first.split('.lora')[0]}.lokr_w1": one}, "has a LoRA and a LoKr for transformer"),
+        "oft": ({f"{first.split('.lora')[0]}.oft_blocks": one}, "is an OFT"),
         "nan": (good | {first: torch.full_like(good[first], float("nan"))}, "holds numbers that are not finite, in"),
         "alpha": (good | {first.replace("lora_A.weight", "alpha"): torch.tensor(float("inf"))}, "not finite|alpha inf"),
         "twice": (good | {first.replace("lora_A", "lora_down"): good[first].clone()}, "beside another of its kind"),
@@ -210,3 +214,31 @@ def test_what_diffusers_would_leave_out_is_named(
     path = lora_files.write(tmp_path / "odd.safetensors", good | {"odd.lora_A.weight": torch.ones(4, 4)})
     with pytest.raises(ValueError, match=r"has 1 weights that diffusers leaves out for Forgetful, such as odd.lora_A"):
         read_lora(path, Forgetful, {"transformer": module})
+
+
+PARTS = ["lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_mid.weight", "alpha", "diff", "diff_b", "w_norm"]
+PARTS += [f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")]
+PARTS += [f"lokr_{part}" for part in ("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t2")]
+PLACES = ["transformer.transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.norm_q"]
+PLACES += ["double_blocks.0.img_attn.qkv", "lora_unet_double_blocks_0_img_attn_qkv"]
+PLACES += ["lycoris_single_blocks_0_linear1", "final_layer.adaLN_modulation.1"]
+
+
+def test_whatever_is_in_a_file_is_refused_in_one_line(
+    models: Callable[[str], tuple[Any, nn.Module]], tmp_path: Path
+) -> None:
+    """Tensors of any shape under names that are known: each file is read, or refused by its name."""
+    cls, module = models("flux")
+    drawn, read = random.Random(0), 0
+    for _ in range(150):
+        tensors = {}
+        for _ in range(drawn.randint(1, 5)):
+            shape = [drawn.choice([0, 1, 4, 7, 32, 96]) for _ in range(drawn.choice([0, 1, 2, 2, 2, 3, 4]))]
+            tensors[f"{drawn.choice(PLACES)}.{drawn.choice(PARTS)}"] = torch.rand(shape)
+        path = lora_files.write(tmp_path / "any.safetensors", tensors)
+        try:
+            read_lora(path, cls, {"transformer": module})
+            read += 1
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+    assert read < 150

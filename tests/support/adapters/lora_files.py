@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,23 @@ def transformer_of(folder: Path) -> nn.Module:
 
 def stock(folder: Path, loras: Sequence[tuple[Path, float]], **more: Any) -> torch.Tensor:
     """The latents of the stock pipeline, with these files loaded by peft."""
-    plain = DiffusionPipeline.from_pretrained
 
-    def loaded(*args: Any, **kwargs: Any) -> DiffusionPipeline:
-        pipe = plain(*args, **kwargs)
+    def load(pipe: Any) -> None:
         names = [f"lora{i}" for i, _ in enumerate(loras)]
         for name, (path, _) in zip(names, loras, strict=True):
             pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
         pipe.set_adapters(names, [strength for _, strength in loras])
+
+    return changed(folder, load, **more)
+
+
+def changed(folder: Path, change: Callable[[Any], None], **more: Any) -> torch.Tensor:
+    """The latents of the stock pipeline, once something of it was changed."""
+    plain = DiffusionPipeline.from_pretrained
+
+    def loaded(*args: Any, **kwargs: Any) -> DiffusionPipeline:
+        pipe = plain(*args, **kwargs)
+        change(pipe)
         return pipe
 
     DiffusionPipeline.from_pretrained = loaded  # type: ignore[method-assign]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import diffusers
 import gguf
 import tiny
 import torch
+from pictured import pipelines
 from safetensors.torch import save_file
 
 from . import base_of, state_of
@@ -28,7 +31,7 @@ def write_gguf(at: Path, tensors: dict[str, torch.Tensor], architecture: str = "
 
 
 def put_templates(models: Path, folders: Callable[[str], Path]) -> None:
-    """The files of the templates, and a base for each: tiny-flux and tiny-wan."""
+    """The files of the templates, and a base for each: tiny-flux, tiny-wan and tiny-qwen_image_edit."""
     for name in ("diffusion_models", "text_encoders", "vae", "diffusers"):
         (models / name).mkdir(parents=True, exist_ok=True)
     flux = folders("flux")
@@ -45,6 +48,17 @@ def put_templates(models: Path, folders: Callable[[str], Path]) -> None:
     save_file(state_of(wan, "text_encoder"), models / "text_encoders" / "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
     save_file(state_of(wan, "vae"), models / "vae" / "wan_2.1_vae.safetensors")
     base_of(wan, models / "diffusers" / "tiny-wan", "transformer_2", "text_encoder", "vae")
+    with pipelines.without_videos():
+        tiny.seeded(partial(pipelines.qwen_edit, several=True))().save_pretrained(edit := models.parent / "qwen_edit")
+    for part, kind, name in (
+        ("transformer", "diffusion_models", "qwen_image_edit_2509_fp8_e4m3fn"),
+        ("text_encoder", "text_encoders", "qwen_2.5_vl_7b_fp8_scaled"),
+        ("vae", "vae", "qwen_image_vae"),
+    ):
+        save_file(state_of(edit, part), models / kind / f"{name}.safetensors")
+    base = base_of(edit, models / "diffusers" / "tiny-qwen_image_edit", "text_encoder", "vae")
+    videos = {"video_processor_type": "Qwen2VLVideoProcessor"}  # which the host's Python can make, and nothing asks
+    (base / "processor" / "video_preprocessor_config.json").write_text(json.dumps(videos), "utf-8")
 
 
 def wan22_i2v() -> Any:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from . import state_of, transformer_file
 from .original_names import original_vae
+from .original_vaes import original_dc_vae, original_flux2_vae
 
 # Which tokenizers the tiny models have, by kind, and what the families' files are called by their weights.
 TOKENIZERS = {
@@ -24,6 +25,21 @@ TOKENIZERS = {
         "HiDream-I1",
         {"tokenizer": "clip", "tokenizer_3": "t5", "tokenizer_4": "llama", "tokenizer_2": "clip"},
     ),
+    "lumina2": ("Lumina Image 2.0", {"tokenizer": "gemma"}),
+    "sana": ("Sana", {"tokenizer": "gemma"}),
+    "auraflow": ("AuraFlow", {"tokenizer": "pile_t5"}),
+    "ltx": ("LTX-Video", {"tokenizer": "t5"}),
+    "hunyuan_video": ("HunyuanVideo", {"tokenizer": "llama", "tokenizer_2": "clip"}),
+    "flux2_klein": ("FLUX.2", {"tokenizer": "qwen"}),
+}
+_VAES = {
+    **dict.fromkeys(("flux", "sd3", "lumina2", "auraflow"), original_vae),
+    "sana": original_dc_vae,
+    "flux2_klein": original_flux2_vae,
+}
+_ALONE = {  # models of text alone, of which the folder has more
+    "qwenimage": (["transformers", "Qwen2_5_VLTextModel"], "text_config"),
+    "flux2_klein": (["transformers", "Qwen3Model"], None),
 }
 
 
@@ -35,10 +51,11 @@ def facts_of(name: str, folder: Path, at: Path, **told: Any) -> None:
     for key in parts:
         (at / "parts" / key).mkdir(parents=True)
         shutil.copy(folder / key / "config.json", at / "parts" / key)
-    if name == "qwenimage":  # of Qwen2.5-VL the model of text alone
-        index["text_encoder"] = ["transformers", "Qwen2_5_VLTextModel"]
+    if name in _ALONE:
+        index["text_encoder"], inner = _ALONE[name]
         path = at / "parts" / "text_encoder" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8"))["text_config"]), "utf-8")
+        config = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps(config[inner] if inner else config), "utf-8")
     model = at / "models" / name
     for key in ("scheduler", "transformer"):
         shutil.copytree(folder / key, model / key, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -53,7 +70,8 @@ def files_of(name: str, folder: Path, at: Path) -> dict[str, Any]:
     for key in encoders:
         save_file(state_of(folder, key), at / f"{key}.safetensors")
     vae = state_of(folder, "vae")
-    save_file(original_vae(vae) if name in ("flux", "sd3") else vae, at / "vae.safetensors")
+    vae = _VAES.get(name, dict)(vae)
+    save_file({key: tensor.contiguous() for key, tensor in vae.items()}, at / "vae.safetensors")
     return {
         "path": transformer_file(name, folder, at / "model.safetensors", "model.diffusion_model."),
         "text_encoders": [at / f"{key}.safetensors" for key in encoders],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ballast
 import pytest
 import torch
 from ballast.memory import manager
 from safetensors.torch import save_file
-from single_files import base_of, transformer_file
+from single_files import base_of, state_of, transformer_file
 
 Folders = Callable[[str], Path]
 State = dict[str, torch.Tensor]
@@ -162,6 +163,22 @@ def test_what_else_a_file_holds_is_told(
     with caplog.at_level("INFO", "ballast"):
         ballast.open_pipeline(path, device="cpu", base=base)
     assert "first_stage_model, text_encoders" in caplog.text
+
+
+def test_original_names_that_diffusers_does_not_convert(tiny_folders: Folders, tmp_path: Path) -> None:
+    """HunyuanVideo 1.5's are refused for what they are; with diffusers' names beside a base the file is read."""
+    folder = tiny_folders("hunyuan_video15")
+    names = ("cond_type_embedding.weight", "byt5_in.fc1.weight", "double_blocks.0.img_attn_q.weight")
+    path = tmp_path / "hunyuanvideo1.5_720p_t2v_fp16.safetensors"
+    save_file({f"model.diffusion_model.{name}": torch.zeros(4, 4) for name in names}, path)
+    for options in ({}, {"base": folder}):
+        said = refusal(path, **options)
+        assert "HunyuanVideo 1.5 with its original names" in said and "diffusers folder" in said
+    save_file(state := state_of(folder), path)
+    pipe: Any = ballast.open_pipeline(path, device="cpu", base=base_of(folder, tmp_path / "base"))
+    unit = pipe.components["transformer"].unit("")
+    unit.load()
+    assert all(torch.equal(unit.module.state_dict()[name], tensor) for name, tensor in state.items())
 
 
 def test_a_file_that_changes_after_it_was_opened(base: Path, tiny_folders: Folders, tmp_path: Path) -> None:

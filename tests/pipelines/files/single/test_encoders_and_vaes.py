@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
 from single_files.original_names import original_vae, original_wan_vae
+from single_files.original_vaes import LTX_VAES, ltx_vae, original_dc_vae, original_flux2_vae, original_ltx_vae
 
 Folders = Callable[[str], Path]
 State = dict[str, torch.Tensor]
@@ -105,6 +107,49 @@ def test_vaes_have_the_weights_of_the_folder(
     unit = part(base, "vae", GivenFiles(path, vae=path)).unit("")
     unit.load()
     assert all(torch.equal(unit.module.state_dict()[key], tensor) for key, tensor in state.items())
+
+
+# A family, with a version where there are several; its inverse, and diffusers' converter where there is one.
+OTHER_VAES: dict[str, tuple[Callable[[State], State], str]] = {
+    "flux2_klein": (original_flux2_vae, ""),
+    "sana": (original_dc_vae, "convert_autoencoder_dc_checkpoint_to_diffusers"),
+    "hunyuan_video": (dict, ""),
+    **{
+        f"ltx {version}": (partial(original_ltx_vae, version=version), "convert_ltx_vae_checkpoint_to_diffusers")
+        for version in LTX_VAES
+    },
+}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", OTHER_VAES)
+def test_other_vaes_have_the_weights_of_the_folder(
+    name: str, plain: bool, tiny_folders: Folders, tmp_path: Path
+) -> None:
+    """Their buffers too: the statistics of latents."""
+    family, _, version = name.partition(" ")
+    base = base_of(tiny_folders(family), tmp_path / "base", "vae")
+    original, converter = OTHER_VAES[name]
+    if version:
+        vae = ltx_vae(version)
+        state = vae.state_dict()
+        (base / "vae" / "config.json").write_text(vae.to_json_string(), "utf-8")
+    else:
+        state = state_of(tiny_folders(family), "vae")
+    tensors = original(state)
+    if converter:
+        prefix = "vae." if version else ""
+        back = getattr(single_file_utils, converter)({prefix + key: tensor for key, tensor in tensors.items()})
+        assert back.keys() == state.keys()
+        assert all(torch.equal(back[key], tensor) for key, tensor in state.items())
+    path = tmp_path / "vae.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in (state if plain else tensors).items()}, path)
+    unit = part(base, "vae", GivenFiles(path, vae=path)).unit("")
+    unit.load()
+    made = unit.module.state_dict()
+    assert made.keys() == state.keys()
+    assert all(torch.equal(made[key], tensor) for key, tensor in state.items())
+    assert not [tensor for tensor in made.values() if tensor.is_meta]
 
 
 def test_all_parts_from_files(tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType) -> None:

@@ -22,7 +22,7 @@ from ballast.pipelines.files.components import Component, read_model_index
 from ballast.pipelines.files.single import published
 from ballast.pipelines.files.single.given import GivenFiles
 from ballast.pipelines.files.trust import component_class
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from single_files import state_of
 from single_files.comfy_folders import write_gguf
 from single_files.published_facts import TOKENIZERS, facts_of, files_of
@@ -95,6 +95,27 @@ def test_a_projection_that_does_nothing(tmp_path: Path, sim: ModuleType, monkeyp
     assert "_unprojected" in str(pipe.components["text_encoder"].identity()), "or embeddings of both are taken for one"
 
 
+def test_a_vae_in_the_file_of_the_model(
+    tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LTX-Video's, which needs no file of its own; a VAE that is given goes before it."""
+    folder = tiny_folders("ltx")
+    facts_of("ltx", folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of("ltx", folder, tmp_path)
+    path, vae = given.pop("path"), given.pop("vae")
+    state = state_of(folder, "vae")
+    save_file(load_file(path) | {f"vae.{name}": tensor for name, tensor in state.items()}, path)
+    expected = tiny.stock(folder)
+    _, encode, sample, decode = tiny.stages("ltx", path, "sim", cache_dir=tmp_path, **given)
+    latents = sample(encode())
+    torch.testing.assert_close(latents, expected[0].float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(decode(latents), expected[1], atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    pipe = ballast.open_pipeline(path, device="cpu", vae=vae, **given)
+    assert pipe.components["vae"].single.path == vae
+
+
 @pytest.fixture
 def flux(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     facts_of("flux", tiny_folders("flux"), tmp_path / "facts", not_named="kontext")
@@ -156,10 +177,22 @@ NAMES = {
     "FLUX.1-dev": ("flux1-dev-Q4_K_S", "flux1-kontext-dev"),
     "FLUX.1-Kontext-dev": ("flux1-dev-kontext_fp8_scaled", "flux1-dev"),
     "FLUX.1-schnell": ("flux1-schnell", ""),
+    "AuraFlow": ("aura_flow_0.3", ""),
+    "FLUX.2-klein-4B": ("flux-2-klein-4b-fp8", "flux-2-klein-base-4b"),
+    "FLUX.2-klein-9B": ("flux-2-klein-9b", "flux-2-klein-base-9b"),
+    "FLUX.2-klein-base-4B": ("flux-2-klein-base-4b", "flux-2-klein-4b"),
+    "FLUX.2-klein-base-9B": ("flux-2-klein-base-9b-Q8_0", "flux-2-klein-9b"),
     "HiDream-I1-Dev": ("hidream_i1_dev_bf16", "hidream_i1_full_fp8"),
     "HiDream-I1-Fast": ("hidream_i1_fast_bf16", "hidream_e1"),
     "HiDream-I1-Full": ("hidream_i1_full_fp8", "hidream_i1_dev_bf16"),
+    "HunyuanVideo": ("hunyuan_video_t2v_720p_bf16", "hunyuan_video_v2_replace_image_to_video_720p_bf16"),
+    "LTX-Video-0.9": ("ltx-video-2b-v0.9", "ltx-video-2b-v0.9.1"),
+    "LTX-Video-0.9.1": ("ltx-video-2b-v0.9.1", "ltx-video-2b-v0.9"),
+    "LTX-Video-0.9.5": ("ltx-video-2b-v0.9.5", "ltxv-2b-0.9.6-dev"),
+    "LTX-Video-0.9.7-13B": ("ltxv-13b-0.9.7-dev-fp8", "ltxv-13b-0.9.7-distilled"),
+    "Lumina-Image-2.0": ("lumina_2_model_bf16", ""),
     "Qwen-Image": ("qwen_image_fp8_e4m3fn", "qwen_image_edit_2509_fp8_e4m3fn"),
+    "Sana-1.6B": ("Sana_1600M_1024px", "Sana_1600M_4Kpx_BF16"),
     "stable-diffusion-3.5": ("sd3.5_large-Q4_0", ""),
     "Wan2.1-T2V": ("wan2.1_t2v_1.3B_fp16", "wan2.2_t2v_high_noise_14B_fp8_scaled"),
     "Wan2.2-I2V-A14B": ("wan2.2_i2v_high_noise_14B_fp8_scaled", ""),
@@ -202,7 +235,7 @@ def test_each_model_has_what_its_pipeline_takes(name: str) -> None:
     folder = SHIPPED / "models" / name
     index = read_model_index(folder)
     expected = getattr(diffusers, index["_class_name"]).__init__.__annotations__.keys()
-    parts = {key for key in index if not key.startswith("_") and key != "boundary_ratio"}
+    parts = {key for key in index if not key.startswith("_") and key not in ("boundary_ratio", "is_distilled")}
     assert parts <= expected
     for key in parts - {key for key in parts if None in index[key]}:
         cls = component_class(*index[key])

@@ -14,7 +14,13 @@ import pytest
 import sentencepiece
 import torch
 from ballast.pipelines.files.single import published
-from ballast.pipelines.files.single.spiece import CarriedTokenizer, carries_tokenizer, read_spiece, tokenizer_of
+from ballast.pipelines.files.single.spiece import (
+    CarriedTokenizer,
+    carries_tokenizer,
+    model_in,
+    read_spiece,
+    tokenizer_of,
+)
 from safetensors.torch import save_file
 from single_files import state_of
 from single_files.published_facts import facts_of, files_of
@@ -40,9 +46,10 @@ def trained(vocab_size: int = 120, **more: object) -> bytes:
     """A small model with the special tokens of T5."""
     made = io.BytesIO()
     sentences = [" ".join(words) for words in itertools.permutations(WORDS.split()[:7], 5)] + [WORDS] * 40
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=made, vocab_size=vocab_size, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, minloglevel=2, hard_vocab_limit=False, **more,
+        sentence_iterator=iter(sentences), model_writer=made, vocab_size=vocab_size, minloglevel=2,
+        hard_vocab_limit=False, **ids | more,
     )  # fmt: skip
     return made.getvalue()
 
@@ -79,20 +86,19 @@ def test_a_tokenizer_in_a_file_pads_and_cuts(tmp_path: Path) -> None:
     assert component.identity() != carried(tmp_path / "umt5.safetensors", trained(), model_max_length=7).identity()
 
 
-def write_gguf(path: Path, blob: bytes, **change: object) -> None:
+def write_gguf(path: Path, blob: bytes, kind: str = "t5", prefixed: bool = True, **change: object) -> None:
     """The tokenizer as llama.cpp's converter writes that of T5, with more pieces than there are, which it pads."""
     model = sentencepiece.SentencePieceProcessor(model_proto=blob)
     count = model.get_piece_size()
-    kinds = [
-        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in range(count)
-    ]
+    kinds = read_spiece(blob).kinds
     words = {
         "tokens": [*(model.id_to_piece(i) for i in range(count)), "[PAD0]"],
         "scores": [*(model.get_score(i) for i in range(count)), -10000.0],
         "types": [*kinds, 5],
     } | change
     writer = gguf.GGUFWriter(path, "t5")
-    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_model(kind)
+    writer.add_add_space_prefix(prefixed)
     writer.add_token_list(words["tokens"])
     writer.add_token_scores(words["scores"])
     writer.add_token_types(words["types"])
@@ -133,24 +139,75 @@ def test_damaged_bytes_are_told_in_one_line(change, tmp_path: Path) -> None:  # 
 
 def test_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no unigram model"):
-        carried(tmp_path / "gemma.safetensors", trained(model_type="bpe")).create()
+        carried(tmp_path / "t5.safetensors", trained(model_type="char")).create()
+    own = trained(400, model_type="bpe", byte_fallback=True, user_defined_symbols=["<n>"])
+    with pytest.raises(ValueError, match="pieces of its own, such as '<n>'"):
+        carried(tmp_path / "t5.safetensors", own).create()
 
 
-def test_wan_opens_from_files_alone(
-    tiny_folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+GEMMA: dict[str, Any] = {
+    "model_type": "bpe", "byte_fallback": True, "vocab_size": 440, "bos_id": 2, "unk_id": 3, "bos_piece": "<bos>",
+    "eos_piece": "<eos>", "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False, "user_defined_symbols": ["<start_of_turn>", "<end_of_turn>", "\n\n", "\u2581\u2581"],
+}  # fmt: skip
+PILE_T5: dict[str, Any] = {
+    "model_type": "bpe", "byte_fallback": True, "vocab_size": 400, "bos_id": 3, "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gemma", "pile_t5"])
+@pytest.mark.parametrize("how", ["safetensors", "gguf", "model"])
+def test_pairs_are_merged_as_by_sentencepiece(kind: str, how: str, tmp_path: Path) -> None:
+    """Gemma's, which begins with <bos> and keeps runs of blanks; and Pile-T5's, which ends with </s>."""
+    blob = trained(**(GEMMA if kind == "gemma" else PILE_T5))
+    expected = sentencepiece.SentencePieceProcessor(model_proto=blob)
+    path = tmp_path / f"tokenizer.{how}"
+    if how == "gguf":
+        write_gguf(path, blob, kind="llama", prefixed=kind == "pile_t5")
+        assert carries_tokenizer(path)
+    elif how == "model":
+        path.write_bytes(blob)
+        assert model_in(tmp_path) == path
+    else:
+        carried(path, blob)
+    made = CarriedTokenizer("tokenizer", tmp_path, object, None, {"model_max_length": 999}, source=path).create()
+    for text in [*TEXTS, "<start_of_turn>user\na  boat<end_of_turn>\n\nred   boats", "\n\n\n  "]:
+        ids = expected.encode(text)
+        assert made(text).input_ids == ([2, *ids] if kind == "gemma" else [*ids, 1]), text
+    assert made.pad_token_id == 0 and made.eos_token_id == 1 and made.bos_token_id == expected.bos_id()
+
+
+def test_a_folder_that_transformers_reads_is_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(b"")
+    assert model_in(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+    assert model_in(tmp_path) is None
+
+
+@pytest.mark.parametrize(("family", "who", "more"), [("wan", "UMT5", {}), ("sana", "Gemma 2", GEMMA)])
+def test_files_alone_have_their_tokenizer(
+    family: str,
+    who: str,
+    more: dict[str, Any],
+    tiny_folders: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the tokenizer that lies beside the weights of its encoder, and none given."""
-    folder = tiny_folders("wan")
-    facts_of("wan", folder, tmp_path / "facts")
+    """That which lies beside the weights of the encoder, and none is given."""
+    folder = tiny_folders(family)
+    facts_of(family, folder, tmp_path / "facts")
     monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
-    given = files_of("wan", folder, tmp_path)
+    given = files_of(family, folder, tmp_path)
     given.pop("tokenizers")
-    with pytest.raises(ValueError, match="needs the tokenizer of UMT5"):
+    with pytest.raises(ValueError, match=f"needs the tokenizer of {who}"):
         ballast.open_pipeline(device="cpu", **given)
-    blob = torch.frombuffer(bytearray(trained()), dtype=torch.uint8)
+    small = trained(**more | ({"vocab_size": 120, "byte_fallback": False} if more else {}))
+    blob = torch.frombuffer(bytearray(small), dtype=torch.uint8)
     save_file(state_of(folder, "text_encoder") | {"spiece_model": blob}, given["text_encoders"][0])
     pipe = ballast.open_pipeline(device="cpu", cache_dir=tmp_path, **given)
     one, other = (pipe.encode(text, max_sequence_length=16).tensors["prompt_embeds"] for text in ("a red boat", "sand"))
     assert one.shape[1] == 16 and not torch.equal(one, other)  # type: ignore[union-attr, arg-type]
     tokens = pipe.components["tokenizer"].create()("a red boat").input_ids  # type: ignore[attr-defined]
-    assert tokens == [*sentencepiece.SentencePieceProcessor(model_proto=trained()).encode("a red boat"), 1]
+    ids = sentencepiece.SentencePieceProcessor(model_proto=small).encode("a red boat")
+    assert tokens == ([2, *ids] if more else [*ids, 1])

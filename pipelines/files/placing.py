@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ....memory.units.encoding import EncodedWeight, Source
-from ....memory.units.weights import Stored
+import torch
+
+from ...memory.codecs.raw import Raw
+from ...memory.units.encoding import EncodedWeight, Source, extents, part_spans, split
+from ...memory.units.hostbuffer import allocate
+from ...memory.units.reader import pieces_of, read
+from ...memory.units.weights import Stored
 from .rows import Rows, Run
 
 
@@ -55,3 +60,13 @@ def _run(place: Stored, slices: Iterable[slice]) -> Stored:
             runs.append((offset, count))
     total = sum(count for _, count in runs)
     return replace(place, offset=runs[0][0], shape=(total,), runs=tuple(runs) if len(runs) > 1 else ())
+
+
+def read_whole(source: Source) -> torch.Tensor:
+    """A small tensor from its file."""
+    codec = Raw(source.shape, source.dtype, source.dtype) if isinstance(source, Stored) else source.codec
+    flat = allocate(max(1, part_spans(codec)[1]))
+    read([(piece, flat) for at, begin in extents(source) for piece in pieces_of(at, at.dtype, begin)])
+    made = torch.empty(codec.shape, dtype=codec.dtype)
+    codec.decode(split(codec, flat), made)
+    return made

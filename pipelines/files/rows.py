@@ -61,6 +61,10 @@ class Rows:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [self._part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
+    def squeeze(self) -> Rows:
+        """As a tensor's: without dimensions of 1."""
+        return Rows(tuple(size for size in self.shape if size != 1), self.runs, self.widths)
+
     def __getitem__(self, key: Any) -> Rows:
         first, *others = key if isinstance(key, tuple) else (key,)
         if isinstance(first, slice):

@@ -1,0 +1,208 @@
+"""What the shapes of a transformer's weights tell of its config, by diffusers' names for both: a function a family."""
+
+from __future__ import annotations
+
+from math import isqrt, prod
+from typing import Any
+
+from .layouts import Config, Shapes
+
+ZERO_TIME = "__index_timestep_zero__"  # an empty tensor that ComfyUI's files have: the references are at time 0
+
+
+def flux(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, head = shapes["x_embedder.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_single_layers": shapes.count("single_transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": shapes["x_embedder.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0],
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+    }
+
+
+def flux1(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return flux(shapes, config) | {
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def flux2(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return flux(shapes, config) | {
+        "timestep_guidance_channels": shapes["time_guidance_embed.timestep_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def chroma(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return flux(shapes, config) | {
+        "approximator_layers": shapes.count("distilled_guidance_layer.layers."),
+        "approximator_hidden_dim": shapes["distilled_guidance_layer.in_proj.weight"][0],
+        "approximator_num_channels": shapes["distilled_guidance_layer.in_proj.weight"][1],
+    }
+
+
+def sd3(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, patch, _ = shapes["pos_embed.proj.weight"]
+    normed = "transformer_blocks.0.attn.norm_q.weight"
+    head = shapes[normed][0] if normed in shapes else config["attention_head_dim"]
+    layers = shapes.count("transformer_blocks.")
+    told = {
+        "num_layers": layers,
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // patch**2,
+        "patch_size": patch,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "caption_projection_dim": shapes["context_embedder.weight"][0],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "qk_norm": "rms_norm" if normed in shapes else None,
+        "dual_attention_layers": [i for i in range(layers) if f"transformer_blocks.{i}.attn2.to_q.weight" in shapes],
+    }
+    if "pos_embed.pos_embed" in shapes:
+        told["pos_embed_max_size"] = isqrt(shapes["pos_embed.pos_embed"][1])
+    return told
+
+
+def wan(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    image = shapes.get("condition_embedder.image_embedder.norm1.weight", (None,))
+    added = shapes.get("blocks.0.attn2.add_k_proj.weight", (None, None))
+    return {
+        "num_layers": shapes.count("blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "ffn_dim": shapes["blocks.0.ffn.net.0.proj.weight"][0],
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // prod(patch),
+        "patch_size": patch,
+        "text_dim": shapes["condition_embedder.text_embedder.linear_1.weight"][1],
+        "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
+        "image_dim": image[0],
+        "added_kv_proj_dim": added[1],
+    }
+
+
+def qwen_image(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, head = shapes["img_in.weight"][0], shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    told = {
+        "num_layers": shapes.count("transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": shapes["img_in.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0] // config["patch_size"] ** 2,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+    }
+    return told | ({"zero_cond_t": True} if ZERO_TIME in shapes else {})
+
+
+def z_image(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["all_x_embedder.2-1.weight"]
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    return {
+        "n_layers": shapes.count("layers."),
+        "n_refiner_layers": shapes.count("noise_refiner."),
+        "dim": width,
+        "n_heads": shapes["layers.0.attention.to_q.weight"][0] // head,
+        "n_kv_heads": shapes["layers.0.attention.to_k.weight"][0] // head,
+        "in_channels": inputs // 4,
+        "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
+    }
+
+
+def lumina2(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["x_embedder.weight"]
+    head = shapes["layers.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("layers."),
+        "num_refiner_layers": shapes.count("noise_refiner."),
+        "hidden_size": width,
+        "num_attention_heads": shapes["layers.0.attn.to_q.weight"][0] // head,
+        "num_kv_heads": shapes["layers.0.attn.to_k.weight"][0] // head,
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "cap_feat_dim": shapes["time_caption_embed.caption_embedder.1.weight"][1],
+    }
+
+
+def ltx(shapes: Shapes, config: Config) -> dict[str, Any]:
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_attention_heads": shapes["proj_in.weight"][0] // config["attention_head_dim"],
+        "in_channels": shapes["proj_in.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0],
+        "caption_channels": shapes["caption_projection.linear_1.weight"][1],
+        "cross_attention_dim": shapes["transformer_blocks.0.attn2.to_k.weight"][1],
+    }
+
+
+def hunyuan_video(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, frames, patch, _ = shapes["x_embedder.proj.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_single_layers": shapes.count("single_transformer_blocks."),
+        "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // (patch**2 * frames),
+        "patch_size": patch,
+        "patch_size_t": frames,
+        "text_embed_dim": shapes["context_embedder.proj_in.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def hunyuan_video15(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, *_ = shapes["x_embedder.proj.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_refiner_layers": shapes.count("context_embedder.token_refiner.refiner_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "in_channels": channels,
+        "text_embed_dim": shapes["context_embedder.proj_in.weight"][1],
+        "text_embed_2_dim": shapes["context_embedder_2.linear_1.weight"][1],
+        "image_embed_dim": shapes["image_embedder.linear_1.weight"][1],
+    }
+
+
+def auraflow(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["pos_embed.proj.weight"]
+    return {
+        "num_mmdit_layers": shapes.count("joint_transformer_blocks."),
+        "num_single_dit_layers": shapes.count("single_transformer_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pos_embed_max_size": shapes["pos_embed.pos_embed"][1],
+    }
+
+
+def sana(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
+    return {
+        "num_layers": shapes.count("transformer_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // patch**2,
+        "patch_size": patch,
+        "caption_channels": shapes["caption_projection.linear_1.weight"][1],
+    }
+
+
+def hidream(shapes: Shapes, config: Config) -> dict[str, Any]:
+    width, inputs = shapes["x_embedder.proj.weight"]
+    return {
+        "num_layers": shapes.count("double_stream_blocks."),
+        "num_single_layers": shapes.count("single_stream_blocks."),
+        "num_attention_heads": width // config["attention_head_dim"],
+        "in_channels": inputs // config["patch_size"] ** 2,
+        "text_emb_dim": shapes["p_embedder.pooled_embedder.linear_1.weight"][1],
+        "num_routed_experts": shapes.count("single_stream_blocks.0.block.ff_i.experts."),
+    }
