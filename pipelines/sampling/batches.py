@@ -115,6 +115,8 @@ def for_batch(cond: Conditioning, drawing: Generators, dims: Dims) -> Conditioni
 
 def prompts_of(cond: Conditioning, dims: Dims) -> int:
     """How many prompts a conditioning is of."""
+    if (known := cond.info.get("prompts", "")).isdecimal():
+        return int(known)
     sizes: Sequence[int] = [
         len(value) if isinstance(value, list) else value.shape[dims.get(name, 0)]
         for name, value in cond.tensors.items()

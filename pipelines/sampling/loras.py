@@ -11,8 +11,8 @@ from typing import Any
 
 from ...memory.units.branches import Adapter, Worn
 from ...memory.units.unit import ManagedModel
-from ..files.lora import Branches, check_lora, identity, read_lora
-from ..files.lora_names import Converters
+from ..files.lora import Branches, changes_text, check_lora, identity, read_lora
+from ..files.lora_layouts import Converters
 
 Strength = float | Mapping[str, float]  # for all models that a file is for, or for those that are named
 Given = Iterable[tuple[str | Path, Strength]]
@@ -85,7 +85,8 @@ def _open(
         wanted = set(by_name) if isinstance(strength, Mapping) else set(lora.adapters)
         if lora.digest == digest and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
             return replace(lora, path=path, strengths=_strengths(strength, lora.adapters))
-    found = read(path, modules={unit.name: unit.module for unit in units})
+    has_text = changes_text(path)  # encoders are built for no other
+    found = read(path, modules={u.name: u.module for u in units if has_text or u.role != "text_encoder"})
     if by_name.keys() <= found.keys():
         found = {name: parts for name, parts in found.items() if name in (by_name or found)}
     else:

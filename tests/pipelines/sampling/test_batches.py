@@ -17,7 +17,7 @@ import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.pipelines.generic import proof, stock_parts
+from ballast.pipelines.generic import proof, proving
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from ballast.pipelines.sampling.batches import batch_of, halvings
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_compared_runs_one_by_one(
         asked.append(1)
         raise RuntimeError("no")
 
-    monkeypatch.setattr(stock_parts, "compare_batch", fail)
+    monkeypatch.setattr(proving, "compare_batch", fail)
     monkeypatch.setattr(proof, "_known", OrderedDict())
     for _ in range(2):
         assert len(pipe.sample(cond, **run, batch=2)) == 2
@@ -206,6 +206,7 @@ def test_best_batch_of_a_budget(opened: Callable[[str], Stages], sim: ModuleType
     assert f"the best batch is {named.pictures}" in str(plan)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sampling_alone")
 def test_pictures_to_start_from_make_a_batch(opened: Callable[[str], Stages], sim: ModuleType) -> None:
     pipe, cond, run = opened("flux")

@@ -162,6 +162,7 @@ def test_other_sizes_compile_once_more() -> None:
     assert graphs == [1, 2, 2, 2, 2]
 
 
+@pytest.mark.long
 def test_inductor_compiles_streamed_blocks_or_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
     module, x = Blocks(5), rows()
     expected, started = run(module, x), compiles()

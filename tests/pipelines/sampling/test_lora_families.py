@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from adapters import lora_files
+from adapters import lora_files, lora_kinds
 from ballast.memory import manager
 
 Folders = Callable[[str], Path]
@@ -50,6 +50,54 @@ def test_equal_to_stock_in_every_placement(
     plain = sample(cond)
     assert (plain - expected).abs().max() > 0.1
     assert not any(unit.worn or unit.branch_bytes for unit in pipe.denoisers)
+
+
+def mixed(folder: Path, to: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file with a change of another kind for each layer, and for norms; and what it changes of which weight."""
+    module, generator = lora_files.transformer_of(folder), torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
+    kinds = list(lora_kinds.KINDS.values())
+    for i, (path, layer) in enumerate(lora_files.targets(module).items()):
+        shape = tuple(layer.weight.shape)
+        named, change = kinds[i % len(kinds)](f"transformer.{path}", shape, generator)
+        tensors |= named
+        made[f"{path}.weight"] = change
+        if layer.bias is not None:
+            made[f"{path}.bias"] = tensors[f"transformer.{path}.diff_b"] = 0.1 * torch.randn(
+                shape[0], generator=generator
+            )
+    for path, layer in module.named_modules():
+        if path.endswith(("norm_q", "norm_k")):
+            change = 0.1 * torch.randn(layer.weight.shape, generator=generator)
+            made[f"{path}.weight"] = tensors[f"transformer.{path}.diff"] = change
+    return lora_files.write(to / "mixed.safetensors", tensors), made
+
+
+def test_every_kind_in_every_placement(tiny_folders: Folders, cache: Path, tmp_path: Path, sim: ModuleType) -> None:
+    """What merging them exactly gives; and what they take is planned, the weights that a LoHa makes included."""
+    folder = tiny_folders("flux")
+    path, made = mixed(folder, tmp_path)
+
+    def merge(pipe: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in pipe.transformer.named_parameters():
+                parameter += 0.3 * made.get(name, torch.zeros(()))
+
+    expected = lora_files.changed(folder, merge)
+    pipe, encode, sample, _ = tiny.stages("flux", folder, "sim", cache_dir=cache, loras=[(path, 0.3)])
+    cond = encode()
+    for strategy, ram in (("resident", None), ("streamed", None), ("leafwise", None), ("leafwise", 0.5)):
+        pipe.ram_bytes = ram and int(ram * pipe.denoisers[0].size_bytes)
+        sim.reset_stats()
+        torch.testing.assert_close(sample(cond, strategy=strategy), expected, atol=1e-5, rtol=1e-5)
+        record = manager("sim").timeline.stages[-1]
+        assert record.peak_bytes <= record.planned.peak_vram_bytes <= above("flux", record), strategy
+        assert sim.stats().allocated_bytes == 0
+    pipe.set_loras([(path, 0.0)])
+    plain = sample(cond)
+    pipe.set_loras([])
+    assert torch.equal(sample(cond), plain)
 
 
 def above(name: str, record: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,8 @@ import torch
 from adapters import lora_files
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
+from ballast.pipelines.generic import GenericPipeline
+from ballast.pipelines.sampling.kernels import kernels
 
 Folders = Callable[[str], Path]
 
@@ -41,10 +44,16 @@ def test_what_a_lora_costs_is_planned(tiny_folders: Folders, cache: Path, tmp_pa
     size = {**run, "cond": cond, "vram": "1GB", "rates": ASSUMED}
     plain = pipe.plan(**size).sampling
     pipe.set_loras(loras)
-    planned = pipe.plan(**size).sampling
+    whole = pipe.plan(**size)
+    planned = whole.sampling
     nbytes = sum(file.stat().st_size for file, _ in loras)
     assert 0.9 * nbytes < planned.weights_bytes - plain.weights_bytes < nbytes
     assert planned.step_seconds > plain.step_seconds
+    (cost,) = re.findall(r"LoRAs take ([\d.]+) ([KM]B) of the weights, and ([\d.]+) us of each step\.", str(whole))
+    weights_bytes = float(cost[0]) * 1024 ** "_KM".index(cost[1][0])
+    assert abs(weights_bytes - (planned.weights_bytes - plain.weights_bytes)) < 0.01 * weights_bytes
+    more = planned.step_seconds - plain.step_seconds
+    assert abs(1e-6 * float(cost[2]) - more) < 0.02 * more + 1e-6
     least = pipe.plan(**size, strategy="leafwise").sampling.peak_vram_bytes
     pipe.vram_bytes = least
     sample()
@@ -54,6 +63,7 @@ def test_what_a_lora_costs_is_planned(tiny_folders: Folders, cache: Path, tmp_pa
         sample()
     pipe.set_loras([])
     again = pipe.plan(**size).sampling
+    assert "LoRA" not in str(pipe.plan(**size))
     assert (again.peak_vram_bytes, again.step_seconds) == (plain.peak_vram_bytes, plain.step_seconds)
 
 
@@ -162,6 +172,46 @@ def test_two_experts_each_have_their_own(tiny_folders: Folders, cache: Path, tmp
         mean, std = (torch.tensor(config[f"latents_{key}"]).view(1, -1, 1, 1, 1) for key in ("mean", "std"))
         torch.testing.assert_close((found - mean) / std, expected[both].float(), atol=1e-5, rtol=1e-5)
     assert not torch.equal(expected[True], expected[False])
+
+
+COMPILED = ["wan", "sd3", "qwenimage", "lumina2", "zimage", "ltx"]
+
+
+@pytest.mark.parametrize("name", ["flux", *(pytest.param(name, marks=pytest.mark.soak) for name in COMPILED)])
+def test_compiled_they_are_those_of_stock(
+    name: str, tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where LoRAs come, go and count otherwise between runs, which compiles little anew."""
+    torch._dynamo.reset()
+    folder, graphs = tiny_folders(name), []
+    denoise = GenericPipeline._denoise
+
+    def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def within(self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any) -> torch.Tensor:
+        with kernels(modules.values(), compile=True, backend=compiler):
+            return denoise(self, cond, arguments, on_step, device, modules)
+
+    monkeypatch.setattr(GenericPipeline, "_denoise", within)
+    loras = lora_files.two(folder, tmp_path)
+    pipe, encode, sample, _ = tiny.stages(name, folder, "cpu", cache_dir=tmp_path)
+    cond = encode()
+    plain = sample(cond)
+    bare = len(graphs)
+    assert bare
+    pipe.set_loras(loras)
+    torch.testing.assert_close(sample(cond), lora_files.stock(folder, loras), atol=1e-5, rtol=0)
+    found = []
+    for i in range(6):
+        pipe.set_loras([(path, strength + 0.1 * i) for path, strength in loras])
+        found.append(sample(cond))
+    assert len({each.sum().item() for each in found}) == 6
+    assert len(graphs) <= 4 * bare, "each strength compiles anew"
+    pipe.set_loras([])
+    assert torch.equal(sample(cond), plain)
+    torch._dynamo.reset()
 
 
 def test_scales_of_stock_diffusers_are_refused(
