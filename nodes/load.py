@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .shared.folders import DEMO, file_stamp, find_llamas, find_pipelines
-from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
+from .shared.folders import DEMO, file_stamp, find_controlnets, find_llamas, find_pipelines
+from .shared.inputs import (
+    NONE,
+    Option,
+    controlnet_folder,
+    controlnet_input,
+    late_inputs,
+    loader_inputs,
+    weights_option,
+)
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -51,6 +59,7 @@ class LoadPipeline(io.ComfyNode):
                     "name, Pyramid-Flow's largest that is there.",
                 ),
                 *late_inputs(),
+                controlnet_input(),
             ],
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, not the weights.")
@@ -72,6 +81,7 @@ class LoadPipeline(io.ComfyNode):
         ram_gb: float = 0.0,
         weights: str = "auto",
         cache_encoded: bool = False,
+        controlnet: str = NONE,
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -85,11 +95,13 @@ class LoadPipeline(io.ComfyNode):
             )
         family: dict[str, Option] = {"llama": str(llama_folder)} if llama_folder else {}
         family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights, cache_encoded)
-        stamp = file_stamp(folder, *([llama_folder] if llama_folder else []))
+        beside = controlnet_folder(controlnet)
+        family |= {"controlnet": str(beside)} if beside else {}
+        stamp = file_stamp(*(path for path in (folder, llama_folder, beside) if path))
         return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
 
     @classmethod
-    def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, **_: object) -> str:
+    def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, controlnet: str = NONE, **_: object) -> str:
         folder = find_pipelines().get(pipeline)
-        chosen = (folder, find_llamas().get(llama))
+        chosen = (folder, find_llamas().get(llama), find_controlnets().get(controlnet))
         return file_stamp(*(path for path in chosen if path))

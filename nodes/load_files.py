@@ -6,13 +6,21 @@ from pathlib import Path
 
 from comfy_api.latest import io
 
-from .shared.folders import DEMO, file_stamp, find_files, find_pipelines, find_tokenizers
-from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
+from .shared.folders import DEMO, file_stamp, find_controlnets, find_files, find_pipelines, find_tokenizers
+from .shared.inputs import (
+    NONE,
+    Option,
+    controlnet_folder,
+    controlnet_input,
+    late_inputs,
+    loader_inputs,
+    weights_option,
+)
 from .shared.progress import show_text
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
-_CHOOSE, _NONE = "choose a file", "none"
+_CHOOSE = "choose a file"
 _MODELS, _TEXTS, _FOLDERS = "diffusion_models", "text_encoders", "diffusers"
 _MORE = "One more text encoder, for models that have several. Their order does not matter."
 # Where each part lies, and what it is.
@@ -49,7 +57,13 @@ class LoadModelFiles(io.ComfyNode):
             "them. Weights are loaded by the nodes that need them, as they are stored, and given back. Whole folders "
             "go into Load Pipeline.",
             search_aliases=["gguf loader", "unet loader", "load diffusion model", "fp8", "checkpoint", "low vram"],
-            inputs=[*_combos(_PARTS), *loader_inputs(), *_combos(_LATE, optional=True), *late_inputs()],
+            inputs=[
+                *_combos(_PARTS),
+                *loader_inputs(),
+                *_combos(_LATE, optional=True),
+                *late_inputs(),
+                controlnet_input(),
+            ],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
@@ -67,12 +81,13 @@ class LoadModelFiles(io.ComfyNode):
         dtype: str = "auto",
         keep_loaded: bool = True,
         device: str = "auto",
-        text_encoder_3: str = _NONE,
-        text_encoder_4: str = _NONE,
-        transformer_2: str = _NONE,
+        text_encoder_3: str = NONE,
+        text_encoder_4: str = NONE,
+        transformer_2: str = NONE,
         ram_gb: float = 0.0,
         weights: str = "auto",
         cache_encoded: bool = False,
+        controlnet: str = NONE,
     ) -> io.NodeOutput:
         path = _found("transformer", transformer)
         if path is None:
@@ -84,6 +99,8 @@ class LoadModelFiles(io.ComfyNode):
         texts = [file for part, name in encoders.items() if (file := _found(part, name))]
         others = {"vae": vae, "base": base, "transformer_2": transformer_2}
         files = {part: file for part, name in others.items() if (file := _found(part, name))}
+        beside = controlnet_folder(controlnet)
+        files |= {"controlnet": beside} if beside else {}
         stamp = file_stamp(path, *texts, *files.values())
         family: dict[str, Option] = {part: str(file) for part, file in files.items()}
         family |= weights_option(weights, cache_encoded)
@@ -98,7 +115,8 @@ class LoadModelFiles(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **chosen: object) -> str:
-        found = (_offered(part).get(str(name)) for part, name in chosen.items() if part in _PARTS or part in _LATE)
+        found = [_offered(part).get(str(name)) for part, name in chosen.items() if part in _PARTS or part in _LATE]
+        found.append(find_controlnets().get(str(chosen.get("controlnet", NONE))))
         return file_stamp(*(path for path in found if path))
 
 
@@ -106,7 +124,7 @@ def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[i
     """A list of files for each part. The first entry is none: the order of a folder says nothing."""
     made: list[io.Input] = []
     for part, (_, tooltip) in parts.items():
-        nothing = _CHOOSE if part == "transformer" else _NONE
+        nothing = _CHOOSE if part == "transformer" else NONE
         options = [nothing, *_offered(part)]
         made.append(io.Combo.Input(part, options=options, default=nothing, optional=optional, tooltip=tooltip))
     return made
@@ -122,7 +140,7 @@ def _offered(part: str) -> dict[str, Path]:
 
 def _found(part: str, name: str) -> Path | None:
     """The file or folder that is chosen for a part; None if none is. ValueError if it is gone."""
-    if name in (_CHOOSE, _NONE):
+    if name in (_CHOOSE, NONE):
         return None
     if (path := _offered(part).get(name)) is None:
         kind = (_PARTS | _LATE)[part][0]

@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs
-from .shared.picture_inputs import control_input, given_pictures, picture_inputs
+from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
@@ -80,6 +80,7 @@ class VramPlan(io.ComfyNode):
                 ),
                 batch_input(),
                 control_input(),
+                video_input(),
                 io.Latent.Input(
                     "latent",
                     optional=True,

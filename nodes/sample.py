@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from .options import in_widgets
 from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
-from .shared.picture_inputs import control_input, given_pictures, picture_inputs
+from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
@@ -80,6 +80,7 @@ class Sampler(io.ComfyNode):
                 *picture_inputs(),
                 batch_input(),
                 control_input(),
+                video_input(),
             ],
             outputs=[
                 io.Latent.Output(

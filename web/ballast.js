@@ -1,12 +1,20 @@
 // In a Chinese page: what Ballast's nodes say while they run, its errors, and the notes of its templates.
 // The server does not know the language of the page, so it speaks English, and the page translates.
+// In any language: a node grows with what it says, as far as the page shows it.
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
+import { grow } from './grow.js'
 import { translator } from './translate.js'
 
 const LANGUAGES = ['zh']
 
 const isOurs = (type) => String(type).startsWith('Ballast')
+
+// What a node says is in a widget that the page adds to it.
+function saying (detail) {
+  const node = app.graph.getNodeById(detail.nodeId)
+  return { node, widget: isOurs(node?.type) && node.widgets?.find(({ value }) => value === detail.text) }
+}
 
 async function speak (language) {
   const { messages, graphs } = await (await fetch(new URL(`./${language}.json`, import.meta.url))).json()
@@ -15,9 +23,10 @@ async function speak (language) {
 
   // The page's own listeners have run: the text is in its widget, and the error is kept to be drawn.
   api.addEventListener('progress_text', ({ detail }) => {
-    const node = app.graph.getNodeById(detail.nodeId)
-    const widget = isOurs(node?.type) && node.widgets?.find(({ value }) => value === detail.text)
-    if (widget) widget.value = translate(detail.text)
+    const { node, widget } = saying(detail)
+    if (!widget) return
+    widget.value = translate(detail.text)
+    grow(node, widget, app.graph._nodes)
   })
   api.addEventListener('execution_error', ({ detail }) => {
     if (isOurs(detail.node_type)) detail.exception_message = translate(detail.exception_message)
@@ -34,6 +43,15 @@ app.registerExtension({
   async init () {
     const language = app.extensionManager.setting.get('Comfy.Locale')
     if (LANGUAGES.includes(language)) named = await speak(language)
+    api.addEventListener('progress_text', ({ detail }) => {
+      const { node, widget } = saying(detail)
+      if (widget) grow(node, widget, app.graph._nodes)
+    })
+  },
+
+  // Its lines are long.
+  nodeCreated (node) {
+    if (node.comfyClass === 'BallastVRAMReport') node.setSize([Math.max(420, node.size[0]), node.size[1]])
   },
 
   // Titles and notes of the templates, as long as nobody has changed them.

@@ -18,7 +18,10 @@ from ...memory.accelerator import Accelerator, PeakMeter
 from ...memory.host import management as host
 from ...memory.host.headroom import headroom
 from ...memory.sizes import format_bytes
+from .at_use import sampling
 from .estimate import expected
+from .lora import as_merged, most_unexpected_bytes, unequal, was_moved_by_others
+from .placing import batches_expected
 
 log = logging.getLogger("ballast")
 
@@ -48,6 +51,8 @@ def with_budget(patcher: Any, budget_bytes: int, tell: Callable[[str], None]) ->
     for kind, wrapper in zip(_KINDS, (budget.sample, budget.prepare, budget.run), strict=True):
         clone.remove_wrappers_with_key(getattr(WrappersMP, kind), _KEY)  # the last node counts
         clone.add_wrapper_with_key(getattr(WrappersMP, kind), _KEY, wrapper)
+    if not host.is_dynamic(clone):
+        as_merged(clone)
     total, on = Accelerator(clone.load_device).total_bytes(), clone.load_device
     rest = "dynamic VRAM leaves the rest free" if host.is_dynamic(clone) else "weights that do not fit stay in RAM"
     return Budgeted(clone, f"target {format_bytes(budget_bytes)} of {format_bytes(total)} on {on}; {rest}")
@@ -68,7 +73,7 @@ def _why_not(patcher: Any) -> str:
     known = getattr(patcher_extension, "WrappersMP", None)
     if not all(hasattr(known, kind) for kind in _KINDS) or not hasattr(patcher, "add_wrapper_with_key"):
         return "This ComfyUI is too old for a budget: it has no wrappers around its samplers"
-    if torch.device(patcher.load_device).type == "cpu":
+    if _is_cpu(patcher):
         return "This model runs on the CPU, where there is no VRAM to budget"
     if host.is_dynamic(patcher) and headroom() is None:
         return (
@@ -78,6 +83,10 @@ def _why_not(patcher: Any) -> str:
     return ""
 
 
+def _is_cpu(patcher: Any) -> bool:
+    return torch.device(patcher.load_device).type == "cpu"
+
+
 class _Run:
     """One sampling: its model, its guidance, and the most that was seen on the device."""
 
@@ -85,7 +94,11 @@ class _Run:
         self.patcher, self.guidance = patcher, guidance
         self.peak_bytes = self.held_bytes = 0
         self._peaks = PeakMeter(Accelerator(torch.device(patcher.load_device)))
-        self._peaks.take()  # from which on it counts
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._peaks.take()
 
     def look(self) -> None:
         pages = sum(host.page_bytes(model.patcher) for model in host.loaded_models())
@@ -103,14 +116,14 @@ class _Budget:
     def sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the whole sampling: the headroom of dynamic VRAM, and what the run took."""
         guider = executor.class_obj
-        on = torch.device(guider.model_patcher.load_device)
-        if on.type == "cpu":
+        if _is_cpu(guider.model_patcher):
             return executor(*args, **kwargs)
+        on = torch.device(guider.model_patcher.load_device)
         before, self._run = self._run, _Run(guider.model_patcher, getattr(guider, "cfg", None))
         control = headroom() if host.is_dynamic(guider.model_patcher) else None
         free_bytes = max(0, Accelerator(on).total_bytes() - self.bytes)
         try:
-            with control.at_least(free_bytes) if control else contextlib.nullcontext():
+            with sampling(), control.at_least(free_bytes) if control else contextlib.nullcontext():
                 return executor(*args, **kwargs)
         finally:
             run, self._run = self._run, before
@@ -121,19 +134,32 @@ class _Budget:
         self, executor: Any, patcher: Any, shape: Sequence[int], conditionings: Mapping[str, Any], *args: Any, **kw: Any
     ) -> Any:
         """Around the loading of the models: without dynamic VRAM, no more weights on the card than the budget has."""
-        if torch.device(patcher.load_device).type == "cpu" or host.is_dynamic(patcher):
+        if _is_cpu(patcher) or host.is_dynamic(patcher):
             return executor(patcher, shape, conditionings, *args, **kw)
-        guidance = self._run.guidance if self._run else None
-        working = expected(patcher, shape, conditionings).of(guidance)
-        shape = _filling(patcher, shape, conditionings, self.bytes - working)
+        from comfy import sampler_helpers
+
+        as_merged(patcher)  # with what came after the node
+        if was_moved_by_others(patcher):  # the host asks a model's parent where a clone is gone
+            host.evict([patcher])
+        on, run = patcher.load_device, self._run
+        working = expected(patcher, shape, conditionings).of(run.guidance if run else None)
+        beside = sampler_helpers.get_additional_models(conditionings, patcher.model_dtype())[0]  # such as a ControlNet
+        over = host.held_bytes(on) + working - self.bytes  # of what was there before
+        over -= host.shrink_others(over, on, [patcher, *beside])
+        for running in (patcher, *beside):
+            if over > 0 and running.loaded_size() > 0:
+                over -= running.partially_unload(running.offload_device, over)
+        if run:
+            run.begin()
+        shape = _filling([patcher, *beside], shape, conditionings, self.bytes - working)
         made = executor(patcher, shape, conditionings, *args, **kw)
         # It knows the free memory only roughly, and not at all with --highvram.
-        on, buffers = patcher.load_device, int(getattr(patcher.model, "model_offload_buffer_memory", 0))
-        over = host.held_bytes(on) + buffers + working - self.bytes
+        over = _taken(patcher) + working - self.bytes
         over -= host.shrink_others(over, on, [patcher, *made[2]])
-        if over > 0:
-            patcher.partially_unload(patcher.offload_device, over)
-            Accelerator(on).empty_cache()
+        for running in (patcher, *made[2]):
+            while over > 0 and running.partially_unload(running.offload_device, over) > 0:
+                Accelerator(on).empty_cache()
+                over = _taken(patcher) + working - self.bytes
         return made
 
     def run(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,25 +175,31 @@ class _Budget:
         said = [f"peak {format_bytes(peak)} of {format_bytes(self.bytes)}", f"{held} of {format_bytes(size)} stayed"]
         if peak > self.bytes:
             said.append(f"{format_bytes(peak - self.bytes)} over the target")
+        if count := unequal(run.patcher):
+            said.append(f"LoRAs on {count} weights in RAM as ComfyUI computes them: the picture can differ slightly")
         text = "; ".join(said)
         log.info("Ballast: VRAM budget: %s", text)
         self._tell(text)
 
 
-def _filling(patcher: Any, shape: Sequence[int], conditionings: Mapping[str, Any], room: int) -> Sequence[int]:
+def _taken(patcher: Any) -> int:
+    """Bytes on a model's device: weights, and buffers for those that pass through, with their LoRAs."""
+    buffers = int(getattr(patcher.model, "model_offload_buffer_memory", 0))
+    computes_in = getattr(patcher.model, "manual_cast_dtype", None) or patcher.model_dtype()
+    return host.held_bytes(patcher.load_device) + buffers + most_unexpected_bytes(patcher, computes_in)
+
+
+def _filling(models: Sequence[Any], shape: Sequence[int], conditionings: Mapping[str, Any], room: int) -> Sequence[int]:
     """The shape of latents by whose estimate the host fills `room` bytes of its device with weights, and no more.
 
-    It loads as many weights as are free beside that estimate. The models that share the sampling take theirs first.
+    It loads as many weights as are free beside that estimate. `models`: the one that samples, then those that take
+    theirs first.
     """
-    from comfy import sampler_helpers
-
-    beside = sampler_helpers.get_additional_models(conditionings, patcher.model_dtype())[0]
-    mm = host.model_management()
-    if mm is None or sum(int(each.model_size()) for each in (patcher, *beside)) <= room:
+    mm, patcher = host.model_management(), models[0]
+    if mm is None or sum(int(each.model_size()) for each in models) <= room:
         return shape
     on = patcher.load_device
     could_be_free = mm.get_free_memory(on) + host.held_bytes(on)
     wanted = could_be_free - max(0, room) - mm.extra_reserved_memory()
     one, two = (expected(patcher, [count * shape[0], *shape[1:]], conditionings).one_bytes for count in (1, 2))
-    count = 1 + int(max(0, wanted - one) // (two - one)) if two > one else 1
-    return [count * shape[0], *shape[1:]]
+    return [batches_expected(wanted, one, two - one) * shape[0], *shape[1:]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...memory.planning.dry_run import dry_run
-from ...memory.planning.forecast import UnitForecast
+from ...memory.simulated.dry import held_bytes
 from .structure import shapes_of
 
 log = logging.getLogger("ballast")
@@ -20,7 +22,19 @@ _WIDTHS = ("context_dim", "context_in_dim", "text_dim", "cap_feat_dim", "joint_a
 _WIDTH_OF = {"qwen_image": 3584}  # where the config does not say
 
 
-def foresee(model: Any, shape: Sequence[int], prompt: Any = None) -> UnitForecast | None:
+@dataclass(frozen=True)
+class Foreseen:
+    """Of a call: the most that it has on the device beside the weights, and how much it computes.
+
+    `around` tells of each module by name the bytes there beside the weights when it is called, and until it is done.
+    """
+
+    peak_bytes: int
+    operations: float
+    around: Mapping[str, tuple[int, int]]
+
+
+def foresee(model: Any, shape: Sequence[int], prompt: Any = None) -> Foreseen | None:
     """What a call of a MODEL's module takes beside its weights for latents of `shape`, batch first; None if unknown.
 
     `prompt` is one of the host's CONDITIONING, else one of usual size is assumed. Nothing is loaded or moved.
@@ -32,8 +46,9 @@ def foresee(model: Any, shape: Sequence[int], prompt: Any = None) -> UnitForecas
         return None
 
 
-def _foresee(model: Any, shape: Sequence[int], prompt: Any) -> UnitForecast:
+def _foresee(model: Any, shape: Sequence[int], prompt: Any) -> Foreseen:
     double: Any = shapes_of(model)
+    around = _watched(double)
 
     def run(device: torch.device) -> Any:
         noise = torch.zeros(tuple(shape), device=device)
@@ -49,7 +64,23 @@ def _foresee(model: Any, shape: Sequence[int], prompt: Any) -> UnitForecast:
         return double.apply_model(noise, times, transformer_options=options, **given)
 
     forecast, _ = dry_run({"model": double}, run, method="apply_model")
-    return forecast.units["model"]
+    seen = forecast.units["model"]
+    return Foreseen(seen.peak_bytes, seen.operations, around)
+
+
+def _watched(double: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
+    """What will be on the device around the calls of each module inside, at the most of them."""
+    around: dict[str, tuple[int, int]] = {}
+
+    def note(name: str, *_: Any, done: bool) -> None:
+        before, during = around.get(name, (0, 0))
+        held = held_bytes()
+        around[name] = before if done else max(before, held), max(during, held)
+
+    for name, part in double.named_modules():
+        part.register_forward_pre_hook(partial(note, name, done=False))
+        part.register_forward_hook(partial(note, name, done=True))
+    return around
 
 
 def _attention(chosen: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,9 @@ loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -25,7 +26,8 @@ from ...memory.sizes import format_bytes
 from ...pipelines.planning.plans import NoBudgetError
 from .budget import budget_of
 from .estimate import Expected, expected
-from .foresee import foresee
+from .foresee import Foreseen, foresee
+from .placing import Placing, batches_expected, loaded, loading_bytes, shrunk, taken_bytes
 from .weights import Weights, weights_of
 
 _SIZE = 1024  # pixels, where nothing says otherwise
@@ -56,14 +58,14 @@ class Facts:
     expects: Expected
     working_bytes: int
     operations: float
-    is_dry_run: bool
     dynamic: bool
+    around: Mapping[str, tuple[int, int]] | None  # of a dry run, see `Foreseen`
 
     def describe(self, guidance: float) -> str:
         """Lines beside the tables: the weights by type, the host's figure beside ours."""
         theirs = format_bytes(self.expects.of(guidance))
         ours = f"{format_bytes(self.working_bytes)} by a dry run; ComfyUI expects {theirs}"
-        if not self.is_dry_run:
+        if self.around is None:
             ours = f"{theirs} as ComfyUI expects; its code allows no dry run, so seconds count copies alone"
         return f"{self.weights.describe()}\nActivations: {ours}."
 
@@ -133,10 +135,15 @@ def asked_of(
 def facts_of(patcher: Any, asked: Asked) -> Facts:
     """The facts of a MODEL. Takes a second or two for a large one."""
     expects = expected(patcher, asked.shape)
-    seen = foresee(patcher.model, asked.batch, asked.prompt)
-    working = seen.peak_bytes if seen else expects.of(asked.guidance)
-    operations = seen.operations if seen else 0.0
-    return Facts(weights_of(patcher), expects, working, operations, seen is not None, host.is_dynamic(patcher))
+    facts = Facts(weights_of(patcher), expects, 0, 0.0, host.is_dynamic(patcher), None)
+    return _with(facts, foresee(patcher.model, asked.batch, asked.prompt), expects.of(asked.guidance))
+
+
+def _with(facts: Facts, seen: Foreseen | None, expected_bytes: int, times: int = 1) -> Facts:
+    """The facts where a step makes so many calls like the one that was foreseen, if one could be."""
+    if seen is None:
+        return replace(facts, working_bytes=expected_bytes)
+    return replace(facts, working_bytes=seen.peak_bytes, operations=times * seen.operations, around=seen.around)
 
 
 def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | None) -> RunPlan:
@@ -144,9 +151,13 @@ def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | Non
     on = torch.device(patcher.load_device)
     if budget_bytes is None:
         budget_bytes = budget_of(patcher)
+    is_budget = budget_bytes is not None
     limit = budget_bytes if budget_bytes is not None else _could_be_free(on)
     rates = ASSUMED if on.type == "cpu" else measured_rates(on)
-    unit = _placed(facts, asked, limit, _ram_room(), rates)
+    first, placing = _placings(patcher, facts, asked.guidance, limit, is_budget)
+    if not facts.dynamic and not _runs_both(patcher, facts, asked, placing):
+        facts = _with(facts, foresee(patcher.model, asked.shape, asked.prompt), facts.expects.one_bytes, times=2)
+    unit = _placed(facts, first, placing, limit, _ram_room(), rates)
     stage = StagePlan("sample", (unit,), note="", steps=asked.steps, rates=rates)
     name = type(patcher.model).__name__
     return RunPlan(name, str(on), _work(patcher, asked), asked.steps, limit, rates, (stage,), _CAVEAT)
@@ -170,33 +181,67 @@ def _ram_room() -> int:
     return spare_ram_bytes() + max(0, memory.rss - getattr(memory, "shared", 0))
 
 
-def stays(modules: Sequence[int], room_bytes: int, streams: int) -> tuple[frozenset[int], int]:
-    """Which modules the host keeps in VRAM of so much room, and the buffers in bytes that the others pass through.
-
-    `modules` are bytes, largest first. It takes them in that order, each if it fits beside the buffers: one, and one
-    for each of its `streams` of copies.
-    """
-    if sum(modules) <= room_bytes:
-        return frozenset(range(len(modules))), 0
-    held, taken, buffers = set(), 0, 0
-    for i, size in enumerate(modules):
-        wanted = max(buffers, sum(modules[i : i + 1 + streams]))
-        if taken + size + wanted < room_bytes:
-            held.add(i)
-            taken += size
-        else:
-            buffers = wanted
-    return frozenset(held), buffers
+def _room(patcher: Any, expects: Expected, target_bytes: int | None) -> float | None:
+    """What the host will see free for weights, as VRAM Budget has it see that with a target; None without a card."""
+    mm, on = host.model_management(), torch.device(patcher.load_device)
+    if mm is None or on.type == "cpu":
+        return None
+    free = mm.get_free_memory(patcher.load_device) + host.held_bytes(on)
+    reserve, least = mm.extra_reserved_memory(), mm.minimum_inference_memory()
+    one, more, count = expects.one_bytes, expects.both_bytes - expects.one_bytes, 1
+    if target_bytes is not None:
+        count = batches_expected(free - max(0, target_bytes) - reserve, one, more)
+    ratio = getattr(mm, "MIN_WEIGHT_MEMORY_RATIO", 0.4)
+    return max(free - max(least, one + (count - 1) * more + reserve), min(free * ratio, free - least))
 
 
-def _placed(facts: Facts, asked: Asked, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
+def _runs_both(patcher: Any, facts: Facts, asked: Asked, placing: Placing) -> bool:
+    """Whether a call gets both prompts: the host asks for half as much again as it expects them to take."""
+    mm, on = host.model_management(), torch.device(patcher.load_device)
+    if asked.guidance == 1 or mm is None or on.type == "cpu":
+        return True
+    held = sum(facts.weights.parts[i].bytes for i in placing.held)
+    return 1.5 * facts.expects.both_bytes < mm.get_free_memory(patcher.load_device) + host.held_bytes(on) - held
+
+
+def _placings(
+    patcher: Any, facts: Facts, guidance: float, budget_bytes: int, is_budget: bool
+) -> tuple[Placing, Placing]:
+    """What the host loads at first, and what it keeps then."""
+    parts, streams = facts.weights.parts, host.copy_streams()
+    if facts.dynamic:  # gives way as activations come
+        return (loaded(parts, budget_bytes - facts.working_bytes, streams),) * 2
+    target = budget_bytes - facts.expects.of(guidance)
+    if is_budget and facts.weights.total_bytes <= target:
+        return (loaded(parts, math.inf, streams),) * 2
+    room = _room(patcher, facts.expects, target if is_budget else None)
+    first = loaded(parts, target if room is None else room, streams)
+    return first, shrunk(parts, first, target, streams) if is_budget else first
+
+
+def _peak_bytes(facts: Facts, placing: Placing) -> int:
+    """The most on the device at any time: activations, weights that stay, and those that pass through just then."""
+    parts, streams = facts.weights.parts, host.copy_streams()
+    passing = [part for i, part in enumerate(parts) if i not in placing.held]
+    staying = sum(part.bytes for part in parts) - sum(part.bytes for part in passing)
+    if not facts.around or facts.dynamic:
+        return taken_bytes(parts, placing) + facts.working_bytes
+    ahead = sum(sorted((part.bytes for part in passing), reverse=True)[:streams])
+    most = facts.working_bytes
+    for part in passing:
+        before, during = facts.around.get(part.name, (0, 0))
+        if during:
+            most = max(most, part.bytes + max(before + part.at_use, during + part.kept))
+    return staying + ahead + most
+
+
+def _placed(facts: Facts, first: Placing, placing: Placing, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
     weights, flags = facts.weights, host_flags()
-    # Dynamic models give way as activations come; others are placed beside what the host expects.
-    beside = facts.working_bytes if facts.dynamic else facts.expects.of(asked.guidance)
-    held, buffers = stays(weights.modules, max(0, budget_bytes - beside), host.copy_streams())
-    staying = sum(weights.modules[i] for i in held)
+    staying = sum(weights.parts[i].bytes for i in placing.held)
     passing = weights.total_bytes - staying
-    peak = staying + buffers + facts.working_bytes
+    while_it_runs = _peak_bytes(facts, placing)
+    buffers = max(0, while_it_runs - staying - facts.working_bytes)
+    peak = max(while_it_runs, 0 if facts.dynamic else loading_bytes(weights.parts, first))
     read = max(0, passing - ram_bytes)
     rate = rates.paged_bytes_per_second if flags.unpinned else rates.pinned_bytes_per_second
     compute, copies = facts.operations / rates.operations_per_second, passing / rate
@@ -209,8 +254,8 @@ def _placed(facts: Facts, asked: Asked, budget_bytes: int, ram_bytes: int, rates
         weights_bytes=staying + buffers,
         peak_vram_bytes=peak,
         ram_bytes=min(weights.total_bytes, ram_bytes) if read else weights.total_bytes,
-        streamed=tuple(i for i in range(len(weights.modules)) if i not in held),
-        pieces=len(weights.modules),
+        streamed=tuple(i for i in range(len(weights.parts)) if i not in placing.held),
+        pieces=len(weights.parts),
         step_seconds=step,
         first_step_seconds=staying / rate + step,
         bound_seconds=bound,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,16 @@ def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def copied(
-    module: nn.Module, tensor: Callable[[str, torch.Tensor], torch.Tensor], shared: Iterable[Any] = ()
+    module: nn.Module,
+    tensor: Callable[[str, torch.Tensor], torch.Tensor],
+    shared: Iterable[Any] = (),
+    left_out: Mapping[int, Any] | None = None,
 ) -> nn.Module:
-    """A copy of a module, with `tensor` of the name and the first in the place of each tensor. `shared` are kept."""
-    memo: dict[int, Any] = {id(thing): thing for thing in shared}
+    """A copy of a module, with `tensor` of the name and the first in the place of each tensor.
+
+    `shared` are kept; `left_out` has, by `id`, what takes the place of other things.
+    """
+    memo: dict[int, Any] = {id(thing): thing for thing in shared} | dict(left_out or {})
     for name, first in tensors_of(module):
         value = tensor(name, first)
         memo[id(first)] = nn.Parameter(value, requires_grad=False) if isinstance(first, nn.Parameter) else value
@@ -45,30 +51,21 @@ def copied(
 def shapes_of(model: nn.Module) -> nn.Module:
     """A copy of a MODEL's module with shapes only. Quantized weights become plain ones of the type it computes in."""
     computes_in = model.get_dtype_inference()  # type: ignore[operator]
-    patcher = vars(model).get("current_patcher")
-    functions = [
-        (part, name, vars(part)[name])
-        for part in model.modules()
-        for name in ("weight_function", "bias_function")
-        if vars(part).get(name)
-    ]
-    try:
-        if patcher is not None:
-            vars(model)["current_patcher"] = None
-        for part, name, _ in functions:  # LoRAs of weights that lie in RAM
-            vars(part)[name] = []
-        kept = [part for part in model.children() if part is not getattr(model, "diffusion_model", None)]
-        values = {id(tensor) for part in kept for _, tensor in tensors_of(part)}  # of the noise schedule
-        return copied(
-            model,
-            lambda _, first: first.detach().cpu() if id(first) in values else _shape(first, computes_in),
-            shared=[getattr(model, "model_config", None)],
-        )
-    finally:
-        if patcher is not None:
-            vars(model)["current_patcher"] = patcher
-        for part, name, value in functions:
-            vars(part)[name] = value
+    left_out: dict[int, Any] = {
+        id(patcher): None for patcher in [vars(model).get("current_patcher")] if patcher is not None
+    }
+    for part in model.modules():
+        for name in ("weight_function", "bias_function"):  # LoRAs of weights that lie in RAM
+            if functions := vars(part).get(name):
+                left_out[id(functions)] = []
+    kept = [part for part in model.children() if part is not getattr(model, "diffusion_model", None)]
+    values = {id(tensor) for part in kept for _, tensor in tensors_of(part)}  # of the noise schedule
+    return copied(
+        model,
+        lambda _, first: first.detach().cpu() if id(first) in values else _shape(first, computes_in),
+        shared=[getattr(model, "model_config", None)],
+        left_out=left_out,
+    )
 
 
 def _shape(tensor: torch.Tensor, computes_in: torch.dtype) -> torch.Tensor:

@@ -11,18 +11,20 @@ import torch
 from torch import nn
 
 from ...memory.sizes import format_bytes
+from .at_use import expected_bytes, merge_type, merging_bytes, unexpected_bytes, workspace_bytes
+from .placing import Part, in_order
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes in all, by type as they are stored, and of each module that has some, largest first.
+    """Bytes in all, by type as they are stored, and the modules that have some, in the order that the host loads them.
 
     `patched` weights have patches, such as LoRAs, whose tensors take `patch_bytes`.
     """
 
     total_bytes: int
     by_type: tuple[tuple[str, int], ...]
-    modules: tuple[int, ...]
+    parts: tuple[Part, ...]
     patched: int
     patch_bytes: int
 
@@ -36,22 +38,46 @@ class Weights:
 def weights_of(patcher: Any) -> Weights:
     """The weights of a patcher's module, each counted once."""
     types: Counter[str] = Counter()
-    modules, seen = [], set()
-    for module in patcher.model.modules():
+    parts, seen = [], set()
+    for name, module in patcher.model.named_modules():
         own = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if id(t) not in seen]
         seen |= {id(tensor) for tensor in own}
         for tensor in own:
             types[_kind(tensor)] += tensor.nbytes
         if own:
-            modules.append(sum(tensor.nbytes for tensor in own))
+            parts.append(Part(name, sum(tensor.nbytes for tensor in own), **_besides(patcher, name, module)))
     patches = {id(t): t.nbytes for entries in patcher.patches.values() for t in _tensors(entries)}
     return Weights(
-        total_bytes=sum(modules),
+        total_bytes=sum(part.bytes for part in parts),
         by_type=tuple(types.most_common()),
-        modules=tuple(sorted(modules, reverse=True)),
+        parts=in_order(parts),
         patched=len(patcher.patches),
         patch_bytes=sum(patches.values()),
     )
+
+
+def _besides(patcher: Any, name: str, module: nn.Module) -> dict[str, int]:
+    """What a module takes at its use from RAM besides its own bytes, see `Part`."""
+    casts_to = getattr(patcher.model, "manual_cast_dtype", None)
+    on, beside, unexpected, at_use, kept, merging = torch.device(patcher.load_device), 0, 0, 0, 0, 0
+    for key in ("weight", "bias"):
+        tensor = getattr(module, key, None)
+        if not hasattr(module, "comfy_cast_weights") or not isinstance(tensor, torch.Tensor):
+            continue
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        computes_in = casts_to or tensor.dtype
+        cast = 0 if plain and tensor.dtype == computes_in else tensor.numel() * computes_in.itemsize
+        if f"{name}.{key}" in patcher.patches and not getattr(tensor, "patches", None):  # which GGUF applies itself
+            merges_in = merge_type(on)
+            merging = max(merging, merging_bytes(tensor.numel(), merges_in))
+            beside += expected_bytes(tensor.numel(), computes_in)
+            unexpected = max(unexpected, unexpected_bytes(tensor.numel(), on, computes_in))
+            at_use = max(at_use, kept + cast + workspace_bytes(tensor.numel(), merges_in, computes_in))
+            kept += cast if merges_in == computes_in else tensor.numel() * computes_in.itemsize
+        elif casts_to:
+            beside, kept = beside + cast, kept + cast
+    at_use = max(at_use, kept)
+    return {"beside": beside, "unexpected": unexpected, "at_use": at_use, "kept": kept, "merging": merging}
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -20,6 +20,7 @@ _WEIGHTS = (".safetensors", ".sft", ".gguf")
 _TOKENIZERS = {
     "clip": "sd1_tokenizer",
     "t5": "text_encoders/t5_tokenizer",
+    "pile_t5": "text_encoders/t5_pile_tokenizer",
     "qwen": "text_encoders/qwen25_tokenizer",
     "llama": "text_encoders/llama_tokenizer",
 }
@@ -37,6 +38,11 @@ def find_pipelines() -> dict[str, Path]:
 def find_llamas() -> dict[str, Path]:
     """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
     return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
+
+
+def find_controlnets() -> dict[str, Path]:
+    """Names to choose from, with their folders: ControlNets in diffusers' layout in the host's `models/controlnet`."""
+    return _folders("controlnet", lambda path, files: "config.json" in files and _is_controlnet(path / "config.json"))
 
 
 def find_files(kind: str) -> dict[str, Path]:
@@ -84,6 +90,13 @@ def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, 
 def _is_llama(config: Path) -> bool:
     try:
         return read_json(config).get("model_type") == "llama"
+    except (OSError, ValueError):
+        return False
+
+
+def _is_controlnet(config: Path) -> bool:
+    try:
+        return "ControlNet" in str(read_json(config).get("_class_name"))
     except (OSError, ValueError):
         return False
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
 
 from ...memory.sizes import parse_bytes
+from .folders import find_controlnets
 
 GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
+
+NONE = "none"
 
 Option = str | bool | tuple[Any, ...]  # an argument of `open_pipeline` as a reference holds it
 
@@ -89,6 +93,27 @@ def late_inputs() -> list[io.Input]:
             "disk as the weights take RAM, and run from it afterwards, from disk too where RAM is short.",
         ),
     ]
+
+
+def controlnet_input() -> io.Input:
+    """The input for a ControlNet beside the model."""
+    return io.Combo.Input(
+        "controlnet",
+        options=[NONE, *find_controlnets()],
+        default=NONE,
+        optional=True,
+        advanced=True,
+        tooltip="A ControlNet's folder in models/controlnet, in diffusers' layout (config.json beside the weights), "
+        "for models such as Flux and Stable Diffusion 3. Its picture goes into control of Offloaded Sampler.",
+    )
+
+
+def controlnet_folder(name: str) -> Path | None:
+    """The folder of the ControlNet that is chosen; None if none is. ValueError if it is gone."""
+    folder = find_controlnets().get(name)
+    if folder is None and name != NONE:
+        raise ValueError(f"controlnet {name!r} is not in models/controlnet any more. Choose another, or put it back.")
+    return folder
 
 
 def weights_option(weights: str, cache_encoded: bool = False) -> dict[str, Option]:

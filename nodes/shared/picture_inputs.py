@@ -51,15 +51,26 @@ def control_input() -> io.Input:
     )
 
 
+def video_input() -> io.Input:
+    """The input for the frames of a video to start from."""
+    return io.Image.Input(
+        "video",
+        optional=True,
+        tooltip="The frames of a video to start from, for models such as Wan: strength is how much is replaced. mask "
+        "and control may have as many frames.",
+    )
+
+
 def given_pictures(
     strength: float,
     image: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     last_image: torch.Tensor | None = None,
     control: torch.Tensor | None = None,
+    video: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The arguments of `sample` and `plan` for these inputs; none for what is not connected."""
-    pictures = {"image": image, "last_image": last_image, "control": control}
+    pictures = {"image": image, "last_image": last_image, "control": control, "video": video}
     given: dict[str, Any] = {name: opaque(value) for name, value in pictures.items() if value is not None}
     given |= {} if mask is None else {"mask": mask}
     return given | ({"strength": strength} if strength else {})

@@ -1,7 +1,9 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows nodes. Prints one JSON object, leaves screenshots in FOLDER.
+// Does the parts in this order: templates run workflows nodes graph. Prints one JSON object, leaves screenshots in
+// FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
+import { readFileSync } from 'node:fs'
 import { join } from 'node:path'
 
 const { chromium } = createRequire(import.meta.url)('playwright-core')
@@ -100,7 +102,7 @@ async function fail (page) {
 }
 
 // Runs what is open, and waits for the pictures that it shows.
-async function run (page) {
+async function execute (page, name) {
   const all = JSON.stringify({ unload_models: true, free_memory: true }) // a node whose output is cached says nothing
   await page.evaluate((body) => fetch('/api/free', { method: 'POST', body }), all)
   await wait(2000)
@@ -115,9 +117,12 @@ async function run (page) {
     const all = await page.evaluate(async () => Object.values(await (await fetch('/history?max_items=1')).json()))
     last = all[0]?.status.completed !== undefined ? all[0].status : null
   }
-  await wait(4000) // previews arrive, messages go
+  await wait(4000) // messages go
+  await page.waitForFunction(() => app.graph._nodes // previews arrive
+    .every((node) => !['PreviewImage', 'SaveImage'].includes(node.type) || node.imgs?.length), null, { timeout: 30 * SECONDS })
+    .catch(() => {}) // of a run that failed there are none
   await fit(page)
-  await shot(page, 'demo')
+  await shot(page, name)
   const pictures = await page.evaluate(() => app.graph._nodes
     .filter((node) => node.imgs?.length)
     .map((node) => ({
@@ -134,10 +139,51 @@ async function run (page) {
   const texts = await page.evaluate(() => Object.fromEntries(app.graph._nodes
     .flatMap((node) => (node.widgets ?? []).filter(({ name, value }) => name.startsWith('$$node-text') && value)
       .map(({ value }) => [node.type, value]))))
-  const note = await page.evaluate(() => app.graph._nodes.find(({ type }) => type === 'MarkdownNote').widgets[0].value)
   const zoom = await page.evaluate(() => app.canvas.ds.scale)
-  const seen = { status: last?.status_str ?? 'never ended', pictures, texts, note, zoom, overlaps: await overlaps(page) }
-  return { ...seen, error: await fail(page) }
+  return { status: last?.status_str ?? 'never ended', pictures, texts, zoom, overlaps: await overlaps(page) }
+}
+
+async function run (page) {
+  const seen = await execute(page, 'demo')
+  const note = await page.evaluate(() => app.graph._nodes.find(({ type }) => type === 'MarkdownNote').widgets[0].value)
+  return { ...seen, note, error: await fail(page) }
+}
+
+// A graph of any nodes, run, and as a laptop shows it. With the pictures themselves.
+async function graph (page) {
+  const nodes = JSON.parse(readFileSync(join(folder, 'graph.json'), 'utf-8'))
+  await page.evaluate((nodes) => app.loadApiJson(nodes, 'graph'), nodes)
+  await wait(1500)
+  await page.evaluate(() => { // as a user draws what is to be read
+    for (const node of app.graph._nodes) {
+      if (node.type === 'PreviewImage') node.setSize([560, 360])
+    }
+    app.graph.arrange()
+  })
+  const seen = await execute(page, 'graph')
+  const shown = await page.evaluate(() => app.graph._nodes.filter((node) => node.imgs?.length).map((node) => {
+    const [image] = node.imgs
+    const canvas = Object.assign(document.createElement('canvas'), { width: image.naturalWidth, height: image.naturalHeight })
+    canvas.getContext('2d').drawImage(image, 0, 0)
+    return canvas.toDataURL('image/png')
+  }))
+  await page.setViewportSize({ width: 1366, height: 768 })
+  await wait(500)
+  await fit(page)
+  await shot(page, 'graph-laptop')
+  const laptop = await page.evaluate(() => app.canvas.ds.scale)
+  const cut = await page.evaluate(() => // pixels of what nodes say that are not shown, and how high the rest is
+    [...document.querySelectorAll('.dom-widget .overflow-y-auto')].filter((box) => box.innerText.trim())
+      .map((box) => [box.scrollHeight - box.clientHeight, box.clientHeight]))
+  await page.evaluate(() => {
+    const node = app.graph._nodes.find(({ type }) => type === 'BallastVRAMReport')
+    app.canvas.ds.scale = 1
+    app.canvas.ds.offset = [300 - node.pos[0], 200 - node.pos[1]]
+    app.canvas.setDirty(true, true)
+  })
+  await wait(800)
+  await shot(page, 'report-laptop')
+  return { ...seen, shown, cut, laptop }
 }
 
 // Every node of the pack as the page draws it: its names, and what its help panel says.
@@ -176,6 +222,7 @@ async function nodes (page) {
     await page.getByTestId('info-button').first().dispatchEvent('click') // it may lie below a panel
     const panel = page.locator('.node-help-content')
     await panel.waitFor({ timeout: 10 * SECONDS })
+    await page.waitForFunction(() => document.querySelector('.node-help-content')?.innerText.trim(), null, { timeout: 10 * SECONDS })
     await wait(700)
     found[type].help = await panel.innerText()
   }
@@ -194,6 +241,7 @@ try {
   }
   if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)
   if (parts.includes('nodes')) seen.nodes = await nodes(page)
+  if (parts.includes('graph')) seen.graph = await graph(page)
   console.log(JSON.stringify(seen))
 } finally {
   await browser.close()

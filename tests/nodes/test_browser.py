@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -9,11 +10,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from host import HostServer, find_host, host_python
+from host_graphs import native_timeline
+from pictured.bands import drawn
 from PIL import Image
 from places import ROOT
 
@@ -63,14 +67,15 @@ def server() -> Iterator[HostServer]:
 @pytest.fixture(scope="module")
 def pages(server: HostServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script sees, by locale. Its screenshots stay in pytest's folder."""
-    url = f"http://127.0.0.1:{server.port}"
-    seen = {}
-    for locale in LANGUAGES:
-        command = ["node", str(SCRIPT), url, locale, str(tmp_path_factory.mktemp("page")), *PARTS[locale]]
-        ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, env=environment())
-        assert ran.returncode == 0, ran.stderr[-4000:]
-        seen[locale] = json.loads(ran.stdout)
-    return seen
+    return {locale: look(server, locale, tmp_path_factory.mktemp("page"), *PARTS[locale]) for locale in LANGUAGES}
+
+
+def look(server: HostServer, locale: str, folder: Path, *parts: str) -> Any:
+    """What the script sees."""
+    command = ["node", str(SCRIPT), f"http://127.0.0.1:{server.port}", locale, str(folder), *parts]
+    ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, env=environment())
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout)
 
 
 def texts(locale: str) -> dict[str, Any]:
@@ -139,3 +144,32 @@ def test_help_panel_shows_the_page_of_the_language(locale: str, pages: dict[str,
         assert panel.startswith(text["display_name"])
         names = [slot["name"] for group in ("inputs", "outputs") for slot in text[group].values()]
         assert all(re.search(rf"^\s*{re.escape(name)}(\s|$)", panel, re.MULTILINE) for name in names), node_id
+
+
+def test_timeline_of_a_purely_native_graph_is_shown(tmp_path: Path) -> None:
+    """ComfyUI's nodes, whose models are on a card, and VRAM Report: three models as bands in the page."""
+    if reason := missing():
+        pytest.skip(reason)
+    graph = {str(i): each for i, each in enumerate(native_timeline().values())}
+    ids = dict(zip(native_timeline(), graph, strict=True))
+    for each in graph.values():
+        links = {name: value for name, value in each["inputs"].items() if isinstance(value, list)}
+        each["inputs"] |= {name: [ids[value[0]], value[1]] for name, value in links.items()}
+    (tmp_path / "graph.json").write_text(json.dumps(graph), "utf-8")
+    with HostServer(sim="16MB") as server:
+        server.run(graph)  # whose first calls of everything take long
+        seen = look(server, "en-US", tmp_path, "graph")["graph"]
+    ((hidden, shown_height),) = seen["cut"]
+    assert hidden <= 0 and shown_height > 100, "the whole of the report, in a node as the page makes it"
+    said = seen["texts"]["BallastVRAMReport"]
+    assert re.match(r"sim:0: \S+ KB of ComfyUI's models, ", said) and " of weights" not in said
+    assert seen["status"] == "success" and seen["overlaps"] == []
+    (shown,) = seen["shown"]
+    picture = Image.open(BytesIO(base64.b64decode(shown.split(",")[1]))).convert("RGB")
+    picture.save(tmp_path / "shown.png")
+    assert picture.size == (900, 450)
+    assert all(count > 50 for count in drawn(picture).values()), drawn(picture)
+    assert all(
+        f"{kind}: " in seen["texts"]["BallastVRAMReport"] for kind in ("CLIPTextEncode", "KSampler", "VAEDecode")
+    )
+    assert seen["laptop"] >= 0.35

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import comfy.utils
 import folder_paths
 import pytest
@@ -20,6 +21,9 @@ from ballast.nodes.load_files import LoadModelFiles
 from ballast.nodes.sample import Sampler
 from ballast.pipelines.files.single import published
 from host import page, run_node
+from pictured import pipelines as tiny_pictured
+from pictured.pictures import picture
+from places import clear
 from safetensors.torch import save_file
 from single_files import base_of, state_of
 from single_files.comfy_folders import write_gguf
@@ -52,7 +56,7 @@ def models(tiny_folders: Callable[[str], Path]) -> Iterator[Path]:
     (unet / "notes.txt").write_text("no model")
     yield root
     for folder in {root / "unet", *made} - {unet}:
-        shutil.rmtree(folder)
+        clear(folder)
 
 
 def load(**more: Any) -> Any:
@@ -95,6 +99,26 @@ def test_two_experts(models: Path, tmp_path: Path, sim: ModuleType) -> None:
     chosen = {"transformer": "wan2.2_high.safetensors", "transformer_2": "wan2.2_low.safetensors", "base": "wan22"}
     reference = load(**dict.fromkeys(("text_encoder", "text_encoder_2", "vae"), "none"), **chosen)
     torch.testing.assert_close(drawn("wan", reference)[0], expected[0].float(), atol=1e-5, rtol=0)
+
+
+def test_a_controlnet_beside_files(
+    models: Path, tiny_folders: Callable[[str], Path], sim: ModuleType, tmp_path: Path
+) -> None:
+    """The latents of the model's folder with that ControlNet."""
+    whole = tiny_pictured.save("flux_controlnet", tmp_path / "whole")
+    shutil.copytree(whole / "controlnet", folder := models / "controlnet" / "canny")
+    try:
+        run: dict[str, Any] = {"steps": 2, "width": 48, "height": 32, "control": picture(48, 32)}
+        made = []
+        for pipe in (
+            ballast.open_pipeline(tiny_folders("flux"), "sim", controlnet=folder, keep=False),
+            load(controlnet="canny", keep_loaded=False).open(),
+        ):
+            made.append(pipe.sample(pipe.encode("a red boat"), **run))
+        torch.testing.assert_close(*made, atol=1e-5, rtol=0)
+        assert sim.stats().allocated_bytes == 0
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_without_a_base(

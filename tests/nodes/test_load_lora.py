@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from ballast.nodes.load import LoadPipeline
 from ballast.nodes.load_lora import LoadLora
 from ballast.nodes.sample import Sampler
 from host import page, run_node
+from places import clear
 from safetensors.torch import load_file
 
 NAME = "loras_zimage"
@@ -36,7 +36,7 @@ def loras(tiny_folders: Callable[[str], Path]) -> Iterator[list[str]]:
     made = [path for path, _ in lora_files.two(folder, files)]
     yield [path.name for path in made]
     folder.unlink()
-    shutil.rmtree(files)
+    clear(files)
 
 
 def load(**more: Any) -> Any:

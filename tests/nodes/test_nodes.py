@@ -50,7 +50,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 from conftest import HOST
 from host import InputError, page, run_node
-from places import DATA, ROOT, SUPPORT
+from places import DATA, ROOT, SUPPORT, clear
 
 SCHEMAS = DATA / "node_schemas.json"
 NODES = asyncio.run(BallastExtension().get_node_list())
@@ -84,7 +84,7 @@ def models(tiny_folders: Callable[[str], Path]) -> Iterator[Path]:
     (root / "videos" / "wan").symlink_to(tiny_folders("wan"), target_is_directory=True)
     (root / "empty").mkdir()
     yield root
-    shutil.rmtree(root)
+    clear(root)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_advanced_inputs_may_be_left_out(node: Any) -> None:
 
 
 def test_importing_the_pack_is_quick_and_loads_no_library(tmp_path: Path) -> None:
-    """Seconds of CPU time, since this machine may be busy; the host test has the host's own figure."""
+    """Seconds of CPU time, since this machine may be busy."""
     code = f"""
 import asyncio, sys, time
 sys.path[:0] = [{str(SUPPORT)!r}]

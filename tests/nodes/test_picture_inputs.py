@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +15,7 @@ import pytest
 import torch
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
+from ballast.nodes.load_files import LoadModelFiles
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.sample import Sampler
 from node_runner import run_node
@@ -53,6 +56,36 @@ def sample(reference: Any, conditioning: Any, **more: Any) -> torch.Tensor:
         **more,
     }
     return run_node(Sampler, **given).result[0]["samples"]
+
+
+def test_a_controlnet_is_chosen_beside_the_model(
+    models: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From models/controlnet: the latents of the pipeline that has it in its folder. Other folders are not offered."""
+    tiny_pictured.save("flux_controlnet", whole := models / "whole")
+    reference = run_node(LoadPipeline, pipeline="whole", device="sim", keep_loaded=False).result[0]
+    expected = sample(reference, encode(reference), control=ONE)
+    (models / "controlnets").mkdir()
+    shutil.copytree(whole / "controlnet", models / "controlnets" / "flux" / "canny")
+    shutil.copytree(whole / "transformer", models / "controlnets" / "other")
+    index = json.loads((whole / "model_index.json").read_text("utf-8"))
+    del index["controlnet"]
+    (whole / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}), "utf-8")
+    with pytest.raises(ValueError, match="controlnet 'flux/canny' is not in models/controlnet any more"):
+        LoadPipeline.execute.__wrapped__(LoadPipeline, pipeline="whole", vram_gb=0.0, controlnet="flux/canny")
+    own = ([str(models / "controlnets")], {".safetensors"})
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "controlnet", own)
+    for node in (LoadPipeline, LoadModelFiles):
+        assert node.INPUT_TYPES()["optional"]["controlnet"][1]["options"] == ["none", "flux/canny"]
+    given = {"pipeline": "whole", "device": "sim", "keep_loaded": False}
+    reference = run_node(LoadPipeline, **given, controlnet="flux/canny").result[0]
+    assert torch.equal(sample(reference, encode(reference), control=ONE), expected)
+    assert sim.stats().allocated_bytes == 0
+    path, prints = models / "controlnets" / "flux" / "canny" / "config.json", []
+    for _ in range(2):
+        prints.append(LoadPipeline.fingerprint_inputs(pipeline="whole", controlnet="flux/canny"))
+        path.write_text(path.read_text("utf-8") + " ", "utf-8")
+    assert prints[0] != prints[1]
 
 
 def test_a_picture_and_a_mask_reach_the_run(models: Path, sim: ModuleType) -> None:

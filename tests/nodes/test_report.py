@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from ballast.nodes.load import LoadPipeline
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from host import page, run_node
+from places import clear
 
 WIDTH, HEIGHT = tiny.FAMILIES["lumina2"].size
 
@@ -31,7 +31,7 @@ def models(tiny_folders: Callable[[str], Path]) -> Iterator[None]:
     for name in ("lumina2", "wan"):
         (root / name).symlink_to(tiny_folders(name), target_is_directory=True)
     yield
-    shutil.rmtree(root)
+    clear(root)
 
 
 def load(vram_gb: float = 0.0, **more: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ballast.memory.host import headroom as host_headroom
 from ballast.memory.host import management as host
+from ballast.memory.sizes import format_bytes
 from ballast.nodes.budget import VramBudget
 from ballast.nodes.native.budget import with_budget
 from conftest import HOST
@@ -34,8 +35,8 @@ class Patcher:
 
     def __init__(self, held: int = 10 * MB, size: int = 12 * MB) -> None:
         self.load_device, self.offload_device = torch.device("sim:0"), torch.device("cpu")
-        self.model = SimpleNamespace(memory_required=lambda shape, **_: shape[0] * 2 * MB)
-        self.held, self.size, self.unloads = held, size, []
+        self.model = SimpleNamespace(memory_required=lambda shape, **_: shape[0] * 2 * MB, modules=list)
+        self.held, self.size, self.unloads, self.patches = held, size, [], {}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
 
     def clone(self) -> Patcher:
@@ -166,17 +167,23 @@ def test_what_is_over_the_budget_leaves(
     budgeted = with_budget(kind(), 8 * MB, said.append)
     lists(monkeypatch, budgeted.model)
     assert run_through(budgeted.model, lambda: "picture") == "picture"
-    assert budgeted.model.unloads == [(torch.device("cpu"), over)]
+    assert [device.type for device, _ in budgeted.model.unloads] == ["cpu"] * len(budgeted.model.unloads)
+    assert sum(bytes for _, bytes in budgeted.model.unloads) == over
     assert len(said) == 1 and f"{(10 * MB - over) / MB:.2f} MB of 12.0 MB stayed" in said[0]
 
 
 def test_other_models_leave_first(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(host, "shrink_others", lambda over, on, running: asked.append((over, running)) or 5 * MB)
     budgeted, other = with_budget(Patcher(), 8 * MB, print), Patcher(held=5 * MB)
+
+    def shrink(over: int, on: Any, running: Any) -> int:
+        asked.append((over, running))
+        return other.partially_unload(on, min(max(0, over), other.held))
+
+    monkeypatch.setattr(host, "shrink_others", shrink)
     lists(monkeypatch, budgeted.model, other)
     run_through(budgeted.model, lambda: None, guidance=1.0)  # one prompt, 2 MB
-    assert asked == [(9 * MB, [budgeted.model])]
+    assert asked == [(9 * MB, [budgeted.model]), (0, [budgeted.model])]
     assert budgeted.model.unloads == [(torch.device("cpu"), 4 * MB)]
 
 
@@ -297,8 +304,6 @@ def test_on_the_cpu_the_node_changes_nothing() -> None:
 @pytest.fixture
 def made(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A MODEL with two LoRAs. What the host expects it to take is what it takes on this card, about."""
-    # Else the host rounds weights with LoRAs in VRAM to another type than those in RAM, on any card.
-    monkeypatch.setattr(mm, "lora_compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(mm, "MIN_WEIGHT_MEMORY_RATIO", 0.0)  # as on cards of NVIDIA
     card.enable(total="192MB")
     unet = native_models().unet(ch=64)
@@ -319,11 +324,18 @@ def conditionings(control: Any = None) -> dict[str, Any]:
     return found
 
 
-def sample(model: Any, control: Any = None, size: int = 16, sampler: str = "euler", **more: Any) -> torch.Tensor:
+def sample(
+    model: Any,
+    control: Any = None,
+    size: int | tuple[int, int] = 16,
+    sampler: str = "euler",
+    batch: int = 1,
+    **more: Any,
+) -> torch.Tensor:
     """As KSampler does it."""
     import comfy.sample
 
-    latent = torch.zeros(1, 4, size, size)
+    latent = torch.zeros(batch, 4, *((size, size) if isinstance(size, int) else size))
     noise = comfy.sample.prepare_noise(latent, 3, None)
     options = {"latent_image": latent, "disable_pbar": True, **conditionings(control), **more}
     with torch.inference_mode():
@@ -336,16 +348,28 @@ def unload() -> None:
 
 
 def host_as_it_is() -> dict[str, Any]:
-    """Everything in the host's modules that a pack could replace."""
-    import comfy.model_patcher
-    import comfy.patcher_extension
-    import comfy.sampler_helpers
-    import comfy.samplers
+    """Everything in the host's modules, and in the classes there, that a pack could replace."""
+    found = {}
+    for module in [module for name, module in sys.modules.items() if name.split(".")[0] in ("comfy", "comfy_extras")]:
+        for name, value in vars(module).items():
+            found[f"{module.__name__}.{name}"] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}.{name}.{part}": each for part, each in vars(value).items()}
+    return found
 
-    modules = (mm, comfy.model_patcher, comfy.patcher_extension, comfy.sampler_helpers, comfy.samplers)
-    found = {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
-    classes = (comfy.model_patcher.ModelPatcher, comfy.samplers.CFGGuider)
-    return found | {f"{kind.__name__}.{name}": value for kind in classes for name, value in vars(kind).items()}
+
+def changed(before: dict[str, Any]) -> list[str]:
+    """Names that are new, gone, or mean something else. What the host counts in its modules is left out."""
+    after = host_as_it_is()
+    same = {name for name in before.keys() & after.keys() if after[name] is before[name]}
+    counted = {name for name in before.keys() & after.keys() if isinstance(after[name], int | float | None)}
+    return sorted((before.keys() | after.keys()) - same - counted)
+
+
+def functions_on(model: Any) -> list[Any]:
+    """Types of what the host has put on weights to compute at each use."""
+    parts = [getattr(part, f"{name}_function", []) for part in model.modules() for name in ("weight", "bias")]
+    return [type(function).__name__ for part in parts for function in part]
 
 
 @on_host
@@ -353,6 +377,7 @@ def test_picture_is_the_same_and_the_host_too(made: Any, card: ModuleType) -> No
     control = native_models().control(ch=64)
     plain = sample(made, control)
     before, names = host_as_it_is(), list(made.wrappers)
+    assert len(before) > 5000 and "comfy.ops.cast_bias_weight" in before
     for budget in (60, 16, 1):
         unload()
         with page() as shown:
@@ -361,10 +386,38 @@ def test_picture_is_the_same_and_the_host_too(made: Any, card: ModuleType) -> No
             assert torch.equal(sample(budgeted, control), plain), "and once more, where it is loaded in part"
         assert budgeted is not made and len(shown.texts) == 3
     assert list(made.wrappers) == names
-    after = host_as_it_is()
-    assert after.keys() == before.keys()
-    assert [name for name in after if after[name] is not before[name]] == []
+    assert changed(before) == []
     assert torch.equal(sample(made, control), plain)
+
+
+@on_host
+def test_nothing_of_the_host_is_replaced_while_it_samples(made: Any, card: ModuleType) -> None:
+    """Looked at from within each call of the model, between the steps, and for its layers and methods too."""
+    from comfy.patcher_extension import WrappersMP
+
+    control = native_models().control(ch=64)
+    plain, before, looks = sample(made, control), host_as_it_is(), []
+    unload()
+    own = {name: dict(vars(part)) for name, part in made.model.named_modules()}
+
+    def look(*_: Any) -> None:
+        assert changed(before) == []
+        assert set(functions_on(made.model)) == {"LowVramPatch"}, "as the host has put them there"
+        for name, part in made.model.named_modules():
+            assert [n for n, v in vars(part).items() if callable(v) and v is not own[name].get(n)] == []
+        looks.append(made.model.current_patcher)
+
+    def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        look()
+        return executor(*args, **kwargs)
+
+    budgeted = run_node(VramBudget, model=made, vram_gb=12 / 1024).result[0]
+    before = host_as_it_is()  # the node itself imports more of it
+    budgeted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "look", run)
+    budgeted.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "look", run)
+    assert torch.equal(sample(budgeted, control, callback=look), plain)
+    assert len(looks) >= 6 and set(map(id, looks)) == {id(budgeted)}
+    assert vars(budgeted).keys() == vars(made).keys(), "and the clone has nothing of ours in the place of its methods"
 
 
 @on_host
@@ -407,7 +460,8 @@ def test_budget_is_kept_within_one_module(made: Any, card: ModuleType) -> None:
                 sample(budgeted)
             peak = card.stats().peak_bytes
             assert peak <= budget * MB + largest, budget
-            assert shown.texts[-1][1].startswith(f"peak {peak / MB:.1f} MB of {budget}.0 MB; ")
+            assert shown.texts[-1][1].startswith(f"peak {format_bytes(peak)} of {budget}.0 MB; ")
+            assert "LoRAs" not in shown.texts[-1][1]
             loaded.append(budgeted.loaded_size())
             assert loaded[-1] >= min(made.model_size(), budget * MB - working) - 4 * largest, "and made use of"
     assert loaded == sorted(loaded) and loaded[-1] > 12 * MB > loaded[0]
@@ -426,6 +480,13 @@ def test_other_models_make_room_and_the_error_leaves_all_in_order(
     budgeted = run_node(VramBudget, model=made, vram_gb=22 / 1024).result[0]
     assert torch.equal(sample(budgeted), plain)
     assert clip.patcher.loaded_size() < held
-    with card.fail_after(300), pytest.raises(torch.OutOfMemoryError):
-        sample(budgeted)
+    functions = functions_on(made.model)
+    for error in (torch.OutOfMemoryError, mm.InterruptProcessingException):
+
+        def stop(*_: Any, error: Any = error) -> None:
+            raise error
+
+        with pytest.raises(error):
+            sample(budgeted, callback=stop)
+        assert functions_on(made.model) == functions, "those of the host"
     assert torch.equal(sample(budgeted), plain) and torch.equal(sample(made), plain)

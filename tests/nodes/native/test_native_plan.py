@@ -13,7 +13,7 @@ from ballast.memory.host import management as host
 from ballast.nodes.budget import VramBudget
 from ballast.nodes.native import plan as native_plan
 from ballast.nodes.native.foresee import foresee
-from ballast.nodes.native.plan import stays
+from ballast.nodes.native.placing import Part, Placing, in_order, loaded, loading_bytes, shrunk, taken_bytes, unloaded
 from ballast.nodes.native.weights import weights_of
 from ballast.nodes.plan import VramPlan
 from host import page, run_node
@@ -30,21 +30,54 @@ on_host = pytest.mark.host
 # Rules
 
 
-@given(
-    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=30),
-    room=st.integers(0, 2000),
-    streams=st.integers(0, 3),
-)
-def test_what_stays_fits_beside_its_buffers(sizes: list[int], room: int, streams: int) -> None:
-    modules = sorted(sizes, reverse=True)
-    held, buffers = stays(modules, room, streams)
-    kept = sum(modules[i] for i in held)
-    if len(held) == len(modules):
-        assert buffers == 0 and kept <= room
+SIZES = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=30)
+
+
+@given(sizes=SIZES, room=st.integers(0, 2000), target=st.integers(0, 2000), streams=st.integers(0, 3))
+def test_what_stays_fits_beside_its_buffers(sizes: list[Any], room: int, target: int, streams: int) -> None:
+    parts = in_order(Part(str(i), *size) for i, size in enumerate(sizes))
+    first = loaded(parts, room, streams)
+    kept, passing = sum(parts[i].bytes for i in first.held), set(range(len(parts))) - first.held
+    if not passing:
+        assert first.buffer_bytes == 0 and kept < room
     else:
-        assert kept + buffers < room or not held
-        assert buffers >= max(size for i, size in enumerate(modules) if i not in held)
-    assert kept <= sum(modules[i] for i in stays(modules, room + 100, streams)[0])
+        assert kept < room or not first.held
+        assert first.buffer_bytes >= max(parts[i].bytes + parts[i].beside for i in passing)
+    assert kept <= sum(parts[i].bytes for i in loaded(parts, room + 100, streams).held)
+    left = shrunk(parts, first, target, streams)
+    assert left.held <= first.held and (taken_bytes(parts, left) <= target or not left.held)
+    assert taken_bytes(parts, first) > target or left == first
+    assert max((i for i in left.held), default=-1) < min(first.held - left.held, default=len(parts))
+    assert loading_bytes(parts, first) == kept, "with nothing to merge"
+
+
+def test_what_leaves_makes_room_for_its_own_buffers_too() -> None:
+    parts = in_order(Part(str(size), size) for size in (40, 30, 20, 10))
+    whole = Placing(frozenset(range(4)))
+    # 10 leaves and needs a buffer of 10, 20 leaves and needs one beside it, and 30 as well, before 5 are free.
+    assert unloaded(parts, whole, 5, streams=1) == Placing(frozenset({0}), 50)
+    assert unloaded(parts, whole, 5, streams=0) == Placing(frozenset({0, 1}), 20)
+    beside = in_order(Part(str(size), size, beside=3) for size in (40, 30, 20, 10))
+    assert unloaded(beside, whole, 5, streams=0).buffer_bytes > 20
+
+
+def test_patches_are_merged_one_by_one_the_largest_weight_first() -> None:
+    parts = in_order([Part("a", 100, merging=50), Part("b", 60, merging=90)])
+    assert loading_bytes(parts, Placing(frozenset({0, 1}))) == 100 + 90, "b while a is there, and not yet beside itself"
+    assert loading_bytes(parts, Placing(frozenset({1}))) == 90
+    assert loading_bytes(parts, Placing(frozenset({0}))) == 100
+
+
+@pytest.mark.parametrize(("at_use", "kept", "most"), [(0, 0, 110), (200, 5, 280), (5, 300, 410)])
+def test_peak_counts_a_lora_where_its_weight_passes(
+    at_use: int, kept: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations of 30 before the product and of 60 in it; of 100 elsewhere. Another weight is on its way."""
+    monkeypatch.setattr(host, "copy_streams", lambda: 2)
+    weights = SimpleNamespace(parts=in_order([Part("a", 50, at_use=at_use, kept=kept)]))
+    facts: Any = native_plan.Facts(weights, None, 100, 0.0, False, {"a": (30, 60)})  # type: ignore[arg-type]
+    assert native_plan._peak_bytes(facts, Placing(frozenset())) == 50 + most
+    assert native_plan._peak_bytes(facts, Placing(frozenset({0}))) == 50 + 100, "what stays is merged"
 
 
 class Ggml(torch.Tensor):
@@ -63,9 +96,9 @@ def test_weights_are_told_by_type_each_once() -> None:
     shared = torch.ones(6)
     adapter = SimpleNamespace(weights=(shared, torch.ones(2), 4.0, None))
     patches = {"a.weight": [(1.0, adapter, 1.0, None, None)], "b.weight": [(1.0, ("diff", (shared,)), 1.0, None, None)]}
-    found = weights_of(SimpleNamespace(model=module, patches=patches))
+    found = weights_of(SimpleNamespace(model=module, patches=patches, load_device=torch.device("cpu")))
     assert dict(found.by_type) == {"float32": 256, "bfloat16": 32, "float8_e4m3fn": 16, "GGUF Q4_K": 10}
-    assert found.total_bytes == 314 and found.modules == (256, 32, 26)
+    assert found.total_bytes == 314 and [part.bytes for part in found.parts] == [256, 32, 26]
     assert found.patched == 2 and found.patch_bytes == 32
     assert found.describe() == (
         "Weights: 314 B: 256 B float32, 32 B bfloat16, 16 B float8_e4m3fn, 10 B GGUF Q4_K; patches (LoRA) on 2 "
@@ -81,7 +114,6 @@ def model(card: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A MODEL with two LoRAs and the attention of a card. What the host expects it to take is about right."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    monkeypatch.setattr(mm, "lora_compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(mm, "MIN_WEIGHT_MEMORY_RATIO", 0.0)
     card.enable(total="192MB")
     unet = native_models().unet(ch=64)
@@ -102,7 +134,7 @@ def plan(patcher: Any, size: int = 16, **more: Any) -> tuple[str, str]:
 
 @on_host
 @pytest.mark.parametrize(("size", "budget"), [(16, None), (16, 16), (16, 12), (32, None), (32, 28), (32, 20)])
-def test_peak_is_within_a_tenth_of_what_the_host_takes(size: int, budget: int | None, model: Any, card: Any) -> None:
+def test_peak_is_what_the_host_takes(size: int, budget: int | None, model: Any, card: Any) -> None:
     if budget:
         model = run_node(VramBudget, model=model, vram_gb=budget / 1024).result[0]
     before = [id(tensor) for tensor in model.model.parameters()]
@@ -114,13 +146,56 @@ def test_peak_is_within_a_tenth_of_what_the_host_takes(size: int, budget: int | 
     peak = card.stats().peak_bytes
     asked = native_plan.asked_of(model, {"samples": torch.zeros(1, 4, size, size)}, 0, 0, 0, 2, 4.0)
     made = native_plan.plan_model(model, asked, native_plan.facts_of(model, asked), None)
-    assert abs(made.peak_vram_bytes - peak) <= peak / 10, (made.peak_vram_bytes / MB, peak / MB)
-    stayed = made.sampling.stay_bytes
-    assert abs(stayed - model.loaded_size()) <= 2.5 * MB
+    assert abs(made.peak_vram_bytes - peak) <= 0.05 * peak, (made.peak_vram_bytes / MB, peak / MB)
+    assert abs(made.sampling.stay_bytes - model.loaded_size()) <= 0.02 * MB
     assert f"peak {made.peak_vram_bytes / MB:.1f} MB" in text and said.startswith(f"BaseModel, {8 * size} x {8 * size}")
     assert ("resident" if budget is None else "streamed") in said
     assert "An estimate: ComfyUI runs the model and places its weights." in text
     assert "Weights: 16.0 MB: 16.0 MB float32; patches (LoRA) on 80 weights, 760 KB." in text
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("stored", "batch", "loras", "size", "budget", "card_mb"),
+    [
+        (torch.bfloat16, 1, 1, (16, 16), 7.5, 192),
+        (torch.bfloat16, 3, 1, (16, 16), 12, 192),
+        (torch.bfloat16, 2, 0, (16, 16), 9, 192),
+        (torch.float8_e4m3fn, 1, 0, (16, 16), 6, 192),
+        (torch.float8_e4m3fn, 2, 0, (16, 16), None, 192),
+        (torch.float16, 1, 3, (16, 16), 8.5, 192),
+        (torch.bfloat16, 1, 1, (16, 16), 6, 192),  # the most is on the card while the host loads
+        (torch.bfloat16, 2, 2, (20, 20), 10, 192),  # nothing stays
+        (torch.float16, 1, 1, (12, 36), 8, 192),
+        (torch.float32, 1, 3, (20, 12), 14, 192),
+        (torch.bfloat16, 1, 1, (8, 8), 7, 192),
+        (torch.bfloat16, 1, 1, (16, 16), None, 9),  # the card is too small for both prompts in one call
+        (torch.float32, 1, 0, (24, 24), None, 16),
+    ],
+)
+def test_peak_with_types_batches_and_loras(
+    stored: torch.dtype, batch: int, loras: int, size: tuple[int, int], budget: float | None, card_mb: int,
+    model: Any, card: Any,
+) -> None:  # fmt: skip
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    card.enable(total=card_mb * MB)
+    computes_in = torch.bfloat16 if stored == torch.float8_e4m3fn else stored
+    unet = native_models().unet(ch=64, dtype=stored, computes_in=computes_in)
+    unet.model.memory_usage_factor = 0.042
+    unet.set_model_optimized_attention(attention_pytorch)
+    made = native_models().with_loras(unet, *range(loras)) if loras else unet
+    if budget:
+        made = run_node(VramBudget, model=made, vram_gb=budget / 1024).result[0]
+    latent = {"samples": torch.zeros(batch, 4, *size)}
+    asked = native_plan.asked_of(made, latent, 0, 0, 0, 2, 4.0)
+    planned = native_plan.plan_model(made, asked, native_plan.facts_of(made, asked), None)
+    assert (planned.sampling.stay_bytes < made.model_size()) == bool(budget or card_mb < 192)
+    card.reset_stats()
+    sample(made, size=size, batch=batch)
+    peak = card.stats().peak_bytes
+    assert abs(planned.peak_vram_bytes - peak) <= 0.05 * peak, (planned.peak_vram_bytes / MB, peak / MB)
+    assert abs(planned.sampling.stay_bytes - made.loaded_size()) <= 0.02 * MB
 
 
 @on_host

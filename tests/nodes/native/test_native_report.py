@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,7 +69,19 @@ def test_every_model_of_the_host_is_told_with_role_and_bytes(models: list[Any]) 
         assert (guest.placement, guest.tier) == ("streamed" if patcher is models[0] else "resident", "device")
     text = run_node(VramReport).result[1]
     assert all(name in text for name in MODELS) or text == "Nothing has run yet."
-    assert "; ComfyUI's models: " in str(manager("sim").report())
+    said, report = str(manager("sim").report()), manager("sim").report()
+    there, kept = (
+        format_bytes(sum(getattr(guest, name) for guest in report.guests)) for name in ("resident_bytes", "host_bytes")
+    )
+    assert said.startswith(f"sim:0: {there} of ComfyUI's models, ") and f"; RAM: {kept} of ComfyUI's models\n" in said
+    assert " of weights" not in said, "there are none of Ballast's"
+    run_node(
+        TextEncode,
+        pipeline=run_node(LoadPipeline, pipeline=DEMO, device="auto").result[0],
+        prompt="a red square",
+        negative_prompt="",
+    )
+    assert re.match(r"\S+ .* of weights in a budget of .*; ComfyUI's models: .* there, ", str(manager("sim").report()))
 
 
 @on_host
@@ -118,7 +131,7 @@ def test_our_stages_show_the_models_beside_them(models: list[Any], card: ModuleT
     timeline = manager("sim").timeline
     reference = run_node(LoadPipeline, pipeline=DEMO, device="auto").result[0]
     observed = Observation(timeline, "BallastTextEncode", "prompt", 2**26)
-    conditioning = run_node(TextEncode, pipeline=reference, prompt="a red square", negative_prompt="").result[0]
+    conditioning = run_node(TextEncode, pipeline=reference, prompt="a blue square", negative_prompt="").result[0]
     observed.finish()
     run_node(Sampler, pipeline=reference, conditioning=conditioning, steps=2)
     assert [stage.name for stage in timeline.stages] == ["encode", "sample"], "ours tell more"
@@ -146,6 +159,9 @@ def test_listener_to_the_hosts_progress_never_disturbs_it(models: list[Any], cap
     progress.finish_progress("2")  # from the host's cache
     (stage,) = manager("sim").timeline.stages
     assert (stage.name, stage.run) == ("CLIPTextEncode", "prompt")
+    assert len(stage.events) == 3, "at its start, at its step, and at its end"
+    progress.finish_progress("1")
+    assert list(manager("sim").timeline.stages) == [stage], "once"
     progress.start_progress("not in the graph")
     progress.update_progress("not in the graph", 1, 1)
     progress.finish_progress("not in the graph")
