@@ -95,7 +95,10 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", type=Path, help="a picture of the same size, white where to paint anew")
     parser.add_argument("--strength", type=float, help="how much of the picture to replace, up to 1")
     parser.add_argument("--last-image", type=Path, help="the last frame of a video")
-    parser.add_argument("--control", type=Path, help="a picture of edges, depth or the like, for what follows one")
+    parser.add_argument(
+        "--control", type=Path, help="a picture or a video of edges, depth or the like, for what follows one"
+    )
+    parser.add_argument("--video", type=Path, help="a video to start from: a film, an animation or a folder of frames")
 
 
 def lora(text: str) -> tuple[Path, float]:

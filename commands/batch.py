@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         sim_bytes = (arguments.vram or SIM_BYTES) if is_simulated else None
         with closing(Cluster(opening, arguments.ray, arguments.workers, sim_bytes)) as cluster:
             requests = [job.request for job in unmade.values()]
-            made, more = _followed(pipe, list(unmade.values()), lambda _: cluster.run(requests, pipe.edits))
+            running = functools.partial(cluster.run, requests, pipe.edits)
+            made, more = _followed(pipe, list(unmade.values()), running, cluster.table)
             print(cluster.table())
     else:
         made, more = _followed(pipe, list(unmade.values()), functools.partial(_here, pipe, list(unmade.values())))
@@ -169,21 +170,34 @@ def _here(pipe: StagedPipeline, jobs: Sequence[_Job], stepped: Callable[..., Non
 
 
 def _followed(
-    pipe: StagedPipeline, jobs: Sequence[_Job], running: Callable[[Callable[..., None]], Iterator[Made]]
+    pipe: StagedPipeline,
+    jobs: Sequence[_Job],
+    running: Callable[[Callable[..., None]], Iterator[Made]],
+    beneath: Callable[[], str] = str,
 ) -> tuple[int, dict[int, str]]:
     """Run jobs and write their results. Returns how many were written, and why the others were not, by line.
 
     `running` is given what is to be called after each step: with the job's number, the step, and how many there are.
+    `beneath` the bar there is a text.
     """
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    console = Console(stderr=True)
+
+    class Bar(Progress):
+        def get_renderables(self) -> Iterator[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            if text := beneath() if console.is_terminal and not self.finished else "":
+                yield Text(text)
 
     failed: dict[int, str] = {}
     written = 0
     if not jobs:
         return written, failed
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=_WHOLE * len(jobs))
         done = [0.0] * len(jobs)
 

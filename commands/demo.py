@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or generate.SIM_BYTES}, in the CPU.")
     arguments.model, arguments.negative, arguments.dtype = FOLDER, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
-    arguments.batch = 1
+    arguments.batch = arguments.cards = 1
     arguments.compile, arguments.attention = False, "auto"
-    arguments.image = arguments.mask = arguments.last_image = arguments.control = arguments.strength = None
+    for name in ("image", "mask", "last_image", "control", "video", "strength"):
+        setattr(arguments, name, None)
     arguments.denoise = arguments.latent = None
     # A cache of its own, so that each run shows the encoder on the timeline.
     with tempfile.TemporaryDirectory() as cache_dir:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import cards
 from .arguments import add_device_arguments, add_model_arguments, add_picture_arguments, family_arguments
 from .images import OUTPUTS, open_image, opened_pictures, save_images
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
+    parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of this machine")
     parser.add_argument(
         "--out",
         type=Path,
@@ -41,32 +43,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
     """Encode, sample, decode and write; or decode a latent file only. Raises ValueError for bad options."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
     from ..memory import simulated
-    from ..pipelines import open_pipeline
-    from ..pipelines.decoding.rescue import load_latents, rescued
 
     if not arguments.prompt and not arguments.latent:
         raise ValueError("there is nothing to draw. Give a --prompt, or a --latent to decode.")
-    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
-        simulated.enable(total=arguments.vram or SIM_BYTES)
+    cards.check(arguments.cards, arguments.device)
+    if arguments.latent and arguments.cards > 1:
+        raise ValueError("a --latent is decoded on one card. Leave --cards out.")
     if arguments.out.suffix.lower() not in OUTPUTS:
         raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(OUTPUTS)}.")
+    if arguments.cards > 1 and not cards.launched():
+        return cards.launch(arguments.cards, run, arguments)
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
+        simulated.enable(total=arguments.vram or SIM_BYTES)
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
+    with cards.group(arguments.cards, arguments.device, arguments.ram) as (device, ram):
+        return _run(arguments, cache_dir, device, ram)
+
+
+def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram: str | int | None) -> int:
+    from ..pipelines import open_pipeline
+    from ..pipelines.decoding.rescue import load_latents, rescued
+
     pipe = open_pipeline(
         arguments.model,
-        arguments.device,
+        device,
         arguments.vram,
-        arguments.ram,
+        ram,
         arguments.dtype,
         cache_dir=cache_dir,
         **family_arguments(arguments),
     )
     with pipe.manager.timeline.watched(_ReadingBar()):
         latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
+        if not cards.is_first(arguments.cards):
+            return 0
         pipe.check_latents(latents)
         advice = "Decode it with --latent."
         with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
@@ -88,16 +103,19 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
         picture = open_image(arguments.image[0], arguments.width, arguments.height)
         further["init_latents"] = pipe.encode_image(picture)
         pictures.pop("image")
-    conditioning = pipe.encode(arguments.prompt, arguments.negative, images=images)
+    pipe.check_cards(arguments.cards, compile=arguments.compile, attention=arguments.attention)
+    conditioning = cards.encoded_once(
+        arguments.cards, lambda: pipe.encode(arguments.prompt, arguments.negative, images=images)
+    )
     for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
         print(f"Note: {note}")
-    with tqdm(desc="sample", unit="step") as bar:
+    with tqdm(desc="sample", unit="step", disable=not cards.is_first(arguments.cards)) as bar:
 
         def on_step(step: int, steps: int, _: object) -> None:
             bar.total = steps
             bar.update(step - bar.n)  # parts of a batch may be drawn anew
 
-        return pipe.sample(
+        return cards.sampler(pipe, arguments.cards).sample(
             conditioning,
             width=arguments.width,
             height=arguments.height,
@@ -106,6 +124,7 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
             seed=arguments.seed,
             frames=arguments.frames,
             batch=arguments.batch,
+            cards=arguments.cards,
             strategy=arguments.strategy,
             compile=arguments.compile,
             attention=arguments.attention,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 ANIMATIONS = (".webp", ".gif", ".mp4")
+_STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_FILMS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
 
 
@@ -28,6 +30,33 @@ def open_image(path: Path | BinaryIO, width: int | None, height: int | None) -> 
     return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
 
 
+def open_frames(path: Path) -> torch.Tensor:
+    """Read a video as [F,H,W,3] in 0..1: a film, an animation, or a folder of pictures in the order of their names.
+
+    A picture is one frame. ImportError, with what to install, for a film without PyAV.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image, ImageSequence
+
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _STILLS)
+        if not files:
+            raise ValueError(f"{path} holds no pictures. Give a folder of frames, or a film.")
+        return torch.cat([open_image(file, None, None) for file in files])
+    if path.suffix.lower() in _FILMS:
+        try:
+            import av
+        except ImportError as error:
+            raise ImportError(f"reading {path.name} needs PyAV: pip install av. Or give a folder of frames.") from error
+        with av.open(str(path)) as film:
+            arrays = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    else:
+        with Image.open(path) as opened:
+            arrays = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)]
+    return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+
+
 def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
     """The pictures of `add_picture_arguments`: those that belong to the prompt, and arguments of `sample` or `plan`.
 
@@ -40,7 +69,9 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
     if arguments.last_image:
         given["last_image"] = open_image(arguments.last_image, None, None)
     if arguments.control:
-        given["control"] = open_image(arguments.control, None, None)
+        given["control"] = open_frames(arguments.control)
+    if arguments.video:
+        given["video"] = open_frames(arguments.video)
     if arguments.strength is not None:
         given["strength"] = arguments.strength
     return (opened or None) if edits else None, given

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     measuring = commands.add_parser(
         "bench",
         help="measure how fast models stream",
-        usage="ballast bench stream | peers | plans | newbie | load [-h] ...",
+        usage="ballast bench stream | peers | plans | newbie | load | codecs | gpu [-h] ...",
     )
     bench.add_arguments(measuring)
     measuring.set_defaults(run=bench.run)

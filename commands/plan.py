@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import cards
 from .arguments import add_model_arguments, add_picture_arguments, family_arguments
 from .images import opened_pictures
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise (with the least VRAM)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
+    parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of one machine")
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
     parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
     parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
@@ -77,15 +79,18 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         dtype=arguments.dtype,
         **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
-    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch")
+    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch", "cards")
     asked = {name: getattr(arguments, name) for name in names}
     asked["negative_prompt"] = arguments.negative
+    if arguments.cards > 1:
+        share = pipe.within(ram=(pipe.ram_bytes or pipe.manager.ram_budget_bytes) // arguments.cards)
+        asked["ram"] = cards.sampler(share, arguments.cards, arguments.cards).ram_bytes
     images, pictures = opened_pictures(arguments, pipe.edits)
     asked |= {"images": images, **pictures}
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 
-    machine = measured_rates(pipe.manager.device)
+    machine = measured_rates(pipe.manager.device, pipe.denoisers[0].disk)
     named = _named_rates(machine, arguments)
     rates = None if named == machine else named
     budgets = [budget.strip() for budget in (arguments.vram or "").split(",") if budget.strip()]

@@ -5,10 +5,12 @@ Ray places the workers, starts one that died again, and gives it its work once m
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ _MOST = 8  # requests at once: models come once for all of them
 _SHARES = 4  # of the requests for each worker, at least, for all to end together
 _ROUND = 32  # requests for each worker whose embeddings wait at once
 _SIMULATED = 2  # workers where there is no card to count
+_LOOK_SECONDS = 0.5  # between two looks at the steps of the workers
+_TOLD = "told"  # calls that are answered while a worker runs
 LOCAL = "local"
 
 
@@ -38,6 +42,7 @@ class Worker:
         if sim_bytes is not None:
             simulated.enable(total=sim_bytes)
         self.pipe = open_pipeline(**opening)
+        self._now = 0, 0, 0
 
     def about(self) -> tuple[str, str]:
         """The machine, and its card."""
@@ -52,9 +57,10 @@ class Worker:
     def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[tuple[Any, str]], float, int]:
         """Pictures as arrays or why there are none, the seconds that all took, and the peak in bytes."""
         began = time.monotonic()
+        self._now = 0, 0, 0
         found: list[tuple[Any, str]] = [(None, each) if isinstance(each, str) else (None, "") for each in conds]
         places = [place for place, each in enumerate(conds) if not isinstance(each, str)]
-        items = [requests[place].item(self.pipe.edits) for place in places]
+        items = [requests[place].item(self.pipe.edits, functools.partial(self._stepped, place)) for place in places]
         for made in self.pipe.run_items(items, known=dict(enumerate(conds[place] for place in places))):
             if made.error is not None:
                 found[places[made.number]] = None, _in_a_line(made.error)
@@ -62,6 +68,13 @@ class Worker:
                 found[places[made.number]] = made.images.numpy(), ""
         peak = max((stage.peak_bytes for stage in self.pipe.manager.timeline.stages), default=0)
         return found, time.monotonic() - began, peak
+
+    def seen(self) -> tuple[int, int, int]:
+        """Which of the requests is drawn, the step that is done, and how many there are: 0 before the first."""
+        return self._now
+
+    def _stepped(self, place: int, step: int, steps: int, _: object) -> None:
+        self._now = place, step, steps
 
 
 @dataclass
@@ -73,6 +86,7 @@ class Share:
     items: int = 0
     seconds: float = 0.0
     peak_bytes: int = 0
+    step: str = ""  # that is done of what it draws now
 
 
 class Cluster:
@@ -90,16 +104,22 @@ class Cluster:
             if runs_on_cards and not cards:
                 raise ValueError("Ray knows of no GPU. Use --device sim to try it, or start Ray on machines with one.")
             count = workers or (cards if runs_on_cards else _SIMULATED)
-            options = {"num_gpus": int(runs_on_cards), "num_cpus": 0 if runs_on_cards else 1}
-            actor = self.ray.remote(Worker).options(max_restarts=-1, max_task_retries=_RETRIES, **options)
+            needs = {"num_gpus": int(runs_on_cards), "num_cpus": 0 if runs_on_cards else 1}
+            lives = {"max_restarts": -1, "max_task_retries": _RETRIES, "concurrency_groups": {_TOLD: 1}}
+            actor = self.ray.remote(**needs, **lives)(Worker)
             self._workers = [actor.remote(dict(opening), sim_bytes) for _ in range(count)]
             self.shares = [Share(*about) for about in self._asked([each.about.remote() for each in self._workers])]
         except BaseException:
             self.close()
             raise
 
-    def run(self, requests: Sequence[Request], edits: bool) -> Iterator[Made]:
-        """What becomes of requests, as they are done: their pictures, or why there are none."""
+    def run(
+        self, requests: Sequence[Request], edits: bool, stepped: Callable[..., None] = lambda *_: None
+    ) -> Iterator[Made]:
+        """What becomes of requests, as they are done: their pictures, or why there are none.
+
+        `stepped` is called now and then with a request's number, the step that is done, and how many there are.
+        """
         import torch
 
         from ..pipelines.staged import Made
@@ -119,8 +139,12 @@ class Cluster:
                 running[task] = who, part
             if not running:
                 return
-            (task,), _ = self.ray.wait(list(running), num_returns=1)
-            who, part = running.pop(task)
+            ended, _ = self.ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
+            if not ended:
+                self._look(running.values(), stepped)
+                continue
+            who, part = running.pop(task := ended[0])
+            self.shares[who].step = ""
             idle.append(who)
             try:
                 found, seconds, peak = self.ray.get(task)
@@ -137,6 +161,20 @@ class Cluster:
             for (number, _), (images, wrong) in zip(part, found, strict=True):
                 made = None if images is None else torch.from_numpy(images.copy())
                 yield Made(number, "decode", made, RuntimeError(wrong) if wrong else None)
+
+    def _look(self, running: Iterable[tuple[int, _Part]], stepped: Callable[..., None]) -> None:
+        """Ask the workers for their steps. One that does not answer soon is asked the next time again."""
+        asked = {
+            self._workers[who].seen.options(concurrency_group=_TOLD).remote(): (who, part) for who, part in running
+        }
+        told, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_SECONDS)
+        for each in told:
+            who, part = asked[each]
+            with suppress(self.ray.exceptions.RayError):  # of one that died, whose work says so
+                place, step, steps = self.ray.get(each)
+                if steps:
+                    self.shares[who].step = f"{step}/{steps}"
+                    stepped(part[place][0], step, steps, None)
 
     def _encoded(self, requests: Sequence[Request], begin: int, end: int, size: int, edits: bool) -> Iterator[_Part]:
         """Let the prompts of some requests be encoded, each once; and what is to run with them, so many at once."""
@@ -161,15 +199,15 @@ class Cluster:
             raise ValueError(f"a worker cannot open the model: {_in_a_line(cause)[:300]}") from None
 
     def table(self) -> str:
-        """What each worker has done: requests, how fast, and the peak of its card."""
+        """What each worker has done: requests, how fast, and the peak of its card; and the step that it is at."""
         from ..memory.sizes import format_bytes
         from ..memory.tables import format_table
 
-        rows: list[tuple[str, ...]] = [("worker", "machine", "card", "lines", "a minute", "peak VRAM")]
+        rows: list[tuple[str, ...]] = [("worker", "machine", "card", "lines", "a minute", "peak VRAM", "step")]
         for number, share in enumerate(self.shares, 1):
             pace = f"{60 * share.items / share.seconds:.1f}" if share.seconds else "-"
             peak = format_bytes(share.peak_bytes)
-            rows.append((str(number), share.machine, share.card, str(share.items), pace, peak))
+            rows.append((str(number), share.machine, share.card, str(share.items), pace, peak, share.step or "-"))
         return format_table(rows)
 
     def close(self) -> None:

@@ -129,6 +129,9 @@ def test_a_thousand_lines_leave_nothing_in_the_driver(monkeypatch: pytest.Monkey
         def run(self, requests: list[Request], *_: object) -> tuple[list[tuple[np.ndarray, str]], float, int]:
             return [(self.made, "")] * len(requests), 0.0, 0
 
+        def seen(self) -> tuple[int, int, int]:
+            return 0, 0, 0
+
     monkeypatch.setattr(workers, "Worker", Quick)
     cluster = workers.Cluster({"device": "sim"}, workers.LOCAL, 2, None)
     requests = [Request(f"a boat {number}", "", {}, {}, {}) for number in range(1000)]
@@ -141,6 +144,44 @@ def test_a_thousand_lines_leave_nothing_in_the_driver(monkeypatch: pytest.Monkey
     finally:
         cluster.close()
     assert done == 999 and level[1] - level[0] < 24 * 2**20, level
+
+
+def test_steps_are_told_while_a_worker_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A worker that is at step 3 of 7 of its second line for some seconds."""
+
+        def __init__(self, *_: object) -> None:
+            self.at = 0, 0, 0
+
+        def about(self) -> tuple[str, str]:
+            return "here", "none"
+
+        def encode(self, requests: list[Request]) -> list[str]:
+            return [""] * len(requests)
+
+        def run(self, requests: list[Request], *_: object) -> tuple[list[tuple[None, str]], float, int]:
+            self.at = 1, 3, 7
+            time.sleep(6)
+            return [(None, "slow")] * len(requests), 6.0, 2**20
+
+        def seen(self) -> tuple[int, int, int]:
+            return self.at
+
+    monkeypatch.setattr(workers, "Worker", Slow)
+    cluster = workers.Cluster({"device": "sim"}, workers.LOCAL, 1, None)
+    seen: set[tuple[int, int, int, str]] = set()
+    try:
+
+        def stepped(number: int, step: int, steps: int, _: object) -> None:
+            seen.add((number, step, steps, cluster.table().split()[-1]))
+
+        requests = [Request(f"a boat {number}", "", {}, {}, {}) for number in range(8)]
+        made = [each.number for each in cluster.run(requests, False, stepped)]
+        assert sorted(made) == list(range(8))
+        assert seen == {(number, 3, 7, "3/7") for number in (1, 3, 5, 7)}
+        assert cluster.table().split()[-6:] == ["none", "8", "20.0", "1.00", "MB", "-"]
+    finally:
+        cluster.close()
 
 
 def test_what_cannot_run_is_told_in_a_line(
