@@ -9,17 +9,23 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
-SIZES = ("tiny", "newbie", "hidream")
+from .places import RESULTS
+
+SIZES = ("tiny", "tiny-newbie", "tiny-hidream", "newbie", "hidream")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream`, `peers`, `plans`, `newbie`, `load` or `codecs`. Returns the exit status."""
+    """Run `stream`, `peers`, `plans`, `newbie`, `load`, `codecs` or `gpu`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
-    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie | load | codecs")
+    commands = parser.add_subparsers(required=True, metavar="stream | peers | plans | newbie | load | codecs | gpu")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", help="auto (a GPU, else sim), sim, cuda, or cpu")
-    shared.add_argument("--size", default="tiny", choices=SIZES, help="tiny: some MB; newbie: 7 GB; hidream: 34 GB")
+    shared.add_argument(
+        "--size",
+        default="tiny",
+        choices=SIZES,
+        help="tiny: some MB; newbie: 7 GB; hidream: 34 GB; tiny-newbie, tiny-hidream: small ones of the same classes",
+    )
     _add_out(shared)
 
     stream = commands.add_parser(
@@ -88,6 +94,18 @@ def main(argv: Sequence[str]) -> int:
     codecs.add_argument("--rounds", type=int, default=5, help="how often each is done; the median counts")
     _add_out(codecs)
     codecs.set_defaults(run=_codecs)
+
+    gpu = commands.add_parser(
+        "gpu",
+        help="all figures of one CUDA card, within 9 minutes",
+        description="Each section is a process of its own with its share of the time; what breaks or has no time says "
+        "so in one line. Models have random weights: nothing is downloaded.",
+    )
+    gpu.add_argument("--dry", action="store_true", help="the same code on the simulated card, with tiny models")
+    gpu.add_argument("--seconds", type=float, default=530, help="that all sections may take")
+    gpu.add_argument("--only", help="sections, separated by commas, such as newbie,decode")
+    gpu.add_argument("--out", type=Path, help="folder for the results; else bench/results, or a temporary one if dry")
+    gpu.set_defaults(run=_gpu)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
@@ -127,6 +145,13 @@ def _codecs(arguments: argparse.Namespace) -> int:
     from .codecs import run
 
     return run(arguments.device, arguments.megaweights, arguments.rounds, arguments.out)
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    from .gpu import run
+
+    only = arguments.only.split(",") if arguments.only else None
+    return run(arguments.dry, arguments.seconds, only, arguments.out)
 
 
 def _peers(arguments: argparse.Namespace) -> int:

@@ -152,3 +152,10 @@ def _setting(found: Mapping[str, Any]) -> str:
 def _head(figure: Figure, title: str, note: str) -> None:
     write(figure, _SIDE, 28, title, size=17)
     write(figure, _SIDE, 52, note, MUTED)
+
+
+def nothing(why: str) -> Image.Image:
+    """A line of words where there is nothing to draw."""
+    figure = new_figure(_WIDTH, 60)
+    write(figure, _SIDE, 28, why, MUTED)
+    return to_image(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import statistics
 import struct
@@ -91,21 +92,17 @@ def write_weights(path: Path, width: int) -> int:
 
 def empty_cache(path: Path) -> bool:
     """Let the page cache drop a file. False where that cannot be done, or was not."""
-    for _ in range(_TRIES if hasattr(os, "RWF_NOWAIT") else 0):
+    for _ in range(_TRIES):
         with path.open("rb") as file:
             direct.forget(file, 0, path.stat().st_size)
-            if cached_bytes(path) == 0:
-                direct.forget(file, 0, path.stat().st_size)  # what looking has brought
-                return True
-        time.sleep(0.1)  # some pages are still on another core's list
+            pages = direct.cached_pages(file, 0, path.stat().st_size)
+        if pages is None or not any(pages):
+            return pages is not None
+        time.sleep(0.1)  # some are still on another core's list
     return False
 
 
 def cached_bytes(path: Path) -> int:
-    """About how much of a file the page cache holds; 0 where that is not told."""
-    size, step = path.stat().st_size, 2**20
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # or looking would read ahead
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        begins = range(0, size, step)
-        return sum(min(step, size - at) for at in begins if direct.is_cached(file, at, min(at + step, size)))
+    """How much of a file the page cache holds, in whole pages; 0 where that is not told."""
+    with path.open("rb") as file:
+        return sum(direct.cached_pages(file, 0, path.stat().st_size) or b"") * mmap.PAGESIZE

@@ -7,8 +7,11 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,17 @@ from . import models
 SIM_TFLOPS = 1e-3  # of the simulated card; its bandwidth follows from the ratio that is asked for
 _PROBE_BYTES = 2**28
 _TRIES = 6
+
+
+@dataclass
+class Used:
+    """Bytes of a device that are taken, by whomever; None where nobody tells."""
+
+    bytes: int | None
+
+    def over(self, before: int | None) -> int | None:
+        """How many more these are."""
+        return None if self.bytes is None or before is None else self.bytes - before
 
 
 class Meter:
@@ -65,6 +79,30 @@ class Meter:
             return None
         free, total = self._backend.mem_get_info(self.device)
         return total - free
+
+    @contextmanager
+    def driver_peak(self, every: float = 0.005) -> Iterator[Used]:
+        """The highest `used_bytes` meanwhile. Not for what is timed: to ask takes a lock of the driver."""
+        used, done = Used(self.used_bytes()), threading.Event()
+
+        def look() -> None:
+            now = self.used_bytes()
+            if now is not None and used.bytes is not None:
+                used.bytes = max(used.bytes, now)
+
+        def watch() -> None:
+            while not done.wait(every):
+                look()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield used
+        finally:
+            self.accelerator.synchronize()
+            done.set()
+            thread.join()
+            look()
 
     def bandwidth(self) -> float:
         """Bytes per second from pinned memory to the device."""

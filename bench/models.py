@@ -24,47 +24,62 @@ class Size:
     tokens: int  # of the images, where nothing else is asked for
 
 
+_LUMINA, _HIDREAM = "Lumina2Transformer2DModel", "HiDreamImageTransformer2DModel"
+_HIDREAM_PATCHES = {"patch_size": 2, "in_channels": 16, "out_channels": 16}
+
 SIZES = {
     "tiny": Size(
         "PixArtTransformer2DModel",
         {
-            "sample_size": 16,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 20,
-            "num_attention_heads": 3,
-            "attention_head_dim": 16,
-            "cross_attention_dim": 48,
-            "caption_channels": 16,
-            "interpolation_scale": 1,
+            "sample_size": 16, "in_channels": 4, "out_channels": 4, "num_layers": 20, "num_attention_heads": 3,
+            "attention_head_dim": 16, "cross_attention_dim": 48, "caption_channels": 16, "interpolation_scale": 1,
             "use_additional_conditions": False,
         },
         torch.float32,
         16,
         64,
     ),
+    "tiny-newbie": Size(
+        _LUMINA,
+        {
+            "in_channels": 16, "hidden_size": 96, "num_layers": 4, "num_refiner_layers": 1, "num_attention_heads": 2,
+            "num_kv_heads": 1, "axes_dim_rope": (16, 16, 16), "axes_lens": (64, 64, 64), "cap_feat_dim": 48,
+        },
+        torch.bfloat16,
+        16,
+        64,
+    ),
+    "tiny-hidream": Size(
+        _HIDREAM,
+        _HIDREAM_PATCHES
+        | {
+            "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
+            "caption_channels": (32, 32), "text_emb_dim": 64, "num_routed_experts": 4, "num_activated_experts": 2,
+            "axes_dims_rope": (16, 8, 8), "llama_layers": (0, 1, 1, 1), "max_resolution": (32, 32),
+        },
+        torch.bfloat16,
+        16,
+        64,
+    ),
     "newbie": Size(
-        "Lumina2Transformer2DModel",
+        _LUMINA,
         {"in_channels": 16, "hidden_size": 2304, "num_layers": 36, "axes_lens": (1024, 512, 512), "cap_feat_dim": 2560},
         torch.bfloat16,
         128,
         _IMAGE_TOKENS,
     ),
     "hidream": Size(
-        "HiDreamImageTransformer2DModel",
-        {
-            "patch_size": 2,
-            "in_channels": 16,
-            "out_channels": 16,
-            "caption_channels": (4096, 4096),
-            "axes_dims_rope": (64, 32, 32),
+        _HIDREAM,
+        _HIDREAM_PATCHES
+        | {
+            "caption_channels": (4096, 4096), "axes_dims_rope": (64, 32, 32),
             "llama_layers": (*range(32), *(31,) * 16),
         },
         torch.bfloat16,
         128,
         _IMAGE_TOKENS,
     ),
-}
+}  # fmt: skip
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -126,28 +141,30 @@ def inputs(name: str, tokens: int, device: torch.device, seed: int = 1) -> dict[
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(size.dtype).to(device)
 
-    latents = noise(images, size.config["in_channels"], 2 * side, 2 * side)  # patches of 2 x 2
-    if name == "tiny":
+    config = size.config
+    latents = noise(images, config["in_channels"], 2 * side, 2 * side)  # patches of 2 x 2
+    if size.class_name == "PixArtTransformer2DModel":
         return {
             "hidden_states": latents,
             "timestep": torch.full((images,), 500.0).to(device),
-            "encoder_hidden_states": noise(images, size.text_tokens, size.config["caption_channels"]),
+            "encoder_hidden_states": noise(images, size.text_tokens, config["caption_channels"]),
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
             "return_dict": False,
         }
-    if name == "newbie":
+    if size.class_name == _LUMINA:
         return {
             "hidden_states": latents,
             "timestep": torch.full((images,), 0.5, dtype=size.dtype).to(device),
-            "encoder_hidden_states": noise(images, size.text_tokens, size.config["cap_feat_dim"]),
+            "encoder_hidden_states": noise(images, size.text_tokens, config["cap_feat_dim"]),
             "encoder_attention_mask": torch.ones(images, size.text_tokens, dtype=torch.bool).to(device),
             "return_dict": False,
         }
+    width, layers = config["caption_channels"][0], max(config["llama_layers"]) + 1
     return {
         "hidden_states": latents,
         "timesteps": torch.full((images,), 500.0).to(device),
-        "encoder_hidden_states_t5": noise(images, size.text_tokens, 4096),
-        "encoder_hidden_states_llama3": noise(32, images, size.text_tokens, 4096),
-        "pooled_embeds": noise(images, 2048),
+        "encoder_hidden_states_t5": noise(images, size.text_tokens, width),
+        "encoder_hidden_states_llama3": noise(layers, images, size.text_tokens, width),
+        "pooled_embeds": noise(images, config.get("text_emb_dim", 2048)),
         "return_dict": False,
     }

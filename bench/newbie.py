@@ -97,7 +97,7 @@ def run(
     else:
         found |= environment(Meter(on), str(side))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = folder or _published(Path(scratch) / "NewBie-image-Exp0.1", weights=not predicts)
+        folder = folder or published(Path(scratch) / "NewBie-image-Exp0.1", weights=not predicts)
         for way in ways(budgets, not predicts):
             row: dict[str, Any] = {"name": way.name, **ARTICLE.get(way.name, {})}
             cache = Path(scratch) / ("cache" if predicts else way.name)  # each way that runs encodes
@@ -114,7 +114,8 @@ def run(
     return 0
 
 
-def _published(folder: Path, weights: bool) -> Path:
+def published(folder: Path, weights: bool) -> Path:
+    """A folder of the published sizes, with random weights or with files of zeros that take no disk."""
     done = subprocess.run([sys.executable, "-c", _CHILD, str(folder)], cwd=_ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"no folder of the published sizes could be made: {done.stderr.strip().splitlines()[-1]}")

@@ -18,16 +18,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..memory.planning.fit import sizes_of
 from ..memory.planning.solver import Loads, PieceLoad, arrange
 from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
+from ..pipelines.planning.forecasts import quietly
+from ..pipelines.planning.plans import TYPICAL_PROMPT
 from . import charts, report
+from .bounds import window_bound_seconds
 
 BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
 RESIDENCIES = tuple(tenths / 10 for tenths in range(11))  # shares of the weights that there is room for beside the ring
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all pieces
 RAM_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the weights that RAM has room for beside the windows
-RING_PIECES = 4  # of the largest: the room for the ring
+NEAR = 1.05  # of the bound
+RING_PIECES = 5  # of the largest: the room for the ring
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -57,23 +62,14 @@ import json, pathlib, sys
 sys.path.insert(0, "tests")
 import conftest, full_size
 import torch, ballast
-from ballast.memory.planning.fit import sizes_of
-from ballast.memory.rates import ASSUMED
-from ballast.pipelines.planning.forecasts import quietly
-from ballast.pipelines.planning.plans import TYPICAL_PROMPT
+from ballast.bench.published import loads_of
 torch.set_num_threads(2)
 request, scratch = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
-name, run = request["folder"], {"frames": None, "guidance": None, **request["run"]}
+name = request["folder"]
 make = {"newbie": full_size.build_newbie, "pyramid": full_size.build_pyramid}.get(name)
 folder = make(scratch / name) if make else full_size.build(name, scratch / name)
 pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=scratch / "cache", **request["options"])
-sampling = pipe._sampling(pipe._checked(None, steps=pipe.default_steps, strategy="auto", options={}, **run))
-with quietly():
-    _, cond = pipe._encoding(TYPICAL_PROMPT, pipe._negative(TYPICAL_PROMPT, None), {}).dry_run()
-    forecast, _ = sampling.dry_run(cond)
-unit = pipe.denoisers[0]
-unit.learn(forecast.units[unit.name].call_order)
-loads = sizes_of(unit).loads(forecast.units[unit.name], ASSUMED)
+loads = loads_of(pipe, request["run"])
 pieces = [[piece.packed_bytes, piece.held_bytes, piece.seconds] for piece in loads.pieces]
 print(json.dumps([pieces, loads.before_seconds]))
 """
@@ -84,6 +80,8 @@ class Row:
     """A steady step of a model with room for a share of its weights. Seconds are those of one call of the transformer.
 
     `ram_share` is how much of the weights RAM has room for; what is neither there nor on the device comes from disk.
+    `bound_seconds` is what computing, the bus and the disk take, each for the whole of a step; `window_bound_seconds`
+    what no schedule is faster than, by the parts of a step in which much is copied and little computed.
     """
 
     model: str
@@ -93,6 +91,8 @@ class Row:
     step_seconds: float
     bound_seconds: float
     over_bound: float
+    window_bound_seconds: float
+    over_larger_bound: float
 
 
 def run(
@@ -117,9 +117,21 @@ def run(
         found["rows"] += rows
         worst = {f"{ratio:g}": max(_over(rows, ratio)) for ratio in ratios}
         report.say(f"{name}: T/bound at most {', '.join(f'{over:.2f} at C/T {at}' for at, over in worst.items())}")
+        report.say(f"    {summary(rows)}")
         wrote = report.write_as("stream", found, charts.published(found), out)
     report.say(f"\n{report.table({key: key for key in Row.__dataclass_fields__}, found['rows'])}\n\n{wrote}")
     return 0
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """In a line, how many steps are longer than they should be, and how many of those could be shorter at all."""
+    over = [row for row in rows if row["over_bound"] > NEAR]
+    explained = [row for row in over if row["over_larger_bound"] <= NEAR]
+    mean = sum(row["over_bound"] for row in rows) / len(rows)
+    return (
+        f"{mean:.3f} in the mean; {len(over)} of {len(rows)} rows above {NEAR:g}, of which {len(explained)} are within "
+        f"{NEAR:g} of what any schedule takes"
+    )
 
 
 def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
@@ -137,6 +149,19 @@ def find_loads(model: Model) -> Loads:
         raise RuntimeError(f"{model.folder} cannot be opened in its published size: {last}")
     pieces, before = json.loads(done.stdout.splitlines()[-1])
     return Loads(tuple(PieceLoad(*piece) for piece in pieces), BUS_BYTES_PER_SECOND, before)
+
+
+def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
+    """The pieces of an open pipeline's transformer, and what one call of such a run computes on the assumed card."""
+    size = run.get("width"), run.get("height"), pipe.default_steps
+    arguments = pipe._checked(None, *size, run.get("guidance"), run.get("frames"), "auto", {})
+    sampling = pipe._sampling(arguments | {"generator": None, "latents": None})
+    with quietly():
+        _, cond = pipe._encoding(TYPICAL_PROMPT, pipe._negative(TYPICAL_PROMPT, None), {}).dry_run()
+        forecast, _ = sampling.dry_run(cond)
+    unit = pipe.denoisers[0]
+    unit.learn(forecast.units[unit.name].call_order)
+    return sizes_of(unit).loads(forecast.units[unit.name], ASSUMED)
 
 
 def facts(name: str, loads: Loads) -> dict[str, Any]:
@@ -175,10 +200,12 @@ def solve(
         ram_bytes = windows_bytes(loads.sizes) + math.ceil(ram_share * weight_bytes) if ram_share < 1 else None
         load = Loads(scaled, bus, loads.before_seconds * times, disk, ram_bytes=ram_bytes)
         for residency in residencies:
-            step = arrange(load, math.ceil(residency * weight_bytes) + ring_bytes).step_seconds
+            room_bytes = math.ceil(residency * weight_bytes) + ring_bytes
+            step = arrange(load, room_bytes).step_seconds
             from_disk = max(0.0, 1 - residency - ram_share) * weight_bytes / disk
             bound = max(ratio * copying, (1 - residency) * weight_bytes / bus, from_disk)
-            yield Row(name, residency, ratio, ram_share, step, bound, step / bound)
+            window = window_bound_seconds(load, room_bytes)
+            yield Row(name, residency, ratio, ram_share, step, bound, step / bound, window, step / max(bound, window))
 
 
 def _compute(loads: Loads) -> float:

@@ -14,24 +14,23 @@ from torch import nn
 
 from ..memory.streaming.placement import Resident
 from ..memory.units.structure import block_lists
-from .stream import Regime, budget, sizes_of, streamed
+from .stream import Regime, streamed
 
 
 @dataclass
 class Job:
-    """What a rival is given. `share` is how much of the weights there shall be room for, 0 to 1."""
+    """What a rival is given. `share` is how much of the weights there shall be room for, 0 to 1.
+
+    `budget_bytes` is what Ballast gets for the weights.
+    """
 
     module: nn.Module
     device: torch.device
     share: float
+    budget_bytes: int
     work_bytes: int  # that a resident step takes beside the weights
     size: str  # of the models that are measured
     regime: Regime
-
-    @property
-    def budget_bytes(self) -> int:
-        """What Ballast would get for the weights."""
-        return budget(sizes_of(self.module), self.share)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """All blocks with their names, in the order of the module."""
@@ -64,7 +63,7 @@ def _resident(job: Job) -> Any:
 
 
 def _ballast(job: Job) -> Any:
-    placement, _ = streamed(job.module, job.size, job.regime, job.device, job.share)
+    placement, _ = streamed(job.module, job.size, job.regime, job.device, job.budget_bytes)
     placement.place()
     return job.module
 

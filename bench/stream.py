@@ -26,8 +26,9 @@ from ..memory.rates import Rates
 from ..memory.streaming.placement import Resident
 from ..memory.streaming.stream import Streamed
 from ..memory.units import hostbuffer
-from ..memory.units.pieces import CallOrder, divide, nbytes_of
+from ..memory.units.pieces import CallOrder, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..memory.units.structure import slots
+from ..pipelines.families.hidream.routing import any_routing
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
 from .published import RING_PIECES
@@ -35,6 +36,7 @@ from .published import RING_PIECES
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the weights that there is room for beside the ring
 _STEPS = 5
+_STAND_INS = {("MOEFeedForwardSwiGLU", "moe_infer"): any_routing}  # which looks at values
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Row:
     peak_bytes: int
     copied_bytes: int  # weights, in a steady step
     engine_allocations: int | None  # on the device in a steady step, on the simulated one
+    is_equal: bool | None = None  # bit for bit, to the resident result
+    driver_bytes: int | None = None  # more than before, as the driver counts
 
 
 def run(device: str, size: str, out: Path) -> int:
@@ -68,7 +72,7 @@ def run(device: str, size: str, out: Path) -> int:
     with torch.inference_mode():
         for regime in regimes(meter, module, size):
             for share in SHARES:
-                row = _measure(meter, module, size, regime, share)
+                row = measure(meter, module, size, regime, share)
                 found["rows"].append(dataclasses.asdict(row))
                 found["pinned_bytes"] = hostbuffer._pinned_bytes
                 wrote = report.write("stream", found, charts.stream(found), out)
@@ -120,13 +124,24 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
 
 def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
     """The weights of a module on the CPU, as the solver looks at them."""
-    divided = divide(module, list(slots(module)), calls or CallOrder())
+    places = list(slots(module))
+    divided = divide(module, places, calls or CallOrder())
     pieces = tuple(
-        PieceSize(piece.packed_bytes, piece.held_bytes, tuple(owner.path for owner in piece.owners))
+        PieceSize(
+            piece.packed_bytes,
+            piece.held_bytes,
+            tuple(owner.path for owner in piece.owners),
+            piece.codecs,
+            piece.plain_bytes,
+        )
         for piece in divided.pieces
         if piece.called
     )
-    return UnitSizes(models.weight_bytes(module), nbytes_of(divided.rest), pieces)
+    fixed, workspace = plain_bytes_of(divided.rest), workspace_bytes(divided.owners)
+    decoded = fixed + workspace - nbytes_of(divided.rest)
+    return UnitSizes(
+        nbytes_of(places), fixed + workspace, pieces, decoded_bytes=decoded, decoding_bytes=decoding_bytes(places)
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -137,59 +152,76 @@ def forecast(size: str, tokens: int) -> UnitForecast:
     def call(device: torch.device) -> None:
         module(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), step))
 
-    return dry_run({size: module}, call)[0].units[size]
+    return dry_run({size: module}, call, _STAND_INS)[0].units[size]
 
 
 def budget(sizes: UnitSizes, share: float) -> int:
     """Bytes for the weights on the device with room for such a share of them, a ring, and what has to be there."""
     room = math.ceil(share * sum(piece.held_bytes for piece in sizes.pieces))
     ring = RING_PIECES * max(piece.packed_bytes for piece in sizes.pieces)
-    return min(sizes.total_bytes, sizes.fixed_bytes + ring + room)
+    return min(sizes.resident_bytes, sizes.fixed_bytes + ring + room)
 
 
 def streamed(
-    module: nn.Module, size: str, regime: Regime, device: torch.device, share: float
+    module: nn.Module, size: str, regime: Regime, device: torch.device, room_bytes: int
 ) -> tuple[Streamed, float]:
-    """The placement that a run would choose with room for a share of the weights, and its seconds as the solver says.
+    """The placement that a run would choose with so much room for weights, and its seconds as the solver says.
 
-    The module must be on the CPU.
+    The module must be on the CPU. Raises ValueError if the room is too little to stream it.
     """
     work = forecast(size, regime.tokens)
     sizes = sizes_of(module, work.call_order)
     rate = regime.bandwidth
     loads = sizes.loads(work, Rates(rate, rate, rate, work.operations / regime.compute))
-    room = budget(sizes, share)
-    placement = Streamed(module, device, room, calls=work.call_order, loads=loads)
-    return placement, arrange(loads, room - sizes.fixed_bytes).step_seconds
+    placement = Streamed(module, device, room_bytes, calls=work.call_order, loads=loads)
+    return placement, arrange(loads, room_bytes - sizes.fixed_bytes).step_seconds
 
 
-def _measure(meter: Meter, module: nn.Module, size: str, regime: Regime, share: float) -> Row:
+def measure(
+    meter: Meter,
+    module: nn.Module,
+    size: str,
+    regime: Regime,
+    share: float,
+    truth: torch.Tensor | None = None,
+    steps: int = _STEPS,
+) -> Row:
+    """The row of a share. With the result of a resident step also whether this gives the same, and the driver's peak.
+
+    The module must be on the CPU, and is there afterwards. The median of `steps` counts, beside those that begin.
+    """
     if meter.is_sim:
         set_sim_bandwidth(regime.bandwidth)
-    step = models.inputs(size, regime.tokens, meter.device)
-    placement, predicted = streamed(module, size, regime, meter.device, share)
+    idle_bytes, step = meter.used_bytes(), models.inputs(size, regime.tokens, meter.device)
+    sizes = sizes_of(module, forecast(size, regime.tokens).call_order)
+    placement, predicted = streamed(module, size, regime, meter.device, budget(sizes, share))
     streamed_bytes = placement.streamed_bytes
     placement.place()
+    is_equal, driver_bytes = None, None
     try:
         meter.accelerator.take_peak_bytes()
         (first,) = meter.steps(lambda: module(**step), 1)
         placement.take_bytes_in()
         allocated = simulated.stats().allocation_count if meter.is_sim else 0
-        seconds = meter.steady(lambda: module(**step), _STEPS, settle=2)
-        calls = _STEPS + 2
+        seconds = meter.steady(lambda: module(**step), steps, settle=2)
+        calls = steps + 2
         copied_bytes = placement.take_bytes_in() // calls
         allocations = None
         if meter.is_sim:
             allocations = (simulated.stats().allocation_count - allocated) // calls - regime.allocations
         peak_bytes = meter.accelerator.take_peak_bytes()
+        if truth is not None:
+            with meter.driver_peak() as used:
+                is_equal = torch.equal(module(**step)[0].cpu(), truth)
+            driver_bytes = used.over(idle_bytes)
     finally:
         placement.remove()
         meter.accelerator.empty_cache()
     bound = max(regime.compute, streamed_bytes / regime.bandwidth)
-    whole = sum(piece.packed_bytes for piece in sizes_of(module).pieces) / regime.bandwidth
+    whole = sum(piece.packed_bytes for piece in sizes.pieces) / regime.bandwidth
     return Row(
         regime.compute / whole, share, regime.tokens, regime.bandwidth, regime.compute, streamed_bytes, first, seconds,
-        predicted, bound, seconds / bound, peak_bytes, copied_bytes, allocations,
+        predicted, bound, seconds / bound, peak_bytes, copied_bytes, allocations, is_equal, driver_bytes,
     )  # fmt: skip
 
 

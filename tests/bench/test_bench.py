@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ballast import bench
 from ballast.bench import load, load_worker, measure, models, published
 from ballast.memory import simulated
 from ballast.memory.planning.solver import Loads, PieceLoad
+from ballast.memory.rates import ASSUMED
 from ballast.memory.streaming.stream import Streamed
 from PIL import Image
 from safetensors.torch import load_file
@@ -40,6 +42,7 @@ def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest
     found = results(tmp_path, "stream-sim-tiny")
     assert (found["machine"], found["device"], found["torch"]) == ("sim", "sim", torch.__version__)
     assert list(found["overhead_us_per_piece"]) == ["cpu"]
+    assert found["overhead_us_per_piece"]["cpu"] < 300, "ten times what the committed results hold to"
     assert len(found["rows"]) == 15
     for row in found["rows"]:
         assert 0.999 <= row["over_bound"] <= 1.1, row
@@ -96,8 +99,12 @@ def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
         reading = max(0, 1 - row.residency - row.ram_share) * whole / 3e9
         assert row.bound_seconds == pytest.approx(max(computing, (1 - row.residency) * copying, reading))
         assert row.over_bound == pytest.approx(row.step_seconds / row.bound_seconds)
-        # The ring has room for 8 MB: what it does not take of that may stay.
-        least = max(computing, ((1 - row.residency) * whole - 8 * 2**20) / 25e9, reading - 8 * 2**20 / 3e9)
+        assert row.over_larger_bound == pytest.approx(
+            row.step_seconds / max(row.bound_seconds, row.window_bound_seconds)
+        )
+        assert row.window_bound_seconds <= row.step_seconds * (1 + 1e-9)
+        # The ring has room for 10 MB: what it does not take of that may stay.
+        least = max(computing, ((1 - row.residency) * whole - 10 * 2**20) / 25e9, reading - 10 * 2**20 / 3e9)
         assert least <= row.step_seconds * (1 + 1e-9)
     half = [row for row in rows if (row.residency, row.compute_over_transfer) == (0.5, 0.25)]
     assert half[-1].over_bound < 1  # half of the weights, where copies set the pace: the ring has room of its own
@@ -111,6 +118,17 @@ def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
     assert (facts["pieces"], facts["weight_bytes"], facts["largest_bytes"]) == (40, whole, 2 * 2**20)
 
 
+@needs_sim
+@pytest.mark.long
+def test_what_a_step_computes_is_that_of_a_run(tiny_folders: Callable[[str], Path]) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    loads = published.loads_of(pipe, {"width": 64, "height": 64, "guidance": 1.0})
+    plan = pipe.plan(width=64, height=64, steps=3, guidance=1.0, vram="1GB", rates=ASSUMED)
+    assert sum(piece.held_bytes for piece in loads.pieces) <= pipe.denoisers[0].size_bytes
+    assert loads.compute_seconds == pytest.approx(plan.step_seconds)
+    assert loads.bytes_per_second == published.BUS_BYTES_PER_SECOND
+
+
 @pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make soak")
 def test_a_published_model_is_opened_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert published.run(tmp_path, ["NewBie-image-Exp0.1"], (0.0, 0.5, 1.0), (0.5,)) == 0
@@ -120,6 +138,7 @@ def test_a_published_model_is_opened_from_its_config_alone(tmp_path: Path, capsy
     assert 100 < facts["pieces"] < 600
     rows = found["rows"]
     names = ["model", "residency", "compute_over_transfer", "ram_share", "step_seconds", "bound_seconds", "over_bound"]
+    names += ["window_bound_seconds", "over_larger_bound"]
     assert [list(row) for row in rows] == [names] * 12
     assert all(0.9 < row["over_bound"] < 1.2 for row in rows), rows
     assert "NewBie-image-Exp0.1: T/bound at most" in said
@@ -174,7 +193,7 @@ def test_load_reads_the_same_weights_each_way(tmp_path: Path, capsys: pytest.Cap
         assert row["peak_bytes"] > 0.9 * found["weight_bytes"]
     if found["cold"]:
         ours, assigned, _ = found["rows"]
-        assert ours["cached_bytes"] == 0 < assigned["cached_bytes"]
+        assert ours["cached_bytes"] < 2**17 < found["weight_bytes"] <= assigned["cached_bytes"], "the header alone"
     said = capsys.readouterr().out
     assert all(row["name"] in said for row in found["rows"])
     assert said.count("round 2: ") == 3

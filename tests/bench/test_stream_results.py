@@ -1,0 +1,53 @@
+"""What `bench/results/stream.json` says of published models: near the bound in every row, and made by this solver."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ballast.bench import published
+from ballast.bench.places import RESULTS
+
+FOUND: dict[str, Any] = json.loads((RESULTS / "stream.json").read_text("utf-8"))
+
+
+def test_every_row_is_there_and_near_what_any_schedule_takes() -> None:
+    rows = FOUND["rows"]
+    each = len(published.RESIDENCIES) * len(published.RATIOS) * len(published.RAM_SHARES)
+    assert [(row["model"]) for row in rows] == [name for name in published.MODELS for _ in range(each)]
+    assert sum(row["over_bound"] for row in rows) / len(rows) <= 1.02
+    for row in rows:
+        larger = max(row["bound_seconds"], row["window_bound_seconds"])
+        assert row["step_seconds"] <= 1.05 * larger, row
+        assert row["step_seconds"] >= 0.999999 * row["window_bound_seconds"], row
+    over = [row for row in rows if row["over_bound"] > 1.05]
+    assert all(row["window_bound_seconds"] > row["bound_seconds"] and row["residency"] <= 0.1 for row in over)
+
+
+def test_pieces_are_few_and_two_of_the_largest_small() -> None:
+    models = {row["model"]: row for row in FOUND["models"]}
+    assert list(models) == list(published.MODELS)
+    assert all(row["pieces"] <= 600 for row in models.values())
+    for name in ("FLUX.1-dev", "HiDream-I1 Dev", "HiDream-I1 Full"):
+        assert 2 * models[name]["largest_bytes"] < 0.4e9
+
+
+def test_python_takes_at_most_30_us_a_piece() -> None:
+    found = json.loads((RESULTS / "stream-sim-tiny.json").read_text("utf-8"))
+    assert 0 < found["overhead_us_per_piece"]["cpu"] <= 30
+
+
+@pytest.mark.long
+def test_the_file_is_what_the_solver_says_now() -> None:
+    name = "Pyramid-Flow miniFlux"
+    loads = published.find_loads(published.MODELS[name])
+    (written,) = (row for row in FOUND["models"] if row["model"] == name)
+    assert (written["pieces"], written["largest_bytes"]) == (len(loads.pieces), max(loads.sizes))
+    for row in published.solve(name, loads, (0.0, 0.1, 0.5), (1.0,), (0.5, 1.0)):
+        key = (row.model, row.residency, row.compute_over_transfer, row.ram_share)
+        (written,) = (
+            r for r in FOUND["rows"] if (r["model"], r["residency"], r["compute_over_transfer"], r["ram_share"]) == key
+        )
+        assert row.step_seconds == pytest.approx(written["step_seconds"], rel=1e-4)
+        assert row.window_bound_seconds == pytest.approx(written["window_bound_seconds"], rel=1e-4)
