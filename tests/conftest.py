@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from host import can_run_host, find_host
@@ -19,6 +20,8 @@ from import_pack import import_pack
 from node_runner import use_modules
 
 import_pack()
+settings.register_profile("ballast", deadline=None)  # how long a test takes says nothing: see `bench`
+settings.load_profile("ballast")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
@@ -30,11 +33,12 @@ use_modules(HOST, _base.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long run with BALLAST_SOAK=1 alone."""
+    """Tests that take long run with BALLAST_SOAK=1 alone: in `make check`, or in `make soak`."""
     if not os.environ.get("BALLAST_SOAK"):
         for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes long: in make check"))
+            for mark, where in (("long", "make check"), ("soak", "make soak")):
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"takes long: in {where}"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,6 +21,7 @@ import diffusers
 import pytest
 from pipeline_classes.catalogue import Testers, find_testers, public_classes
 from pipeline_classes.judging import GOOD, judge
+from pipeline_classes.own_testers import own_testers
 from pipeline_classes.page import filled
 from places import ROOT
 
@@ -40,7 +41,7 @@ def known_testers() -> Testers:
     found, failed = find_testers(Path(CHECKOUT or "").expanduser())
     for line in failed:
         warnings.warn(line, stacklevel=1)
-    return found
+    return found | own_testers()
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="DIFFUSERS_TESTS names no checkout of diffusers")

@@ -37,7 +37,11 @@ def places(timeline: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("sd3", 30), *(pytest.param(n, 4, marks=pytest.mark.long) for n in tiny.FAMILIES)]
+    ("name", "count"),
+    [
+        pytest.param("sd3", 30, marks=pytest.mark.long),
+        *(pytest.param(n, 4, marks=pytest.mark.long) for n in tiny.FAMILIES),
+    ],
 )
 def test_each_model_comes_once(name: str, count: int, tiny_folders: Folders, sim: ModuleType, tmp_path: Path) -> None:
     """30 prompts through three encoders; bitwise the pictures that are made one by one, and no higher peak."""
@@ -134,6 +138,7 @@ def test_a_run_that_is_left_leaves_nothing(tiny_folders: Folders, sim: ModuleTyp
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_ram_stays_level(tiny_folders: Folders, sim: ModuleType, tmp_path: Path) -> None:
     """As many tensors live after thirty prompts as after ten."""
     pipe, run = opened("sd3", tiny_folders("sd3"), tmp_path)

@@ -33,12 +33,15 @@ def is_right(key: str, found: object) -> bool:
 
 
 def write(folder: Path, keys: list[str], turns: int, disk_bytes: int = 2**30, ram_bytes: int = 1) -> list[str]:
-    """Put and get entries of both caches, at random. Returns what is wrong."""
+    """Put and get entries of all caches, at random. Returns what is wrong."""
+    from ballast.memory import speeds
     from ballast.memory.planning.forecast import Forecast
     from ballast.pipelines.encoding.conditioning import Conditioning
     from ballast.pipelines.encoding.embedding_cache import EmbeddingCache
+    from ballast.pipelines.generic import proof
     from ballast.pipelines.planning import forecast_cache
 
+    os.environ["XDG_CACHE_HOME"] = str(folder)
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -56,6 +59,16 @@ def write(folder: Path, keys: list[str], turns: int, disk_bytes: int = 2**30, ra
         if kept is not None and kept["sample"].idle_bytes != int(key, 16):
             said.append(f"the forecast of {key} is another")
         forecast_cache.put(folder / "forecasts", key, {"sample": Forecast(int(key, 16), {})})
+        proof._known.clear()
+        if (verdict := proof.recall(folder / "verdicts", key)) not in (None, proof.Verdict(key)):
+            said.append(f"the verdict of {key} is another: {verdict}")
+        proof.keep(folder / "verdicts", key, proof.Verdict(key))
+        speeds._known.clear()
+        speeds._pieces.clear()
+        if speeds.pieces(key) not in (None, [key]) or speeds.remembered(key, ["h2d"]) not in (None, {"h2d": 1.0}):
+            said.append(f"what was measured for {key} is another")
+        speeds.note_pieces(key, [key])
+        speeds.note(key, {"h2d": 1.0})
     return said
 
 

@@ -44,6 +44,24 @@ def native_run(seed: int = 0, name: str = "native", wait_for: str = "empty") -> 
     }
 
 
+def native_timeline() -> dict[str, Any]:
+    """The host's own nodes from prompt to picture, and of ours just the report, with its picture."""
+    sampling = {"steps": 3, "cfg": 4.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0, "seed": 1}
+    links = {"model": ["unet", 0], "positive": ["+", 0], "negative": ["-", 0], "latent_image": ["empty", 0]}
+    return {
+        "clip": loaded("Clip"),
+        "unet": loaded("Unet"),
+        "vae": loaded("Vae"),
+        "+": node("CLIPTextEncode", clip=["clip", 0], text=PROMPT),
+        "-": node("CLIPTextEncode", clip=["clip", 0], text=NEGATIVE),
+        "empty": node("EmptyLatentImage", width=64, height=64, batch_size=1),
+        "sampler": node("KSampler", **links, **sampling),
+        "decode": node("VAEDecode", vae=["vae", 0], samples=["sampler", 0]),
+        "report": node("BallastVRAMReport", after=["decode", 0], stages=12, prompts=1),
+        "shown": node("PreviewImage", images=["report", 0]),
+    }
+
+
 def our_run(seed: int = 0, name: str = "sample", wait_for: str = "our encode") -> dict[str, Any]:
     loader = {"pipeline": "demo: shapes", "vram_gb": 0, "dtype": "auto", "keep_loaded": True, "device": "auto"}
     sampling = {"width": 0, "height": 0, "steps": 2, "guidance": 4, "frames": 0, "strategy": "auto"}

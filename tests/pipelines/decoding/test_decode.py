@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from ballast.memory.units.structure import slots
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
-from ballast.pipelines.decoding.rescue import DecodeError, load_latents, save_latents
+from ballast.pipelines.decoding.rescue import DecodeError, _claimed, load_latents, save_latents
 from ballast.pipelines.planning.plans import _plan_vae
 from conftest import HOST
 from host import page, run_node
@@ -163,6 +164,7 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     z = latents(1, 80, 80)
     pipe.vram_bytes = budget_between(pipe, z, 0.9)
@@ -172,6 +174,7 @@ def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytes
     assert taken[0][0] in ("in tiles", "on the CPU")
 
 
+@pytest.mark.long
 def test_tiles_are_told_where_one_looks(
     pipe: Any, in_host: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,3 +460,10 @@ def test_a_budget_that_holds_nothing_goes_to_the_cpu(pipe: Any, sim: ModuleType)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     with pytest.raises(DoesNotFitError):
         pipe.encode("another boat")
+
+
+def test_latents_of_several_processes_have_numbers_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: _claimed(tmp_path / "output", "boat"), range(40)))
+    assert sorted(paths) == sorted({*paths}) == sorted((tmp_path / "output").iterdir())
+    assert min(paths).name == "boat_00001_.latent" and max(paths).name == "boat_00040_.latent"

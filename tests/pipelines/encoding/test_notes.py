@@ -52,6 +52,26 @@ def test_a_cut_prompt_says_what_was_kept() -> None:
     assert len(words) == 5 and " ".join(words) in WORDS.replace(",", " ,")
 
 
+class Processor:
+    """Reads a word as a token, and a text with a place for a picture only with that picture."""
+
+    def __call__(self, text: list[str], images: Any = None, truncation: bool = False, **more: Any) -> dict[str, Any]:
+        if "<picture>" in text[0] and images is None:
+            raise ValueError("no picture was passed")
+        return {"input_ids": [list(range(len(one.split())))[: 3 if truncation else None] for one in text]}
+
+    def decode(self, ids: list[int], **more: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_a_text_that_is_read_with_pictures_is_measured_with_them() -> None:
+    listener = Listener()
+    read = listener.attach(Processor(), "Qwen")
+    read(text=["<picture> a red boat"], images=[object()], truncation=True, max_length=3)
+    (note,) = listener.notes("Kandinsky", ["a red boat"], [], "")
+    assert note == "The prompt is cut: Qwen reads 3 of 4 tokens, up to '... 0 1 2'."
+
+
 def test_the_note_is_that_of_the_cut_itself() -> None:
     """What the words that are named lie before: another end of the prompt changes nothing."""
     pipe = opened(DEMO)
@@ -142,7 +162,9 @@ def test_words_that_the_demo_does_not_know() -> None:
 # A negative prompt without effect
 
 
-@pytest.mark.parametrize("guidance", [None, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "guidance", [None, pytest.param(0.5, marks=pytest.mark.soak), 1.0, pytest.param(3.0, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_a_negative_prompt_without_effect_is_told(name: str, guidance: float | None, tiny_folders: Folders) -> None:
     """As the pictures have it: told where another negative prompt gives the same one, and nowhere else."""

@@ -12,6 +12,7 @@ import tiny
 import torch
 from adapters import lora_files
 from ballast.memory import manager
+from peft import LoraConfig, inject_adapter_in_model
 
 Folders = Callable[[str], Path]
 STRENGTHS = (0.8, -0.3)
@@ -55,6 +56,60 @@ def test_equal_to_stock(
     plain = encode()
     pipe.set_loras([])
     assert equal(encode(), plain) and not equal(plain, cond)
+
+
+LAYERS = (".q", ".v", ".wo", ".q_proj", ".v_proj", ".down_proj")
+
+
+def injected(
+    folder: Path, component: str, strength: float, style: str = "{component}.{path}"
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A LoRA for an encoder that no pipeline of diffusers loads one for, and the stock latents with it, by peft."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def inject(pipe: Any) -> None:
+        encoder = getattr(pipe, component)
+        chosen = [path for path, _ in encoder.named_modules() if path.endswith(LAYERS) and "visual" not in path]
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=chosen), encoder)
+        generator = torch.Generator().manual_seed(6)
+        for path in chosen:
+            layer = encoder.get_submodule(path)
+            named = style.format(component=component, path=path, flat=path.replace(".", "_"))
+            for part in ("lora_A", "lora_B"):
+                weight = getattr(layer, part)["default"].weight
+                weight.data = torch.randn(weight.shape, generator=generator)
+                tensors[f"{named}.{part}.weight"] = weight.data.clone()
+            layer.set_scale("default", strength)
+
+    expected = lora_files.changed(folder, inject)
+    return tensors, expected
+
+
+@pytest.mark.parametrize(
+    ("name", "component", "style"),
+    [
+        ("sd3", "text_encoder_3", "text_encoders.t5xxl.transformer.{path}"),
+        pytest.param("flux", "text_encoder_2", "lora_te3_{flat}", marks=pytest.mark.soak),
+        pytest.param("qwenimage", "text_encoder", "{component}.{path}", marks=pytest.mark.soak),
+        pytest.param("hidream", "text_encoder_4", "text_encoders.llama.transformer.{path}", marks=pytest.mark.soak),
+    ],
+)
+def test_other_encoders_than_diffusers_loads_for(
+    name: str, component: str, style: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """T5, Qwen and Llama: as peft has them in place, whatever names the file has for them."""
+    folder = tiny_folders(name)
+    tensors, expected = injected(folder, component, 0.7, style)
+    path = lora_files.write(tmp_path / "text.safetensors", tensors)
+    pipe, encode, sample, _ = tiny.stages(name, folder, "sim", cache_dir=tmp_path)
+    plain = encode()
+    pipe.set_loras([(path, 0.7)])
+    cond = encode()
+    assert not equal(cond, plain)
+    torch.testing.assert_close(sample(cond), expected, atol=1e-5, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    pipe.set_loras([(path, {component: 0.0})])
+    assert equal(encode(), plain)
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -155,7 +155,7 @@ def test_plan(folders: dict[str, Path]) -> None:
     assert plan.fits and [stage.name for stage in plan.stages] == ["encode", "sample", "decode"]
 
 
-@pytest.mark.parametrize("budget", ["auto", "less"])
+@pytest.mark.parametrize("budget", [pytest.param("auto", marks=pytest.mark.long), "less"])
 def test_decoding_keeps_its_budget(budget: str, folders: dict[str, Path], sim: ModuleType) -> None:
     """With less room in stripes, which change nothing."""
     pipe: Any = ballast.open_pipeline(folders["flux"], device="sim")

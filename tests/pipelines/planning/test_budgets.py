@@ -321,7 +321,6 @@ def test_budgets_and_prompts_may_change_between_runs(
         settings=settings(
             max_examples=20 if SOAK else 5,
             stateful_step_count=12,
-            deadline=None,
             derandomize=True,
             phases=[Phase.explicit, Phase.generate],  # a failure says all that there is to say
             suppress_health_check=list(HealthCheck),

@@ -34,7 +34,9 @@ def run_of(name: str, folders: Folders, tmp_path: Path) -> tuple[Any, dict[str, 
 
 
 @pytest.mark.parametrize("strategy", FORCED)
-@pytest.mark.parametrize("name", ["flux", "lumina2", "wan", "mmdit"])
+@pytest.mark.parametrize(
+    "name", ["flux", "lumina2", *(pytest.param(n, marks=pytest.mark.long) for n in ("wan", "mmdit"))]
+)
 def test_forced_strategy_keeps_the_budget_or_is_refused(
     name: str, strategy: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:

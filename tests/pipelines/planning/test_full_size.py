@@ -89,6 +89,7 @@ def test_they_open_without_weights(name: str, folders: Callable[[str], Path]) ->
             assert stored[key].shape == parameter.shape
 
 
+@pytest.mark.long
 def test_the_tools_of_a_folder_can_be_made(folders: Callable[[str], Path]) -> None:
     for name in full_size.FULL_SIZE:
         pipe: Any = open_pipeline(folders(name), device="cpu")

@@ -62,7 +62,10 @@ def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: 
     assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("name", ["qwen_edit", "hunyuan_video_i2v"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen_edit", marks=pytest.mark.long), pytest.param("hunyuan_video_i2v", marks=pytest.mark.soak)],
+)
 def test_what_an_encoder_sees_is_planned(name: str, folders: Folders, sim: ModuleType) -> None:
     """Before anything is encoded: the picture's tokens in the encoder, and in all that follows, as they are run."""
     run: dict[str, Any] = {"width": 48, "height": 32, "steps": 2, "frames": 9 if "video" in name else None}

@@ -87,6 +87,7 @@ def test_one_budget_is_the_whole_plan(
     assert Image.open(out).size == (1200, 480)
 
 
+@pytest.mark.long
 def test_several_budgets_are_a_table_and_one_picture(
     flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_several_budgets_are_a_table_and_one_picture(
     assert Image.open(out).size == (1200, 3 * 420)
 
 
+@pytest.mark.long
 def test_rates_can_be_given(flux: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = (flux, "--width", 1024, "--height", 1024, "--vram", "8GB", "--ram", "64GB")
     assert plan(*sizes) == 0

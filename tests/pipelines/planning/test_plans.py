@@ -59,7 +59,7 @@ def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VaeForecasts, "stripes", lambda *_: None)
 
 
-SOME = ("flux", "hidream", "lumina2", "qwenimage", "sana", "wan")
+SOME = ("flux", "hidream", "qwenimage")
 
 
 @pytest.mark.usefixtures("sampling_alone")
@@ -296,6 +296,21 @@ def test_bad_plans_are_one_line(more: dict[str, Any], message: str, tiny_folders
     with pytest.raises(ValueError, match=message) as caught:
         pipe.plan(**{"width": 32, "height": 32, "vram": "1GB", **more})
     assert "\n" not in str(caught.value)
+
+
+def test_feature_maps_go_by_the_stated_ram_and_not_by_what_is_free_here(
+    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = tiny.FAMILIES["flux"]
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim")
+    size = {"width": 4 * family.size[0], "height": 4 * family.size[1], "steps": 2, "guidance": 1.0}
+    whole = pipe.plan(**size, vram="1GB").stages[-1]
+    less = (whole.peak_vram_bytes + pipe.decoder.size_bytes) // 2
+    here = pipe.plan(**size, vram=less).stages[-1]
+    assert "in stripes" in here.note
+    monkeypatch.setattr(manager("sim"), "ram_room", lambda: 0)
+    assert "in stripes" not in pipe.plan(**size, vram=less).stages[-1].note
+    assert pipe.plan(**size, vram=less, ram="64GB").stages[-1].note == here.note
 
 
 def test_decoding_keeps_a_stated_budget(tiny_folders: Folders, sim: ModuleType) -> None:

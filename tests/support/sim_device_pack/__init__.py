@@ -1,7 +1,8 @@
 """A node pack for tests: the simulated device as ComfyUI's own, over HTTP, and nodes with tiny models of its classes.
 
-`POST /sim_device {"total": "64MB"}` switches; `GET /sim_device` says what the card holds, `GET /sim_device/ram` how
-much RAM the process does, without what only waits to be used again.
+`POST /sim_device {"total": "64MB"}` switches, with `"weights": 0.0` to what the host does on cards of NVIDIA. `GET
+/sim_device` says what the card holds, `GET /sim_device/ram` how much RAM the process does, without what only waits to
+be used again, `GET /sim_device/host` what ComfyUI's modules and classes hold, for whoever asks whether that changes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import ctypes
 import gc
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
+from comfy import model_management
 from server import PromptServer
 
 from . import models
@@ -22,7 +25,10 @@ from .switch import facts, switch
 
 
 async def enable(request: Any) -> Any:
-    switch((await request.json())["total"])
+    asked = await request.json()
+    switch(asked["total"])
+    if "weights" in asked:
+        model_management.MIN_WEIGHT_MEMORY_RATIO = asked["weights"]
     return web.json_response(facts())
 
 
@@ -38,10 +44,21 @@ async def tell_ram(request: Any) -> Any:
     return web.json_response({"bytes": 1024 * int(kilobytes)})
 
 
+async def tell_host(request: Any) -> Any:
+    found = {}
+    for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "comfy"]:
+        for name, value in vars(module).items():
+            owned = vars(value) if isinstance(value, type) and value.__module__ == module.__name__ else {}
+            parts = {name: value} | {f"{name}.{part}": each for part, each in owned.items()}
+            found |= {f"{module.__name__}.{part}": id(each) for part, each in parts.items() if callable(each)}
+    return web.json_response(found)
+
+
 if server := getattr(PromptServer, "instance", None):  # not there in a test that has no server
     server.routes.post("/sim_device")(enable)
     server.routes.get("/sim_device")(tell)
     server.routes.get("/sim_device/ram")(tell_ram)
+    server.routes.get("/sim_device/host")(tell_host)
 
 
 def summary(value: Any) -> Any:
@@ -94,6 +111,38 @@ class LoadUnet(_Loader):
         return (models.unet(seed, width),)
 
 
+class LoadHalfUnet(_Loader):
+    """In bfloat16, in which it computes too."""
+
+    RETURN_TYPES = ("MODEL",)
+
+    def load(self, seed: int, width: int) -> tuple[Any]:
+        unet = models.unet(seed, width, torch.bfloat16, torch.bfloat16)
+        unet.model.memory_usage_factor = 0.06  # which is right for this one
+        return (unet,)
+
+
+class LoadControl(_Loader):
+    RETURN_TYPES = ("CONTROL_NET",)
+
+    def load(self, seed: int, width: int) -> tuple[Any]:
+        return (models.control(seed, width),)
+
+
+class AddLora:
+    """As Load LoRA, with one that is made of a seed."""
+
+    CATEGORY = "test"
+    FUNCTION = "add"
+    RETURN_TYPES = ("MODEL",)
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"model": ("MODEL", {}), "seed": ("INT", {}), "strength": ("FLOAT", {})}}
+    )
+
+    def add(self, model: Any, seed: int, strength: float) -> tuple[Any]:
+        return (models.with_loras(model, seed, strength=strength),)
+
+
 class After:
     """Hands a value on once something else is ready."""
 
@@ -126,6 +175,9 @@ NODE_CLASS_MAPPINGS = {
     "TestLoadVae": LoadVae,
     "TestLoadVideoVae": LoadVideoVae,
     "TestLoadUnet": LoadUnet,
+    "TestLoadHalfUnet": LoadHalfUnet,
+    "TestLoadControl": LoadControl,
+    "TestAddLora": AddLora,
     "TestAfter": After,
     "TestSummary": Summary,
 }

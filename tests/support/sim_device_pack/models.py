@@ -97,8 +97,10 @@ def video_vae(seed: int = 0, dtype: torch.dtype | None = None, device: torch.dev
     return comfy.sd.VAE(sd=_fill(model, seed, torch.float32), dtype=dtype, device=device)
 
 
-def unet(seed: int = 0, ch: int = 32, dtype: torch.dtype = torch.float32) -> Any:
-    """A UNet as Stable Diffusion 1.5 has it, narrow, with weights of `dtype`, which computes in float32."""
+def unet(
+    seed: int = 0, ch: int = 32, dtype: torch.dtype = torch.float32, computes_in: torch.dtype = torch.float32
+) -> Any:
+    """A UNet as Stable Diffusion 1.5 has it, narrow, with weights of `dtype`."""
     import comfy.model_patcher
     import comfy.supported_models
     from comfy import model_management as mm
@@ -111,7 +113,7 @@ def unet(seed: int = 0, ch: int = 32, dtype: torch.dtype = torch.float32) -> Any
         "num_heads": 2, "num_head_channels": -1,
     }  # fmt: skip
     config = comfy.supported_models.SD15(shape)
-    config.set_inference_dtype(dtype, None if dtype == torch.float32 else torch.float32)
+    config.set_inference_dtype(dtype, None if dtype == computes_in else computes_in)
     model = config.get_model({}, "", device=None)
     model.diffusion_model.load_state_dict(_fill(model.diffusion_model, seed))
     return comfy.model_patcher.CoreModelPatcher(
@@ -136,7 +138,7 @@ def control(seed: int = 0, ch: int = 32) -> Any:
     return comfy.controlnet.ControlNet(module, load_device=mm.get_torch_device(), manual_cast_dtype=None)
 
 
-def with_loras(unet: Any, *seeds: int) -> Any:
+def with_loras(unet: Any, *seeds: int, strength: float = 0.7) -> Any:
     """A clone of a MODEL with as many LoRAs on all its linear layers, as Load LoRA puts them there."""
     import comfy.lora
 
@@ -151,6 +153,6 @@ def with_loras(unet: Any, *seeds: int) -> Any:
                 state[f"{key}.lora_down.weight"] = torch.randn(4, module.in_features, generator=generator) * 0.1
                 state[f"{key}.alpha"] = torch.tensor(4.0)
         keys = {f"lora_unet_{key[16:-7].replace('.', '_')}": key for key in unet.model.state_dict() if "weight" in key}
-        if not patched.add_patches(comfy.lora.load_lora(state, keys), 0.7):
+        if not patched.add_patches(comfy.lora.load_lora(state, keys), strength):
             raise RuntimeError("no LoRA fits this model")
     return patched
