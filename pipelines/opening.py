@@ -57,7 +57,7 @@ def open_pipeline(
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
     `text_encoders` in any order, of which each encoder takes the one that fits it, `vae`, and `transformer_2`, the
     expert for low noise of Wan 2.2. Without a base the configs of the published models come with the pack, there is a
-    file for every part, and `tokenizers` are folders by kind: "clip", "t5", "qwen", "llama".
+    file for every part, and `tokenizers` are folders by kind: "clip", "t5", "qwen", "llama", "gemma".
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
     leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first

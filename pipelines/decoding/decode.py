@@ -21,7 +21,7 @@ from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.probe import rates
-from ...memory.rates import Rates
+from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.striped import StripedForecast
 from ...memory.units.unit import ManagedModel
@@ -48,7 +48,9 @@ class WayForecasts(Protocol):
 
     def whole(self, tensor: torch.Tensor) -> Forecast | None: ...
 
-    def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None: ...
+    def stripes(
+        self, tensor: torch.Tensor, budget_bytes: int, operations_per_byte: float = ASSUMED.operations_per_byte
+    ) -> StripedForecast | None: ...
 
     def tiles(self, tensor: torch.Tensor) -> Forecast | None: ...
 
@@ -58,7 +60,8 @@ class VaeRun:
     """Runs a VAE on pictures or latents, [B,...] on the CPU, in the way that fits `room_bytes` on the device.
 
     Without `forecasts` it runs whole. `stage` holds arguments of `MemoryManager.stage`: `alone`, `vram`, `ram`. With
-    `splits` a batch may run one by one.
+    `splits` a batch may run one by one. A plan may be for a machine of so many `machine_bytes` of RAM, more than
+    are free here.
     """
 
     name: str
@@ -69,6 +72,7 @@ class VaeRun:
     room_bytes: int
     forecasts: WayForecasts | None = None
     splits: bool = True
+    machine_bytes: int = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out.
@@ -124,7 +128,9 @@ class VaeRun:
                 yield stripes
             if can_tile(self.vae.module) and (tiles := forecasts.tiles(tensor)) is not None:
                 work = tiles.units[self.vae.name]
-                yield Way("tiles", weights + work.peak_bytes, seconds=work.operations / speed.operations_per_second)
+                yield Way(
+                    "tiles", weights + work.peak_bytes, seconds=work.operations / speed.float32_operations_per_second
+                )
         yield Way("cpu")
 
     def _stripes(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates) -> Way | None:
@@ -132,7 +138,7 @@ class VaeRun:
         way = None
         for share in SHARES:
             budget = self._striped_bytes(share)
-            if (found := forecasts.stripes(tensor, budget)) is None:
+            if (found := forecasts.stripes(tensor, budget, pace(speed))) is None:
                 return None
             peak = self.vae.size_bytes + found.peak_bytes
             way = Way("stripes", peak, found.host_peak_bytes, found.seconds(speed), share)
@@ -147,14 +153,15 @@ class VaeRun:
 
     def _ram_room(self) -> int:
         """RAM for feature maps: all that can be freed beside the weights."""
-        return max(0, self.manager.ram_room() - self.vae.size_bytes)
+        return max(0, max(self.manager.ram_room(), self.machine_bytes) - self.vae.size_bytes)
 
     def _ram_bytes(self, tensor: torch.Tensor, way: Way) -> int:
         """RAM that a way needs beside the weights, or 0 where no forecast knows."""
         if way.name == "cpu" and self.forecasts and (whole := self.forecasts.whole(tensor)):
             return whole.units[self.vae.name].peak_bytes
         if way.name == "stripes" and not way.ram_bytes and self.forecasts:  # stepped down to
-            found = self.forecasts.stripes(tensor, self._striped_bytes(way.share))
+            speed = pace(rates(self.manager.device))
+            found = self.forecasts.stripes(tensor, self._striped_bytes(way.share), speed)
             return found.host_peak_bytes if found else 0
         return way.ram_bytes
 
@@ -220,7 +227,7 @@ class VaeRun:
             room = manager.make_ram_room(ram)
             with full_float32():
                 if way.name == "stripes":
-                    made = _in_stripes(run, tensor, device, budget, room)
+                    made = _in_stripes(run, tensor, device, budget, room, pace(rates(manager.device)))
                 elif way.name == "cpu" and ram > room:
                     made = _sparingly(run, tensor, room)
                 else:
@@ -246,6 +253,7 @@ def _in_stripes(
     device: torch.device,
     budget_bytes: int,
     ram_bytes: int,
+    operations_per_byte: float = ASSUMED.operations_per_byte,
 ) -> torch.Tensor:
     return striped.run(
         run,
@@ -254,7 +262,13 @@ def _in_stripes(
         budget_bytes=budget_bytes,
         ram_bytes=ram_bytes,
         on_stripe=host.throw_if_interrupted,
+        operations_per_byte=operations_per_byte,
     )
+
+
+def pace(speed: Rates) -> float:
+    """`operations_per_byte`, to two digits: for one forecast to serve runs between which it was measured anew."""
+    return float(f"{speed.operations_per_byte:.2g}")
 
 
 def _call(

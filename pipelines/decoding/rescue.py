@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -67,13 +67,27 @@ def rescued(
     except Exception as error:
         if is_interrupt(error) or isinstance(error, WrongLatentsError) or not _worth_keeping(latents):
             raise
-        path = next(p for n in itertools.count(1) if not (p := folder / f"{name}_{n:05}_.latent").exists())
+        path = None
         try:
+            path = _claimed(folder, name)
             save_latents(latents, path, metadata)
         except OSError as refused:
+            if path is not None:
+                path.unlink(missing_ok=True)
             log.error("Ballast: the latent cannot be saved in %s: %s", folder, refused)
             raise error from None
         raise DecodeError(f"{error} The latent is not lost: it is in {path}. {advice}") from error
+
+
+def _claimed(folder: Path, name: str) -> Path:
+    """An empty file of the next number, which no other process takes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = folder / f"{name}_{number:05}_.latent"
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("unreachable")
 
 
 def _worth_keeping(latents: object) -> bool:

@@ -31,9 +31,10 @@ class Conditioning:
     def of(
         cls, tensors: Mapping[str, torch.Tensor | list[torch.Tensor]], info: Mapping[str, str] | None = None
     ) -> Conditioning:
-        """From tensors on any device."""
+        """From tensors on any device, which may have some `info` of their own."""
+        info = {**getattr(tensors, "info", {}), **(info or {})}
         on_host = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
-        return cls(on_host, dict(info or {}))
+        return cls(on_host, info)
 
     @property
     def notes(self) -> list[str]:

@@ -59,7 +59,7 @@ class Listener:
         most = named.get("max_length") or getattr(tokenizer, "model_max_length", None)
         if most is None or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             return
-        for text, ids in zip(texts, _uncut(kind, tokenizer, texts), strict=True):
+        for text, ids in zip(texts, _uncut(kind, tokenizer, texts, named.get("images")), strict=True):
             kept, last = min(len(ids), int(most)), ""
             if kept < len(ids):
                 row = found["input_ids"][list(texts).index(text)]
@@ -119,10 +119,12 @@ class Listener:
         return found
 
 
-def _uncut(kind: Any, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def _uncut(kind: Any, tokenizer: Any, texts: Sequence[str], pictures: Any = None) -> list[list[int]]:
     if hasattr(tokenizer, "uncut"):  # ours
         return tokenizer.uncut(texts)
-    return kind.__call__(tokenizer, text=list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
+    seen = {} if pictures is None else {"images": pictures}  # by a processor, whose text has a place for each
+    whole = kind.__call__(tokenizer, text=list(texts), truncation=False, padding=False, verbose=False, **seen)
+    return whole["input_ids"]
 
 
 def encoder_title(kind: type) -> str:

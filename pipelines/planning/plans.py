@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,7 @@ from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.measured import Measured
 from ...memory.planning.planner import Plan, make_plan
-from ...memory.planning.runplan import RunPlan, StagePlan
+from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
@@ -62,7 +64,8 @@ class Run:
     """A run to plan: its stages, on `device`, with checked arguments. `cond` is what it samples from, if known.
 
     `model` and `size` are words for the plan, `caveat` a sentence, and `strategy` is that of sampling. `foresee` says
-    what sees the run's pictures, if it has any. It makes `pictures`, of which it samples some at once.
+    what sees the run's pictures, if it has any. It makes `pictures`, of which it samples some at once. It
+    may be for a machine of so many `machine_bytes` of RAM, more than are free here.
     """
 
     model: str
@@ -76,6 +79,7 @@ class Run:
     decoding: VaeRun
     foresee: Callable[[Conditioning], list[Sight]] | None = None
     pictures: int = 1
+    machine_bytes: int = 0
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
@@ -100,7 +104,7 @@ def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: 
 def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
     """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
     forecasts, sights = _forecast_run(run)
-    used = rates or measured_rates(run.device)
+    used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
     if rates is None:
         place = functools.partial(place, card=card_of(run.device))
@@ -114,17 +118,37 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
             seeing = place(SEEING, sight.forecast, sight.units)
         else:
             assert sight.vae is not None and sight.pixels is not None
-            seeing = _plan_vae(SEEING, sight.vae, sight.pixels, budget_bytes, ram_bytes, used)
+            vae = replace(sight.vae, machine_bytes=run.machine_bytes)
+            seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used)
         stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     latents = torch.zeros(shape)
-    stages.append(_plan_vae("decode", run.decoding, latents, budget_bytes, ram_bytes, used))
+    vae = replace(run.decoding, machine_bytes=run.machine_bytes)
+    stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used))
+    words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
-        run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), run.caveat,
+        run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), words,
         run.pictures, at_once, best,
     )  # fmt: skip
+
+
+def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
+    """What the LoRAs of a run take of its weights and of each step, in a sentence; empty where it has none."""
+    units = [*([] if run.cond else run.encoding.units), *run.sampling.units]
+    if not (nbytes := sum(unit.branch_bytes for unit in units)):
+        return ""
+    taken = f"LoRAs take {format_bytes(nbytes)} of the weights"
+    if run.foresee or math.isinf(rates.operations_per_second):  # which would be foreseen once more
+        return f"{taken}."
+    with contextlib.ExitStack() as exits:
+        for unit in units:
+            exits.enter_context(unit.without_worn())
+        bare = _forecast_run(run)[0]["sample"]
+    more = sum(each.operations for each in forecast.units.values())
+    more -= sum(each.operations for each in bare.units.values())
+    return f"{taken}, and {seconds(max(0.0, more) / forecast.steps / rates.operations_per_second)} of each step."
 
 
 def plan_stage(

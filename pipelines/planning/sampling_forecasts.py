@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...memory.planning.cards import divided
 from ...memory.planning.forecast import Forecast
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
@@ -29,7 +30,7 @@ class Sampling:
     """A sampling stage to forecast: `denoise` runs `steps` steps of these units, in a dry run with `dry_arguments`.
 
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
-    at once.
+    at once, each of `cards` computing a share.
     """
 
     forecaster: Forecaster
@@ -40,6 +41,7 @@ class Sampling:
     reports: bool = True
     noise: torch.Tensor | None = None
     pictures: int = 1
+    cards: int = 1
 
     def key(self, cond: Conditioning) -> str | None:
         """The digest of everything that decides the activations; None if something has no digest."""
@@ -54,8 +56,9 @@ class Sampling:
 
     @property
     def size(self) -> dict[str, int]:
-        """What the key of a batch has that one picture's has not."""
-        return {"pictures": self.pictures} if self.pictures > 1 else {}
+        """What the key of a batch, or of a run on several cards, has that one picture's has not."""
+        several = {"pictures": self.pictures, "cards": self.cards}
+        return {name: number for name, number in several.items() if number > 1}
 
     def forecast(self, cond: Conditioning, key: str | None) -> Forecast | None:
         """The forecast, from the cache or by a dry run; None where no dry run is possible."""
@@ -77,10 +80,10 @@ class Sampling:
         return replace(forecast, steps=steps, result=tuple(latents.shape)), latents
 
     def with_all_steps(self, forecast: Forecast) -> Forecast:
-        """The forecast of a dry run for all steps: only the scheduler's tables grow with their number."""
+        """The forecast of a dry run for all steps, on one of the cards: only the scheduler's tables grow with them."""
         more_bytes = _BYTES_A_STEP * max(0, self.steps - forecast.steps)
         units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
-        return replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
+        return divided(replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units), self.cards)
 
 
 def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from ...memory import striped
 from ...memory.planning.forecast import Forecast
+from ...memory.rates import ASSUMED
 from ...memory.striped import StripedForecast
 from ...memory.units.unit import ManagedModel
 from ..decoding.decode import Call
@@ -61,14 +62,16 @@ class VaeForecasts:
         dry = functools.partial(self.dry_run, tensor, tile=True)
         return self._forecaster.forecast(self._key("tiles", tensor), self._method, [self._vae], dry)
 
-    def stripes(self, tensor: torch.Tensor, budget_bytes: int) -> StripedForecast | None:
+    def stripes(
+        self, tensor: torch.Tensor, budget_bytes: int, operations_per_byte: float = ASSUMED.operations_per_byte
+    ) -> StripedForecast | None:
         """The forecast for exact stripes that keep a budget beside the weights."""
         sample = self._sample(tensor)
-        key = self._key(f"stripes {budget_bytes}", sample)
+        key = self._key(f"stripes {budget_bytes} {operations_per_byte:g}", sample)
         if key not in _striped:
             try:
                 with quietly(), self._forecaster.between_stages():
-                    found = self._dry_run_stripes(sample, budget_bytes)
+                    found = self._dry_run_stripes(sample, budget_bytes, operations_per_byte)
             except Exception as error:
                 log.info("Ballast: %s of %s cannot run in stripes (%s)", self._method, self._forecaster.name, error)
                 found = None
@@ -85,6 +88,7 @@ class VaeForecasts:
             h2d_bytes=int(found.h2d_bytes * times),
             d2h_bytes=int(found.d2h_bytes * times),
             operations=found.operations * times,
+            passes=tuple(one.scaled(times) for one in found.passes),
         )
 
     def dry_run(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
@@ -110,13 +114,14 @@ class VaeForecasts:
         }
         return replace(forecast, units=units), result
 
-    def _dry_run_stripes(self, sample: torch.Tensor, budget_bytes: int) -> StripedForecast:
+    def _dry_run_stripes(self, sample: torch.Tensor, budget_bytes: int, operations_per_byte: float) -> StripedForecast:
         module = self._vae.skeleton()
 
         def run(tensor: torch.Tensor) -> torch.Tensor:
             return self.call(module, tensor, tensor.device, "stripes")
 
-        return striped.forecast(module, run, sample.float(), budget_bytes=budget_bytes)[0]
+        how: dict[str, Any] = {"budget_bytes": budget_bytes, "operations_per_byte": operations_per_byte}
+        return striped.forecast(module, run, sample.float(), **how)[0]
 
     def _key(self, way: str, tensor: torch.Tensor) -> str | None:
         arguments = self._arguments(tensor, "stripes" if way.startswith("stripes") else "whole")

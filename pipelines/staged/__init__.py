@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .family import ModelFamily, Modules, OnStep, Part
-from .pictures import Pictures, as_handed, as_stock, handed
+from .pictures import Frames, Pictures, as_handed, as_stock, handed
 from .pipeline import StagedPipeline
 from .prompts import Negative, Prompt, as_list, no_effect
 from .runs import Item, Latents, Made
 
 __all__ = [
+    "Frames",
     "Item",
     "Latents",
     "Made",

@@ -14,7 +14,7 @@ from ...memory.units.batch import BatchDims
 from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
-from ..files.lora_names import Converters
+from ..files.lora_layouts import Converters
 from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments
 from ..sampling.batches import Dims
@@ -49,6 +49,8 @@ class ModelFamily(ABC):
     default_negative: str | None = ""  # None where the stock pipeline tells no negative prompt from an empty one
     starts_from_latents: ClassVar[bool] = False  # whether `sample` takes `init_latents`
     edits: bool = False  # whether pictures belong to the prompt
+    looks: bool = False  # whether `_see` belongs to every run, also to those without pictures
+    replays: bool = False  # whether it is told its prompts again while it samples, and takes no embeddings
     left_out: tuple[str, ...] = ()  # modules of the stock pipeline that make what no stage does, as sound
     default_steps: int
     default_guidance: float | None = None  # None for that of the stock pipeline
@@ -177,6 +179,10 @@ class ModelFamily(ABC):
         """
 
     # Decode
+
+    def _finish(self, images: torch.Tensor) -> torch.Tensor:
+        """What the stock pipeline makes of decoded pictures [B,(F),H,W,3] in 0..1."""
+        return images
 
     def _decode_arguments(
         self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int

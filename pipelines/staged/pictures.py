@@ -16,13 +16,17 @@ Given = torch.Tensor | Sequence[torch.Tensor] | None  # pictures [B,H,W,3], or s
 _SLACK = 0.01  # by which filters that resize a picture overshoot 0..1
 
 
+class Frames(tuple[torch.Tensor, ...]):
+    """Pictures or masks that are one video."""
+
+
 @dataclass(frozen=True)
 class Pictures:
     """What a run takes beside text: pictures [H,W,3] and masks [H,W], float32 in 0..1 on the CPU.
 
     `references` are those that came with the prompt, `control` say where what is: edges, depth, poses. Of a mask, 1 is
-    painted anew. `strength` says how much of `image`
-    is replaced, up to 1; None for as much as the stock pipeline replaces.
+    painted anew. `video` are frames to start from. `strength` says how much of `image` or `video` is replaced, up to 1;
+    None for as much as the stock pipeline replaces.
     """
 
     image: tuple[torch.Tensor, ...] = ()
@@ -31,9 +35,10 @@ class Pictures:
     last_image: tuple[torch.Tensor, ...] = ()
     control: tuple[torch.Tensor, ...] = ()
     strength: float | None = None
+    video: tuple[torch.Tensor, ...] = ()
 
     def __bool__(self) -> bool:
-        given = self.image or self.references or self.mask or self.last_image or self.control
+        given = self.image or self.references or self.mask or self.last_image or self.control or self.video
         return bool(given) or self.strength is not None
 
 
@@ -44,12 +49,17 @@ def pictures_of(
     last_image: Given,
     control: Given,
     strength: float | None,
+    video: Given = None,
 ) -> Pictures:
     """The pictures of one run. TypeError or ValueError, in one line, for what is none, or cannot go together."""
-    images, masks = as_pictures(image, "image"), as_masks(mask)
-    if masks and not (images or references):
+    images, masks, frames = as_pictures(image, "image"), as_masks(mask), as_pictures(video, "video")
+    last, controls = as_pictures(last_image, "last_image"), as_pictures(control, "control")
+    if len({tuple(frame.shape) for frame in frames}) > 1:
+        raise ValueError("video has frames of several sizes. Give them one size.")
+    shown = images or frames or tuple(references) or controls
+    if masks and not shown:
         raise ValueError("there is a mask, but no picture to paint into. Give image, too.")
-    sizes = {tuple(one.shape[:2]) for one in images or references}
+    sizes = {tuple(one.shape[:2]) for one in shown}
     for one in masks:
         if tuple(one.shape) not in sizes:
             (rows, columns), (height, width) = one.shape, next(iter(sizes))
@@ -57,10 +67,9 @@ def pictures_of(
     if strength is not None:
         if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 < strength <= 1:
             raise ValueError(f"strength is {str(strength)[:80]}; it takes a number above 0 and up to 1.")
-        if not (images or references):
+        if not shown:
             raise ValueError(f"strength is {strength:g}, but there is no picture to start from. Give image, too.")
-    last, controls = as_pictures(last_image, "last_image"), as_pictures(control, "control")
-    return Pictures(images, tuple(references), masks, last, controls, strength)
+    return Pictures(images, tuple(references), masks, last, controls, strength, frames)
 
 
 def as_pictures(given: Given, name: str) -> tuple[torch.Tensor, ...]:
@@ -100,7 +109,7 @@ def _stock_pictures(pictures: Any) -> Any:
     if not pictures or not all(isinstance(one, torch.Tensor) for one in pictures):
         return pictures
     made = [_to_pil(one) for one in pictures]
-    return made[0] if len(made) == 1 else made
+    return made[0] if len(made) == 1 and not isinstance(pictures, Frames) else made
 
 
 def _to_pil(picture: torch.Tensor) -> Image:

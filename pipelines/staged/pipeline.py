@@ -37,8 +37,7 @@ class StagedPipeline(ManyRuns):
         known = getattr(self, "pipeline_class", None)
         # Names without a transformer's are those of the first.
         units = sorted(self.denoisers, key=lambda unit: unit.role != "transformer")
-        units += [unit for unit in self.encoders if unit.name in getattr(known, "_lora_loadable_modules", ())]
-        self._loras = open_loras(loras, units, known, self._loras, self._converters())
+        self._loras = open_loras(loras, [*units, *self.encoders], known, self._loras, self._converters())
 
     def plan(
         self,
@@ -62,12 +61,15 @@ class StagedPipeline(ManyRuns):
         last_image: Given = None,
         control: Given = None,
         batch: int = 1,
+        cards: int = 1,
+        video: Given = None,
         **options: Any,
     ) -> RunPlan:
         """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
 
-        Sizes, `steps`, `guidance`, `frames`, `strategy`, pictures, `batch` and `options` as in `sample`; `cond` is what
-        will be sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them.
+        Sizes, `steps`, `guidance`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in `sample`; of
+        several cards it is the plan of each, without what they tell each other. `cond` is what will be sampled from, or
+        the prompts that will be encoded, by default one of usual length, `images` with them.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
         `rates` are those of the machine by default. At full size it takes seconds, once for each size. Raises
@@ -80,7 +82,7 @@ class StagedPipeline(ManyRuns):
         references = as_pictures(images, "images") if cond is None else cond.pictures
         read = self._pictures_read(references) if cond is None else {}
         encoding = self._encoding(prompt, self._negative(prompt, negative_prompt), read)
-        pictures = pictures_of(references, image, mask, last_image, control, strength)
+        pictures = pictures_of(references, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         prompts = prompts_of(cond, self.cond_dims) if cond else len(as_list(prompt))
@@ -93,24 +95,32 @@ class StagedPipeline(ManyRuns):
         size = f"{width or 'default'} x {height or 'default'}" if width or height else "default size"
         size += f" x {frames} frames" if frames else ""
         size += f", {whole.count} pictures" if whole.count > 1 else ""
+        size += f", on {cards} cards" if cards > 1 else ""
 
         def planned(count: int, at_once: int) -> RunPlan:
             given = whole.arguments(arguments, 0, at_once)
-            see = functools.partial(pipe._foresee, arguments=given, room_bytes=budget_bytes) if pictures else None
+            see = functools.partial(pipe._foresee, arguments=given, room_bytes=budget_bytes)
             run = Run(
                 self.title,
                 size,
-                self.forecast_caveat,
+                _caveat(self.forecast_caveat, cards),
                 self.manager.device,
                 strategy,
                 cond,
                 encoding,
-                pipe._sampling(given),
+                pipe._sampling(given, cards=cards),
                 pipe._vae_run("decode", {}, budget_bytes, planned=True),
-                see,
+                see if pictures or pipe.looks else None,
                 count,
+                0 if ram is None else ram_bytes,
             )
             return plan_run(run, budget_bytes, ram_bytes, rates)
 
         with self._wearing([*self.encoders, *pipe.denoisers]):
-            return plan_batch(planned, whole.count, lambda: prompts == 1 and pipe._at_once(2, self) > 1)
+            return plan_batch(planned, whole.count, lambda: prompts == cards == 1 and pipe._at_once(2, self) > 1)
+
+
+def _caveat(own: str, cards: int) -> str:
+    """A sentence more where a stage runs on several cards."""
+    share = f"Each card computes 1/{cards} of sampling, is brought all weights, and needs at most this VRAM."
+    return f"{own} {share}".strip() if cards > 1 else own

@@ -160,7 +160,7 @@ class StageRunner(ModelFamily):
             found,
             units,
             ram_bytes=self._ram_budget(None),
-            rates=measured_rates(self.manager.device),
+            rates=measured_rates(self.manager.device, units[0].disk),
             strategy=strategy,
             steps=steps,
             card=card_of(self.manager.device),

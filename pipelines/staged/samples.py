@@ -6,12 +6,13 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
@@ -22,6 +23,7 @@ from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
 from ..sampling.loras import refuse_scales
+from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .family import Modules, OnStep
 from .pictures import Given, pictures_of
 from .runner import StageRunner
@@ -40,8 +42,9 @@ class _Run:
     batch: Batch
     strategy: str
     sees: bool
-    using: Callable[..., AbstractContextManager[None]]  # kernels, for these modules
+    using: Callable[..., AbstractContextManager[None]]  # kernels and shares, for these modules
     on_step: OnStep | None
+    cards: int
 
     def given(self, begin: int, at_once: int) -> dict[str, Any]:
         """The arguments for so many pictures, with generators that have drawn nothing yet."""
@@ -61,7 +64,7 @@ class SampleStage(StageRunner):
         if _WORDS.search(cond.info.get("negative_prompt", "")):
             why = self._unguided(guidance, options)
             notes += [why] * bool(why)
-        elif guidance and guidance > 1 and not any(name.startswith("negative_") for name in cond.tensors):
+        elif guidance and guidance > 1 and not (self.replays or any(n.startswith("negative_") for n in cond.tensors)):
             notes.append("Guidance has no effect without a negative prompt. Encode one; it may be empty.")
         return notes
 
@@ -85,6 +88,8 @@ class SampleStage(StageRunner):
         last_image: Given = None,
         control: Given = None,
         batch: int = 1,
+        cards: int = 1,
+        video: Given = None,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -100,6 +105,10 @@ class SampleStage(StageRunner):
         rounding. Where that cannot be proved of a pipeline's class they are drawn one after the other. Several pictures
         or latents to start from make a batch of as many.
 
+        With `cards` each of so many processes draws its share of every picture, on a card of its own: they are those of
+        torch.distributed's group, and all of them call this alike. All get the latents, of the conditioning that the
+        first was given. Classes that are not proved to make the same are refused. Memory that runs out is an error.
+
         `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
         What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
@@ -107,7 +116,8 @@ class SampleStage(StageRunner):
 
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
-        [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. The class of diffusers
+        [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. `video` [F,H,W,3] in
+        0..1 are the frames of a video to start from; then `mask` and `control` may have as many. The class of diffusers
         that does this is driven on the same components; it takes pictures in 8 bits.
         """
         check_seed(seed)
@@ -116,18 +126,29 @@ class SampleStage(StageRunner):
             check_finite(noise, "the noise holds")
         steps = self.default_steps if steps is None else steps
         strategy = host_flags().strategy(strategy, "transformer")
-        pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength)
+        pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         whole = batch_of(batch, seed, noise, prompts_of(cond, self.cond_dims), arguments, pipe.own)
         check_attention(attention, [unit.module for unit in pipe.denoisers] if attention != AUTO else ())
+        pipe.check_cards(cards, compile=compile, attention=attention)
+        if cards > 1:
+            check_group(cards)
+            cond = same_everywhere(cond)
         for unit in pipe.denoisers:
             unit.calls = replace(unit.calls, blocks=compile)
-        using = functools.partial(kernels, compile=compile, attention=attention, on_compile=pipe._on_compile)
-        run = _Run(cond, arguments, whole, strategy, bool(pictures), using, on_step)
+        chosen = functools.partial(kernels, compile=compile, attention=attention, on_compile=pipe._on_compile)
+
+        @contextmanager
+        def using(modules: Collection[nn.Module]) -> Iterator[None]:
+            with chosen(modules), shared(modules, cards):
+                yield
+
+        run = _Run(cond, arguments, whole, strategy, bool(pictures) or pipe.looks, using, on_step, cards)
 
         # On the CPU nothing is copied that several could share, and one after the other they take less RAM.
-        alone = strategy == "cpu" or self.manager.accelerator.is_cpu
+        # Nor would all processes find out at once that fewer have to do.
+        alone = strategy == "cpu" or self.manager.accelerator.is_cpu or cards > 1
         at_once = 1 if alone else pipe._at_once(whole.count, self)
         drawn: list[torch.Tensor] = []
         while (begin := sum(map(len, drawn))) < whole.count:
@@ -135,6 +156,11 @@ class SampleStage(StageRunner):
                 pipe._draw(run, begin, at_once, drawn)
             except Exception as error:
                 release_frames(error)
+                if cards > 1 and is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
+                    raise DoesNotFitError(
+                        f"memory ran out on one of {cards} cards, and the others cannot begin anew with it. State a "
+                        f"smaller vram budget, which leaves it more, or choose a smaller size. ({error})"
+                    ) from None
                 if at_once == 1 or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
                     raise
                 at_once = -(-at_once // 2)
@@ -167,12 +193,13 @@ class SampleStage(StageRunner):
                     drawn.append(to_host(seer._denoise(run.cond, given, report, device, modules).float()))
 
         with self._wearing(self.denoisers):
-            stage = seers[0]._sampling(run.given(begin, at_once), reports=run.on_step is not None)
+            stage = seers[0]._sampling(run.given(begin, at_once), reports=run.on_step is not None, cards=run.cards)
             key = stage.key(run.cond)
             forecast = functools.partial(stage.forecast, run.cond, key)
             steps, strategy, only = stage.steps * len(begins), run.strategy, at_once == 1
             expected = self._expected("sample", self.denoisers, forecast, strategy, steps, parts=not only)
-            self._run_stage("sample", self.denoisers, draw, strategy, work=key, **expected, keep=self.keep, again=only)
+            again = only and run.cards == 1
+            self._run_stage("sample", self.denoisers, draw, strategy, work=key, **expected, keep=self.keep, again=again)
 
     def _seen(self, run: _Run, begin: int, at_once: int) -> SampleStage:
         """This pipeline with what is seen in the pictures of such a part, where the run has any."""
@@ -186,7 +213,11 @@ class SampleStage(StageRunner):
         for unit in (unit for unit in self.denoisers if unit.leases):
             self.manager.timeline.tell("compile" if compiles else "compiled", unit)
 
-    def _sampling(self, arguments: Mapping[str, Any], *, reports: bool = True) -> Sampling:
+    def check_cards(self, cards: int, **options: Any) -> None:
+        """Raise ValueError, in one line, for what cannot be drawn on so many cards. `options` are as in `sample`."""
+        check_cards(cards, {unit.name: unit.module for unit in self.denoisers} if cards > 1 else {}, **options)
+
+    def _sampling(self, arguments: Mapping[str, Any], *, reports: bool = True, cards: int = 1) -> Sampling:
         """The stage of a run with these arguments of `_denoise`, to forecast."""
         asked = dict(arguments)
         drawing, noise = asked.pop("generator"), asked.pop("latents")
@@ -199,6 +230,7 @@ class SampleStage(StageRunner):
             reports,
             noise,
             len(drawing) if isinstance(drawing, list) else 1,
+            cards,
         )
 
     def _checked(

@@ -30,7 +30,7 @@ class VaeStages(StageRunner):
         self._decode_arguments(latents, arguments, "whole", 0)  # unknown ones are refused before anything is loaded
         pixels = self._vae_run("decode", arguments, self._vram_budget())(latents)
         check_finite(pixels, "the decoder made")
-        return to_images(pixels, video=self.is_video)
+        return self._finish(to_images(pixels, video=self.is_video))
 
     def check_latents(self, latents: Any) -> None:
         """Raise TypeError or ValueError, in one line, for what this pipeline cannot decode."""

@@ -20,7 +20,7 @@ from ....memory.units.calls import interpose
 from ...encoding.conditioning import Conditioning
 from ...files.components import Component
 from ...files.single.published import comes_with_pack
-from ...generic import GenericPipeline, StockParts
+from ...generic import GenericPipeline
 from ...sampling.picture_sizes import PictureSizes
 from ...staged import Negative, Prompt
 from .llama import FOLDER, TOKENIZER_FOLDER, find_llama
@@ -70,7 +70,7 @@ class HiDreamPipeline(GenericPipeline):
         if self.variant is not None:
             self.default_steps, self.default_guidance = self.variant.steps, self.variant.guidance
 
-    def _prove(self, texts: StockParts | None = None) -> None:
+    def _prove(self, texts: Any = None) -> None:
         """Its stock call draws other sizes than it is asked for; the stages are compared with it in the tests."""
 
     def _batch_differs(self, texts: Any) -> str:

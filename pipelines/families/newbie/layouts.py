@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....memory.units.weights import Stored, find_weights, stored_tensors
+from ....memory.units.weights import Stored
 from ...files.checkpoint import converted
+from ...files.places import FILES, shown, weight_files
 from ...files.recognition import is_newbie_folder
 from ...files.trust import check_settings, files_beside_weights, read_config
 from .gemma import GEMMA_3_4B
@@ -50,7 +51,7 @@ class Layout:
 def is_newbie(path: Path) -> bool:
     """Whether a folder holds NewBie, or a file its transformer. Reads no weights."""
     if path.is_file():
-        return path.suffix == ".safetensors" and any(name.endswith(_MARK) for name in stored_tensors([path]))
+        return path.suffix in FILES and any(name.endswith(_MARK) for name in shown([path]))
     return is_newbie_folder(path)
 
 
@@ -80,7 +81,7 @@ def find_layout(path: Path, gemma: Path | None, jina: Path | None, vae: Path | N
 def _folder(folder: Path) -> Part:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.parent} has no {folder.name}/. Download all of {REPOSITORY} again.")
-    return Part(read_config(folder, folder.parent), tuple(find_weights(folder)[0]))
+    return Part(read_config(folder, folder.parent), tuple(weight_files(folder)[0]))
 
 
 def _words(folder: Path) -> Words:
@@ -101,10 +102,10 @@ def _split_files(transformer: Path, others: Mapping[str, Path | None]) -> Layout
         raise FileNotFoundError(f"there is no file {gone[0]}. Put it back, or name another.")
     gemma, jina, vae = (files[name] for name in ("gemma", "jina", "vae"))
     return Layout(
-        Part(transformer_sizes(stored_tensors([transformer])), (transformer,)),
-        Part(GEMMA_3_4B | gemma_sizes(stored_tensors([gemma])), (gemma,)),
-        Part(jina_sizes(stored_tensors([jina])), (jina,)),
-        Part(vae_sizes(stored_tensors([vae])), (vae,)),
+        Part(transformer_sizes(shown([transformer])), (transformer,)),
+        Part(GEMMA_3_4B | gemma_sizes(shown([gemma])), (gemma,)),
+        Part(jina_sizes(shown([jina])), (jina,)),
+        Part(vae_sizes(shown([vae])), (vae,)),
         Words(lambda: embedded_tokenizer(gemma), (gemma,)),
         Words(lambda: embedded_tokenizer(jina), (jina,)),
     )

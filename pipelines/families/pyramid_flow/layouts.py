@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....memory.units.weights import find_weights, stored_tensors
+from ...files.places import FILES, shown, weight_files
 from ...files.recognition import PYRAMID_TRANSFORMER as _DIT
 from ...files.recognition import PYRAMID_VAE as _VAE
 from ...files.recognition import PYRAMID_VARIANTS as VARIANTS
@@ -49,10 +49,10 @@ def is_pyramid(path: Path) -> bool:
     """Whether a folder holds Pyramid-Flow, or a file one of its transformers. Reads no weights."""
     if path.is_dir():
         return is_pyramid_folder(path)
-    if path.suffix != ".safetensors" or not path.is_file():
+    if path.suffix not in FILES or not path.is_file():
         return False
     try:
-        kind_of(stored_tensors([path]))
+        kind_of(shown([path]))
     except ValueError:
         return False
     return True
@@ -78,7 +78,7 @@ def find_layout(path: Path, variant: str, text: Path | None, vae: Path | None) -
 
 
 def _folder(folder: Path) -> tuple[Mapping[str, Any], tuple[Path, ...]]:
-    return read_config(folder, folder.parent), tuple(find_weights(folder)[0])
+    return read_config(folder, folder.parent), tuple(weight_files(folder)[0])
 
 
 def _single_files(transformer: Path, variant: str, text: Path | None, vae: Path | None) -> Layout:
@@ -92,4 +92,4 @@ def _single_files(transformer: Path, variant: str, text: Path | None, vae: Path 
         raise FileNotFoundError(f"there is no {gone[0]}. Put it back, or name another.")
     assert vae is not None and text is not None
     chosen = next((name for name in VARIANTS if name in transformer.stem), "768p") if variant == "auto" else variant
-    return Layout(kind_of(stored_tensors([transformer])), chosen, ({}, (transformer,)), ({}, (vae,)), text)
+    return Layout(kind_of(shown([transformer])), chosen, ({}, (transformer,)), ({}, (vae,)), text)
