@@ -191,6 +191,11 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
         return buffer, views
 
 
+def is_packed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `pack` would leave the tensors where they are."""
+    return bool(_packed(tensors, *layout(tensors)))
+
+
 def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> list[torch.Tensor]:
     """The buffer that the tensors lie in, in a list; an empty one if they do not lie in one of ours."""
     storage = tensors[0].untyped_storage()

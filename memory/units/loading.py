@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .making import Made, making
-from .pieces import CallOrder, divide, unique
-from .reader import pieces_of, read
-from .structure import slots
+from .pieces import CallOrder, Division, divide, unique
+from .reader import Job, Look, Reading, pieces_of, read
+from .structure import Slot, slots
 
 
 def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, Source] | None:
@@ -44,9 +44,6 @@ def _holds(at: Source, parameter: torch.Tensor) -> bool:
     return (encoding is None or encoding.maker is not None) and plain and castable
 
 
-Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
-
-
 def load_stored(
     module: nn.Module,
     stored: Mapping[str, Source],
@@ -64,15 +61,7 @@ def load_stored(
         return False
     places = list(slots(module))
     divided = divide(module, places, calls or CallOrder())
-    if pieces is None:
-        others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
-        parts = [
-            *(piece.stored() for piece in divided.pieces),
-            *(unique(each.slots) for each in divided.tables),
-            others,
-        ]
-    else:
-        parts = [divided.pieces[i].stored() for i in pieces]
+    parts = _parts(divided, found) if pieces is None else [divided.pieces[i].stored() for i in pieces]
     parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
     if any(slot.encoding and slot.encoding.maker for slot in places):
         made: dict[int, Made] = {}
@@ -86,23 +75,65 @@ def load_stored(
                     slot.encoding.codec = codec
                 slot.keep(tensor)
         return True
+    new, jobs = _buffers(parts, found)
+    read([job for group in jobs for job in group], look)
+    _keep(places, new)
+    return True
+
+
+def load_behind(
+    module: nn.Module, stored: Mapping[str, Source], look: Look = lambda read: None, calls: CallOrder | None = None
+) -> Reading | None:
+    """Begin to read what is on `meta` of a module, as `load_stored` does: first what is in no piece, then the pieces
+    in the order of their calls.
+
+    The module has its buffers at once, and what `Reading.wait` has waited for is in them. None, and nothing is done, if
+    it is not all found, or must be encoded first.
+    """
+    found = find_stored(module, stored)
+    places = list(slots(module))
+    if found is None or any(slot.encoding and slot.encoding.maker for slot in places):
+        return None
+    divided = divide(module, places, calls or CallOrder())
+    parts = _parts(divided, found)
+    first = len(divided.pieces)
+    parts = [tensors for tensors in parts[first:] + parts[:first] if any(tensor.is_meta for tensor in tensors)]
+    new, jobs = _buffers(parts, found)
+    _keep(places, new)
+    return Reading(jobs, look)
+
+
+def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:
+    """All tensors that come, each list in one buffer: of the pieces, of the tables, and what is in neither."""
+    others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
+    tables = [unique(each.slots) for each in divided.tables]
+    return [*(piece.stored() for piece in divided.pieces), *tables, others]
+
+
+def _buffers(
+    parts: Sequence[Sequence[torch.Tensor]], found: Mapping[int, Source]
+) -> tuple[dict[int, torch.Tensor], list[list[Job]]]:
+    """A flat buffer for each part: its tensors there, by the `id` of what they take the place of, and what is read."""
     new: dict[int, torch.Tensor] = {}
-    jobs = []
+    jobs: list[list[Job]] = []
     for tensors in parts:
         offsets, total = layout(tensors)
         buffer = allocate(max(1, total))
+        jobs.append([])
         for tensor, offset in zip(tensors, offsets, strict=True):
             view = new[id(tensor)] = place_of(buffer, offset, tensor)
             if id(tensor) in found:
                 for at, begin in extents(found[id(tensor)]):
-                    jobs += [(piece, buffer) for piece in pieces_of(at, tensor.dtype, offset + begin)]
+                    jobs[-1] += [(piece, buffer) for piece in pieces_of(at, tensor.dtype, offset + begin)]
             else:
                 view.copy_(tensor)  # a buffer, which the module has already
-    read(jobs, look)
+    return new, jobs
+
+
+def _keep(places: Sequence[Slot], new: Mapping[int, torch.Tensor]) -> None:
     for slot in places:
         if id(slot.tensor) in new:
             slot.keep(new[id(slot.tensor)])
-    return True
 
 
 class Interruptible(TorchDispatchMode):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..errors import is_out_of_ram
+from ..errors import is_out_of_ram, release_frames
 from ..speeds import observe_disk
 from . import direct
 from .hostbuffer import bytes_of
@@ -33,6 +35,7 @@ BATCH_BYTES = 16 * 2**20
 CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
 _CAST_ELEMENTS = 2**15 - 2**10  # at once: for more, torch would start a team of threads in each reader
 _GAP_BYTES = 2**17  # that no weight is read from is read over rather than left out
+_LOOK_SECONDS = 0.2
 _CUT_SHORT = "{} is cut short: it ended while it was read. Download it again."
 
 
@@ -72,6 +75,7 @@ class Piece:
 
 
 Job = tuple[Piece, torch.Tensor]  # and the buffer that it goes to
+Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
 
 
 def piece_of(stored: Stored, dtype: torch.dtype, at: int) -> Piece:
@@ -161,25 +165,119 @@ def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
         raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
 
 
-def read(jobs: Iterable[Job], look: Callable[[int], None] = lambda read: None) -> None:
+def read(jobs: Iterable[Job], look: Look = lambda read: None) -> None:
     """Read all jobs, by several threads, which are gone when this returns or raises.
 
     `look` is called between batches with the bytes read so far; what it raises ends the reading. Raises OSError or
     ValueError, in one line that names the file; what the buffers hold after an error is undefined.
     """
-    work = batches(jobs)
-    disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
-    start, so_far = time.perf_counter(), 0
-    pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
+    reading = Reading([list(jobs)], look)
     try:
-        for batch, done in [(batch, pool.submit(fill_batch, batch)) for batch in work]:
-            if not done.result():
-                disks.add(None)  # the page cache
-            so_far += sum(piece.stored_bytes for piece, _ in batch)
-            look(so_far)
+        reading.wait()
     finally:
-        pool.shutdown(cancel_futures=True)
-    observe_disk(so_far, time.perf_counter() - start, disks.pop() if len(disks) == 1 else None)
+        reading.close()
+
+
+class Reading:
+    """Jobs under way in several threads, group after group, while others use what has come already. `close` ends it.
+
+    `look` is called by who waits, with the bytes read so far; what it raises goes to them.
+    """
+
+    def __init__(self, groups: Iterable[Sequence[Job]], look: Look = lambda read: None) -> None:
+        self._look = look
+        self._changed = threading.Condition()
+        self._left: Counter[int] = Counter()  # batches, by the address of the buffer that they go to
+        self._error: BaseException | None = None
+        self._closed = False
+        self._so_far = 0
+        self._start = time.perf_counter()
+        work = [batch for jobs in groups for batch in batches(jobs)]
+        self._disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
+        for batch in work:
+            self._left.update(_buffers(batch))
+        self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
+        for batch in work:
+            self._pool.submit(self._fill, batch)
+        self._pool.shutdown(wait=False)  # the threads go when all is read
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being read any more, and nothing failed."""
+        return not self._left
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be read: what has not come does not come any more."""
+        return self._error is not None
+
+    def has(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these have come, as far as they are read here."""
+        return not self._left or not any(_address(tensor) in self._left for tensor in tensors)
+
+    def wait(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Wait until these have come, as far as they are read here, or everything has. Raises what the reading raised.
+
+        RuntimeError if it was ended before.
+        """
+        wanted = None if tensors is None else {_address(tensor) for tensor in tensors}
+        seen, look = 0, self._look  # it is let go of when all has come
+        while True:
+            with self._changed:
+                if self._error:
+                    raise self._error
+                if not (self._left if wanted is None else any(address in self._left for address in wanted)):
+                    break
+                if self._closed:
+                    raise RuntimeError("the weights were given up while they were read.")
+                if seen == self._so_far:
+                    self._changed.wait(_LOOK_SECONDS)
+                seen = self._so_far
+            look(seen)
+        if wanted is None:
+            look(self._so_far)
+
+    def close(self) -> None:
+        """End it, if it has not ended, and wait until no thread writes to a buffer any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)
+        self._look = lambda read: None
+
+    def _fill(self, batch: list[Job]) -> None:
+        try:
+            if self._closed or self._error:
+                return
+            from_disk = fill_batch(batch)
+        except BaseException as error:
+            release_frames(error)
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if not from_disk:
+                self._disks.add(None)  # the page cache
+            self._so_far += sum(piece.stored_bytes for piece, _ in batch)
+            for address in _buffers(batch):
+                self._left[address] -= 1
+                if not self._left[address]:
+                    del self._left[address]
+            self._changed.notify_all()
+            last = not self._left
+        if last:
+            self._look = lambda read: None  # it may hold what the weights are of
+            only = self._disks.pop() if len(self._disks) == 1 else None
+            observe_disk(self._so_far, time.perf_counter() - self._start, only)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _buffers(batch: list[Job]) -> set[int]:
+    return {_address(buffer) for _, buffer in batch}
 
 
 def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:

@@ -23,9 +23,10 @@ from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
 from .encoding import Source, mark_encoded, mark_made, unmark_made
-from .loading import Interruptible, find_stored, load_stored
+from .loading import Interruptible, find_stored, load_behind, load_stored
 from .made_file import read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
+from .reader import Look, Reading
 from .structure import Slot, slots
 from .weights import disk_number, is_unchanged
 
@@ -103,6 +104,7 @@ class ManagedModel:
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
         self._held_calls = CallOrder()  # by which it was divided into these
+        self.reading: Reading | None = None  # that brings the weights to RAM, as long as that is under way
         self._worn: Worn = ()
         self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
 
@@ -149,7 +151,7 @@ class ManagedModel:
             return 0
         return sum(slot.plain_bytes for slot in slots(module) if slot.encoding and slot.encoding.maker)
 
-    def keep_made(self, look: Callable[[int], None] = lambda read: None) -> None:
+    def keep_made(self, look: Look = lambda read: None) -> None:
         """Encode its weights into its `made_file`, and run from there from now on. What RAM holds of it is given up.
 
         `look` is called with the bytes read so far; what it raises ends it, and leaves all as it was. Raises OSError,
@@ -304,15 +306,20 @@ class ManagedModel:
         """Whether the host copy may be dropped."""
         return self._read is not None
 
-    def load(self, look: Callable[[int], None] = lambda read: None) -> int:
+    def load(self, look: Look = lambda read: None, behind: bool = False) -> int:
         """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read.
 
         `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
-        reading, and nothing of what was read stays.
+        reading, and nothing of what was read stays. With `behind` this returns at once where it can; then the unit has
+        a `reading`, whose `wait` must be asked before weights are looked at.
         """
         if self._on_host or self._read is None:
+            if not behind:
+                self.await_reading()
             return 0
         here = sum(self._held.values())
+        if behind and (coming := self.read_ahead(look)):
+            return coming
         try:
             if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
                 with building, torch.inference_mode(), Interruptible(look):
@@ -320,11 +327,48 @@ class ManagedModel:
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
             raise
+        return self._is_in_ram(here)
+
+    def read_ahead(self, look: Look = lambda read: None) -> int:
+        """Begin to bring the weights to RAM, as `load` does with `behind`. Returns the bytes that come.
+
+        0, and nothing is done, where they are there or only `load` can bring them.
+        """
+        if self._on_host or self._read is None or self._stored is None or self.maker:
+            return 0
+        here = sum(self._held.values())
+        self.reading = load_behind(self.module, self._stored(), look, self.calls)
+        return self._is_in_ram(here) if self.reading else 0
+
+    def _is_in_ram(self, before: int) -> int:
+        """Note that RAM holds all, or soon does. Returns the bytes that were not there `before`."""
         self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
         self._held.clear()
-        return max(0, self.size_bytes - self.branch_bytes - here)
+        return max(0, self.size_bytes - self.branch_bytes - before)
 
-    def hold(self, pieces: Collection[int], look: Callable[[int], None] = lambda read: None) -> int:
+    def await_reading(self) -> None:
+        """Wait until all that is being read has come. Raises what the reading raised; then it is given up."""
+        if self.reading is None:
+            return
+        try:
+            self.reading.wait()
+        except BaseException:
+            self.give_up_reading()
+            raise
+        self.forget_reading()
+
+    def forget_reading(self) -> None:
+        """Note that everything has come, if it has."""
+        if self.reading and self.reading.done:
+            self.reading = None
+
+    def give_up_reading(self) -> None:
+        """End a reading that has not ended well, with all that it has brought. Not while the unit is placed."""
+        self.forget_reading()
+        if self.reading and self.placement is None:
+            self.drop()
+
+    def hold(self, pieces: Collection[int], look: Look = lambda read: None) -> int:
         """Bring just these of its pieces to RAM, as `divide` numbers them, beside those that are there; as `load` does.
 
         For a unit that has a `source`, and is not in RAM as a whole.
@@ -349,6 +393,9 @@ class ManagedModel:
         if not (self._on_host or self._held) or self._held_calls != self.calls or self.source() is None:
             return self.drop()
         self._refuse_if_placed()
+        self.forget_reading()
+        if self.reading:
+            return self.drop()
         before, divided = self.host_bytes, self._pieces()
         kept = {i: divided[i].stored_bytes for i in pieces if self._on_host or i in self._held}
         self._leave([slot for i in kept for slot in divided[i].slots])
@@ -380,7 +427,11 @@ class ManagedModel:
             return 0
         self._refuse_if_placed()
         freed = self.host_bytes
-        if nbytes is not None and nbytes < freed and self.source() is not None:
+        self.forget_reading()
+        if self.reading:
+            self.reading.close()
+            self.reading = None
+        elif nbytes is not None and nbytes < freed and self.source() is not None:
             return self._drop_some(nbytes)
         self._leave([])
         self._on_host, self._size_bytes = False, None

@@ -304,14 +304,14 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     unit = odd_unit(path, never)
     with pytest.raises(KeyboardInterrupt):
         unit.load(stop)
-    assert len(seen) == 1 and 0 < seen[0] <= 512
+    assert len(seen) == 1 and 0 < seen[0] <= reader.FILLERS * 512
     assert len(batches_read) <= 2 * reader.FILLERS, "those that were under way"
     assert_untouched(unit)
     gc.collect()
     assert set(hostbuffer._pages) == before
     seen.clear()
     unit.load(seen.append)
-    assert seen == sorted(seen) and len(seen) > 8
+    assert seen == sorted(seen) and len(seen) > 2
     assert seen[-1] == sum(parameter.nbytes for parameter in unit.module.parameters())
     assert_same(unit.module, Odd())
 
