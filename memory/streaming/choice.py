@@ -19,7 +19,7 @@ def make_placement(
     """
     source = None if unit.in_ram else unit.source()
     if kind == "streamed":
-        return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads)
+        return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads, reading=unit.reading)
     if kind == "resident":
-        return Resident(unit.module, device, source, unit.calls, weights_bytes)
+        return Resident(unit.module, device, source, unit.calls, weights_bytes, reading=unit.reading)
     return Cpu(unit.module, torch.device("cpu"), source, unit.calls)

@@ -21,6 +21,7 @@ from ..units.calls import Forward, interpose
 from ..units.encoding import Source
 from ..units.loading import find_stored
 from ..units.pieces import CallOrder, Owner, divide, encoded, nbytes_of
+from ..units.reader import Reading
 from ..units.structure import Slot, slots
 from ..units.tables import LookUp, rows_of
 from ..vocabulary import PlacementName
@@ -56,6 +57,8 @@ class Placement:
         device: torch.device,
         source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
+        *,
+        reading: Reading | None = None,
     ) -> None:
         self.module = module
         self.device = device
@@ -78,7 +81,8 @@ class Placement:
         self._queues = Queues(device)
         here = {id(slot.tensor) for slot in self.host_slots if not slot.tensor.is_meta}
         self._found = {key: at for key, at in found.items() if key not in here}
-        self._supply = Supply(self._pieces if self._streams else [], self._queues, self._found, largest)
+        streaming = self._pieces if self._streams else []
+        self._supply = Supply(streaming, self._queues, self._found, largest, reading)
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -156,6 +160,7 @@ class Placement:
     def _look_up(self, table: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
         (slot,) = table.slots
         weight = slot.tensor
+        self._supply.await_ram([weight])
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
             rows = rows_of(slot, self._found.get(id(weight)), ids.cpu()).to(self.device)
@@ -173,6 +178,7 @@ class Placement:
         self._bytes_read += came
         for slot in moving:
             if id(slot.tensor) not in copies:
+                self._supply.await_ram([slot.tensor])
                 copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)
                 came += slot.tensor.nbytes
             slot.set(copies[id(slot.tensor)])
@@ -258,8 +264,10 @@ class Resident(Placement):
         source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
         weights_bytes: int = 0,
+        *,
+        reading: Reading | None = None,
     ) -> None:
-        super().__init__(module, device, source, calls)
+        super().__init__(module, device, source, calls, reading=reading)
         self._weights_bytes = weights_bytes
 
     @property

@@ -13,6 +13,7 @@ from ..units.hostbuffer import layout, pack, pin, place_of, unpin
 from ..units.pieces import PieceWeights
 from .queues import Queues
 
+Copy = tuple[torch.Tensor, torch.Tensor]  # from, and to
 View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the piece runs
 
 
@@ -26,6 +27,9 @@ class Piece(PieceWeights):
     resident: bool = False
     decoded: bool = False  # for good, while it is resident
     place: Place | None = None  # in the ring
+    owed: list[Copy] = field(default_factory=list)  # while it is resident: what has not been sent to the device
+    arrived: Any = None  # event: what was owed is there, to be waited for once
+    coming: list[Copy] = field(default_factory=list)  # until then
     undo: list[Callable[[], Any]] = field(default_factory=list)
 
     @property

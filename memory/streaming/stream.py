@@ -25,6 +25,7 @@ from ..sizes import format_bytes
 from ..units.calls import Forward, interpose
 from ..units.encoding import Source
 from ..units.pieces import CallOrder, Owner, plain_bytes_of
+from ..units.reader import Reading
 from .order import Order
 from .placement import Placement, outside_inference
 from .ring import Piece, Place, Ring
@@ -57,11 +58,14 @@ class Streamed(Placement):
         source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
         loads: Loads | None = None,
+        *,
+        reading: Reading | None = None,
     ) -> None:
-        super().__init__(module, device, source, calls)
+        super().__init__(module, device, source, calls, reading=reading)
         self._lock = threading.RLock()
         self._ring: Ring | None = None
         self._current: Piece | None = None  # the one that runs
+        self._owing: list[Piece] = []  # that stay, and have not been sent
         self._watch: Stopwatch | None = None  # of the call that is timed, until it is read
         self._steady = False  # the last call has brought everything, and ended well
         self._called = [piece for piece in self._pieces if piece.called]
@@ -168,7 +172,9 @@ class Streamed(Placement):
     def _place(self) -> None:
         self._supply.open()
         self._move_rest()
-        self._supply.prepare(self._streaming())
+        streaming = self._streaming()
+        self._supply.prepare(streaming)
+        self._supply.pin_too([piece for piece in self._called if piece not in streaming])
         self._settle()
         self._place_tables()
         self._decode_calls()
@@ -176,7 +182,7 @@ class Streamed(Placement):
             for owner in piece.owners:
                 self._undo.append(interpose(owner.module, functools.partial(self._gate, piece, owner)))
         self._placed = True
-        if self._ring:
+        if self._called:
             self._fetch(self._called[-1])
 
     def _remove(self) -> None:
@@ -190,8 +196,10 @@ class Streamed(Placement):
             self._order.lost()
             self._order.forget()
             self._placed = self._unsettled = self._steady = False
+            self._owing.clear()
             for piece in self._pieces:
                 piece.resident, piece.place = False, None
+                piece.owed, piece.coming, piece.arrived = [], [], None
 
     # The gates at each call
 
@@ -203,11 +211,17 @@ class Streamed(Placement):
 
     def _enter(self, piece: Piece) -> None:
         host.throw_if_interrupted()
+        self._supply.await_ram(piece.hosts or [tensor for tensor, _ in piece.owed])  # without the lock, as below
         with self._lock:
             self._leave()
             if not (piece.resident or piece.place):
                 with outside_inference():
                     self._bring(piece)  # thought never to be called, and too large for the ring
+            if piece.owed:
+                self._send(piece)
+            if piece.coming:
+                self._queues.wait(piece.arrived)
+                piece.coming, piece.arrived = [], None
             self._current, place = piece, piece.place
             self._order.called(piece)
             if place:
@@ -240,6 +254,7 @@ class Streamed(Placement):
     def _fetch(self, piece: Piece) -> None:
         """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""
         if self._ring is None:
+            self._send_before(None)
             return
         upcoming = self._order.after(piece, self._ring.most_at_a_time)
         kept: list[Place | None] = [self._current.place if self._current else None]
@@ -249,10 +264,40 @@ class Streamed(Placement):
             if not place.holds:
                 if any(other in kept for other in place.overlaps) or not self._supply.has_room(following):
                     break
+                if self._owing and not self._send_before(following):
+                    break
                 self._load(place)
             kept.append(place)
         if self._supply.reach:
             self._supply.ahead(self._order.after(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH))
+
+    def _send_before(self, following: Piece | None) -> bool:
+        """Queue the copies of what stays and is called before another piece, as far as it has come to RAM.
+
+        One stream copies all, in the order of the calls. Returns whether nothing is left of it.
+        """
+        upto = self._called.index(following) if following and following.called else len(self._called)
+        now = self._called.index(self._current) if self._current and self._current.called else -1
+        for piece in list(self._owing) if upto <= now else [p for p in self._owing if self._called.index(p) < upto]:
+            if self._supply.is_on_disk(piece) or not self._supply.in_ram([tensor for tensor, _ in piece.owed]):
+                return False
+            self._send(piece)
+        return True
+
+    def _send(self, piece: Piece) -> None:
+        """Queue the copies of a piece that stays, behind what used their bytes before."""
+        self._supply.await_ram([tensor for tensor, _ in piece.owed])
+        on_disk = [copy for copy in piece.owed if id(copy[0]) in self._found]
+        self._supply.fill(on_disk)
+        self._bytes_read += sum(target.nbytes for _, target in on_disk)
+        freed, done = piece.arrived, self._queues.event()
+        for source, target in piece.owed:
+            if id(source) not in self._found:
+                self._queues.copy(target, source, [freed] if freed else [], done)
+            self._bytes_in += target.nbytes
+        piece.coming, piece.owed = piece.owed, []
+        piece.arrived = done if len(on_disk) < len(piece.coming) else None
+        self._owing.remove(piece)
 
     def _load(self, place: Place) -> None:
         assert self._ring is not None
@@ -263,6 +308,27 @@ class Streamed(Placement):
         self._bytes_in += place.piece.packed_bytes
         if self._supply.is_on_disk(place.piece):
             self._bytes_read += place.piece.stored_bytes
+
+    def _bring(self, piece: Piece) -> None:
+        """Let a piece stay: the device has room for it from now on, and its weights when it runs."""
+        tensors = {id(slot.tensor): slot.tensor.detach() for slot in piece.slots}
+        fresh = {key: torch.empty_like(tensor, device=self.device) for key, tensor in tensors.items()}
+        for slot in piece.slots:
+            slot.set(fresh[id(slot.tensor)])
+        piece.owed = [(slot.tensor, fresh[id(slot.tensor)]) for slot in {id(s.tensor): s for s in piece.slots}.values()]
+        piece.arrived = self._queues.event()
+        self._queues.mark(piece.arrived)  # work that is queued may still read what was there before
+        piece.resident = True
+        self._owing.append(piece)
+        self.resident_bytes += sum(tensor.nbytes for tensor in fresh.values())
+
+    def _give_up(self, piece: Piece) -> None:
+        if piece.coming and piece.arrived:
+            self._queues.finish()  # the copies into what is freed here
+        if piece.owed:
+            self._owing.remove(piece)
+        piece.owed, piece.coming, piece.arrived = [], [], None
+        super()._give_up(piece)
 
     # What streams and what stays
 

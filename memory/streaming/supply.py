@@ -10,28 +10,35 @@ from ..errors import release_frames
 from ..planning.ring import WINDOWS
 from ..units import hostbuffer
 from ..units.encoding import Source, extents
-from ..units.reader import BATCH_BYTES
+from ..units.reader import BATCH_BYTES, Reading
 from ..units.weights import Stored
 from .queues import Queues
-from .ring import Piece, Place
+from .ring import Copy, Piece, Place
 from .stager import Stager, parts_of
 
 
 class Supply:
     """Brings pieces to the ring, and other weights to the device. `close` must follow.
 
-    `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM.
+    `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM,
+    or is being brought there by a `reading`.
     Windows are as large as the largest of the pieces that stream or, where none do, as the largest tensor of
     `tensor_bytes`.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], queues: Queues, on_disk: Mapping[int, Source], tensor_bytes: int
+        self,
+        pieces: Sequence[Piece],
+        queues: Queues,
+        on_disk: Mapping[int, Source],
+        tensor_bytes: int,
+        reading: Reading | None = None,
     ) -> None:
         self._pieces = pieces
         self._queues = queues
         self._window_bytes = max((piece.packed_bytes for piece in pieces), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
+        self._reading = reading
         self._stager: Stager | None = None
         self.reach = 0  # how many pieces that come through windows can be on their way beyond those in the ring
 
@@ -62,15 +69,27 @@ class Supply:
         """Those of the wanted tensors that are on disk, read to the device, by `id` of the wanted one."""
         fresh = {id(t): torch.empty_like(t, device=device) for t in wanted if id(t) in self._on_disk}
         try:
-            if fresh and self._stager:
-                self._stager.bring(
-                    [pair for key, tensor in fresh.items() for pair in _targets(self._on_disk[key], tensor)]
-                )
+            self.fill([(t, fresh[id(t)]) for t in wanted if id(t) in fresh])
         except BaseException as error:
             fresh.clear()
             release_frames(error)  # whoever shows the error would hold the tensors
             raise
         return fresh
+
+    def fill(self, wanted: Sequence[Copy]) -> None:
+        """Read tensors that are on disk to those on the device, once each."""
+        if wanted and self._stager:
+            once = {id(tensor): (tensor, target) for tensor, target in wanted}.values()
+            self._stager.bring([pair for t, target in once for pair in _targets(self._on_disk[id(t)], target)])
+
+    def await_ram(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait until weights that are being read to RAM have come there. Raises what the reading raised."""
+        if self._reading and not self._reading.has(tensors):
+            self._reading.wait(tensors)
+
+    def in_ram(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether nothing of these is still being read to RAM."""
+        return self._reading is None or self._reading.has(tensors)
 
     def is_on_disk(self, piece: Piece) -> bool:
         """Whether a piece's weights are not in RAM."""
@@ -81,12 +100,23 @@ class Supply:
         in_ram = [piece for piece in pieces if not self.is_on_disk(piece)]
         through = [piece for piece in pieces if piece not in in_ram]
         for piece in in_ram:
-            piece.pack(self._queues.device)
+            self._pack(piece)
         wants_pinned = self._queues.copying and hostbuffer.wants_pinned(self._queues.device)
         if wants_pinned and not all(p.pinned for p in in_ram) and (self._stager or self._make_windows()):
             through += [piece for piece in self._pieces if piece.hosts and not piece.pinned]
         for piece in through:
             piece.parts = piece.parts or parts_of(piece, self._on_disk)
+
+    def pin_too(self, pieces: Sequence[Piece]) -> None:
+        """Pin what stays on the device as well, while it is being read: it comes there faster, this time and again."""
+        if self._reading and not self._stager and hostbuffer.wants_pinned(self._queues.device):
+            for piece in pieces:
+                self._pack(piece)
+
+    def _pack(self, piece: Piece) -> None:
+        if not piece.hosts and not hostbuffer.is_packed(piece.stored()):
+            self.await_ram(piece.stored())  # or what has not come yet would be copied
+        piece.pack(self._queues.device)
 
     def load(self, place: Place) -> None:
         """Let a piece come to its place, behind those before it. `wait` must be asked before its `copied` event."""
@@ -96,7 +126,9 @@ class Supply:
         place.receive(place.piece.hosts, self._queues)
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece can be on its way to the ring without taking the way from another."""
+        """Whether a piece can be on its way to the ring, without taking the way from another or waiting for RAM."""
+        if not self.in_ram(piece.hosts):
+            return False
         return self._stager is None or not piece.parts or self._stager.has_room(piece)
 
     def forget(self, place: Place) -> None:
@@ -112,7 +144,8 @@ class Supply:
     def ahead(self, upcoming: Sequence[Piece]) -> None:
         """Read on: the pieces that come next through windows, of which those in the ring are there already."""
         if self._stager:
-            self._stager.ahead([p for p in upcoming if not (p.place and p.place.holds)][: self.reach])
+            wanted = [p for p in upcoming if not (p.place and p.place.holds) and self.in_ram(p.hosts)]
+            self._stager.ahead(wanted[: self.reach])
 
     def _new_stager(self) -> Stager:
         return Stager(self._queues, self._window_bytes)
