@@ -254,6 +254,7 @@ class MemoryManager:
             try:
                 self._residents.bring(unit, strategy, instead_of, anew)
                 self._tell_host(unit)
+                self._residents.read_ahead()
                 self._residents.runs(unit)
             except BaseException:
                 self.release(unit, evict=True, failed=True)
@@ -271,6 +272,10 @@ class MemoryManager:
                 self._residents.evict(unit)
             if unit.leases == 0 and unit.placement is None:
                 self._residents.copies.keep_budget(unit)
+            if failed and evict:
+                self._residents.stop_reading()
+            else:
+                self._residents.read_ahead()
 
     @contextmanager
     def stage(
@@ -390,6 +395,11 @@ class MemoryManager:
                 elif unit.placement is not None:
                     unit.placement.settle()
         _watch.wake()
+
+    def stop_reading(self) -> None:
+        """Give up what is being read to RAM of units that are not in place."""
+        with self._lock:
+            self._residents.stop_reading()
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.

@@ -6,6 +6,7 @@ all of this.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
@@ -58,6 +59,8 @@ class Residents:
         self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         # The working memory and the seconds that a placement was made for.
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
+        # What is being read to RAM while something runs.
+        self._coming_bytes: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
@@ -111,6 +114,7 @@ class Residents:
         if unit.placement is not None:
             unit.placement.rest(failed)
             self._learn(unit)
+        self._has_come(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
@@ -262,8 +266,12 @@ class Residents:
         Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
         """
         limit = self.budget.ram_limit
+        if unit.reading and unit.reading.failed:
+            unit.give_up_reading()
         if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self.copies.left_for(unit)):
             self.copies.keep_budget(unit)
+            if kind == "cpu":
+                unit.load()
             return
         if not self._make_ram(unit, kind):
             if kind != "cpu" and unit.source() is not None:
@@ -274,7 +282,7 @@ class Residents:
             if limit is not None:
                 raise DoesNotFitError(why_no_ram(unit, kind, self.copies.left_for(unit), limit))
             self.copies.keep_budget(unit, unit.size_bytes)
-        self._read(unit, unit.load, unit.size_bytes, kind)
+        self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), unit.size_bytes, kind)
 
     def _hold(self, unit: ManagedModel, kind: str) -> None:
         """Let RAM hold what it can of a unit, and what it is best to."""
@@ -308,8 +316,48 @@ class Residents:
             self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
             return
         self.disk_bytes_read += came
-        if came:
+        if came and unit.reading:
+            self._coming_bytes[unit] = came
+        elif came:
             self.timeline.record("load", unit, came)
+
+    def _has_come(self, unit: ManagedModel) -> None:
+        """Note that a unit is in RAM, if it was read while it ran, or others did."""
+        unit.forget_reading()
+        if not unit.reading and (came := self._coming_bytes.pop(unit, 0)):
+            self.timeline.record("load", unit, came)
+
+    def read_ahead(self) -> None:
+        """Begin to read what runs next, where RAM has room for it beside all that is there, and nothing else is read.
+
+        Its disk is left to a unit that runs from there.
+        """
+        for unit in self.units():
+            self._has_come(unit)
+        if self.accelerator.is_cpu or any(u.reading or (u.leases and not u.in_ram) for u in self.units()):
+            return
+        for unit in [unit for unit in self.schedule.units() if not unit.in_ram][:1]:
+            self._begin_to_read(unit)
+
+    def _begin_to_read(self, unit: ManagedModel) -> None:
+        if unit.placement or unit.leases or not unit.reloadable or unit not in self.units():
+            return
+        spare = self.budget.ram_bytes - sum(other.host_bytes for other in self.everyone())
+        if unit.size_bytes - unit.host_bytes > spare:
+            return
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # of which it is told when it runs
+            if came := unit.read_ahead(self._looking(unit)):
+                self.timeline.record("read", unit, unit.size_bytes)
+                self.disk_bytes_read += came
+                self._coming_bytes[unit] = came
+
+    def stop_reading(self) -> None:
+        """Give up what is being read of units that are not in place."""
+        for unit in self.units():
+            self._has_come(unit)
+            if unit.reading and unit.placement is None:
+                self._coming_bytes.pop(unit, None)
+                unit.give_up_reading()
 
     def keep_made(self, unit: ManagedModel) -> None:
         """Encode a unit's weights into their file, if it is to have one and there is none yet."""

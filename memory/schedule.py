@@ -34,5 +34,8 @@ class Schedule:
         """
         if self._coming is None:
             return None
-        units = [unit for ref in self._coming if (unit := ref()) is not None]
-        return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in units]
+        return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in self.units()]
+
+    def units(self) -> list[ManagedModel]:
+        """What is coming and still there, in order; nothing where that is not known."""
+        return [unit for ref in self._coming or [] if (unit := ref()) is not None]

@@ -56,6 +56,7 @@ class Device(Protocol):
     def evict(self, unit: ManagedModel) -> None: ...
     def make_room(self) -> None: ...
     def leave(self, units: Sequence[ManagedModel], keep: bool) -> None: ...
+    def stop_reading(self) -> None: ...
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def run_stage(
 ) -> Iterator[None]:
     """See `MemoryManager.stage`."""
     flags = host_flags()
-    keep = flags.keeps(keep)
+    keep, ended = flags.keeps(keep), False
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
@@ -91,6 +92,7 @@ def run_stage(
         try:
             with torch.inference_mode():
                 yield
+            ended = True
         except BaseException as error:
             keep = False
             record.ended_by(error)
@@ -98,6 +100,8 @@ def run_stage(
             raise
         finally:
             manager.leave(units, keep)
+            if not ended:
+                manager.stop_reading()
             manager.accelerator.empty_cache()
             manager.timeline.finish(record, units)
 
