@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..sizes import format_bytes
+from .attention import Fuses
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Card:
         self.lock = threading.Lock()
         self.freed: deque[int] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
+        self.fuses: Fuses | None = None  # which attention is one kernel; None for all
         self.fail_in = 0
         self.timed = False
         self._allocated = self._peak = self._interval_peak = 0

@@ -121,7 +121,16 @@ class StageRunner(ModelFamily):
 
     @property
     def _forecaster(self) -> Forecaster:
-        return Forecaster(self.name, self.facts, self.forecasts, self.manager.between_stages, self.stand_ins)
+        accelerator = self.manager.accelerator
+        return Forecaster(
+            self.name,
+            self.facts,
+            self.forecasts,
+            self.manager.between_stages,
+            self.stand_ins,
+            accelerator.fuses,
+            accelerator.attention,
+        )
 
     def _vram_budget(self) -> int:
         """Bytes that a run here may take: the stated budget, for which other models make room, or what is free now."""
