@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from . import ram, simulated
+from .host.flags import host_flags
 from .simulated import card as simulated_card
 from .simulated.attention import Fuses, never
 from .sizes import format_bytes
@@ -88,8 +89,8 @@ class Accelerator:
         """Give cached blocks back to the driver."""
         if self._module is None:
             return
-        if self.device.type == "cuda" and torch.cuda.is_initialized():
-            # The libraries' workspaces, which count as live tensors. They are made again when needed.
+        if self.device.type == "cuda" and torch.cuda.is_initialized() and not host_flags().graphs:
+            # The libraries' workspaces, which count as live tensors. They are made again when needed, save by graphs.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         self._module.empty_cache()
 
