@@ -21,6 +21,11 @@ MB = 2**20
 _BUS = Path("/sys/bus/pci/devices")
 
 
+def is_wddm(kind: str, platform: str = sys.platform) -> bool:
+    """Whether Windows manages a kind of device: its driver queues commands in batches, and pages without a word."""
+    return kind == "cuda" and platform == "win32"
+
+
 class Accelerator:
     """Memory counters of one torch device, in bytes.
 
@@ -109,6 +114,13 @@ class Accelerator:
         if self.is_cpu:  # what is planned there is planned for a card
             return None
         return never if self.device.type == "mps" else functools.partial(_has_kernel, self.device)
+
+    @property
+    def pages_silently(self) -> bool:
+        """Whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.pages_above is not None
+        return is_wddm(self.device.type)
 
     @property
     def attention(self) -> str:

@@ -46,6 +46,12 @@ class Demand:
         """The least that a placement takes on the device, weights and what is known of the work together."""
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
+    def call_seconds(self, kind: str, weights_bytes: int) -> float:
+        """What a call is planned to take in a placement with so many bytes of weights on the device, all in RAM."""
+        if kind != "streamed":
+            return self.loads.compute_seconds
+        return arrange(self.loads, weights_bytes - self.sizes.fixed_bytes).step_seconds
+
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
         """The weights that a placement is to hold on the device.
 
