@@ -116,6 +116,14 @@ class Accelerator:
         return never if self.device.type == "mps" else functools.partial(_has_kernel, self.device)
 
     @property
+    def is_unified(self) -> bool:
+        """Whether its memory is the system's: a copy in RAM is of no use to what lies there, and takes it room."""
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.unified
+        describe = getattr(self._module, "get_device_properties", None)
+        return self.device.type == "mps" or bool(describe and getattr(describe(self.device), "is_integrated", False))
+
+    @property
     def pages_silently(self) -> bool:
         """Whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
         if self.device.type == simulated.DEVICE_TYPE:

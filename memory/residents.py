@@ -21,7 +21,7 @@ from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_shrinks
-from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
+from .planning.fit import Demand, fitting_placements, ram_left, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import meant_by, window_bytes
 from .reports.guests import guests_on
 from .reports.timeline import OnDevice, Progress, Timeline
@@ -175,7 +175,7 @@ class Residents:
 
         An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
         """
-        if unit.size_bytes > self.copies.left_for(unit):
+        if unit.size_bytes > self._left_for(unit, kind):
             return False
         coming = unit.size_bytes - unit.host_bytes
         best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
@@ -206,7 +206,8 @@ class Residents:
             return False
         if not unit.in_ram and unit.is_stale():
             return True
-        fits, stated = unit.size_bytes <= self.copies.left_for(unit), self.budget.ram_limit is not None
+        fits = unit.size_bytes <= self._left_for(unit, unit.placement.name)
+        stated = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return stated and not fits
         return fits or (stated and self._held_in.get(unit, 0) != self._ram_for(unit)[0])
@@ -262,7 +263,8 @@ class Residents:
         Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
         """
         limit = self.budget.ram_limit
-        if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self.copies.left_for(unit)):
+        stays = limit is None and not self.accelerator.is_unified
+        if unit.in_ram and (stays or not unit.reloadable or unit.size_bytes <= self._left_for(unit, kind)):
             self.copies.keep_budget(unit)
             return
         if not self._make_ram(unit, kind):
@@ -293,7 +295,12 @@ class Residents:
         An encoder, which is read once wherever to, takes none from others.
         """
         spare = self.budget.ram_bytes - sum(u.host_bytes for u in self.everyone() if u is not unit and not u.is_cached)
-        return (spare if unit.role == "text_encoder" else self.copies.left_for(unit)), spare
+        spare = ram_left(unit, spare, self.accelerator.is_unified)
+        return (spare if unit.role == "text_encoder" else self._left_for(unit)), spare
+
+    def _left_for(self, unit: ManagedModel, kind: str = "") -> int:
+        room = self.copies.left_for(unit)
+        return room if kind == "cpu" else ram_left(unit, room, self.accelerator.is_unified)
 
     def _read(self, unit: ManagedModel, read: Callable[[Callable[[int], None]], int], wanted: int, kind: str) -> None:
         """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""

@@ -92,6 +92,7 @@ def enable(
     slot: int = 0,
     fused_attention: bool = True,
     pages_above: int | str | None = None,
+    unified: bool = False,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
@@ -101,7 +102,7 @@ def enable(
     no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time. A card
     in another `slot` is another one of the same name; one without `fused_attention` makes the matrices of scores.
     One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
-    system's memory holds. Tensors already on the device stay, and count. Raises
+    system's memory holds; one that is `unified` has no other. Tensors already on the device stay, and count. Raises
     RuntimeError where torch cannot do it (see `supported`), and ValueError for a size or a rate that makes no sense.
     """
     global _enabled
@@ -115,6 +116,7 @@ def enable(
     disk = None if disk_gbps is None else disk_gbps * 1e9
     state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot)
     state.card.fuses = None if fused_attention else never
+    state.card.unified = unified
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 

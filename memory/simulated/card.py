@@ -92,6 +92,7 @@ class Card:
         self.freed: deque[int] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fuses: Fuses | None = None  # which attention is one kernel; None for all
+        self.unified = False  # its memory is the system's
         self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False

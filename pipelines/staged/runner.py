@@ -173,6 +173,7 @@ class StageRunner(ModelFamily):
             strategy=strategy,
             steps=steps,
             card=card_of(self.manager.device),
+            unified=self.manager.accelerator.is_unified,
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
