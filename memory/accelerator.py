@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from pathlib import Path
@@ -11,10 +12,18 @@ from typing import ClassVar
 import torch
 
 from . import ram, simulated
+from .host.flags import host_flags
+from .simulated import card as simulated_card
+from .simulated.attention import Fuses, never
 from .sizes import format_bytes
 
 MB = 2**20
 _BUS = Path("/sys/bus/pci/devices")
+
+
+def is_wddm(kind: str, platform: str = sys.platform) -> bool:
+    """Whether Windows manages a kind of device: its driver queues commands in batches, and pages without a word."""
+    return kind == "cuda" and platform == "win32"
 
 
 class Accelerator:
@@ -85,8 +94,8 @@ class Accelerator:
         """Give cached blocks back to the driver."""
         if self._module is None:
             return
-        if self.device.type == "cuda" and torch.cuda.is_initialized():
-            # The libraries' workspaces, which count as live tensors. They are made again when needed.
+        if self.device.type == "cuda" and torch.cuda.is_initialized() and not host_flags().graphs:
+            # The libraries' workspaces, which count as live tensors. They are made again when needed, save by graphs.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         self._module.empty_cache()
 
@@ -96,6 +105,35 @@ class Accelerator:
             torch.mps.synchronize()
         elif self._module is not None:
             self._module.synchronize(self.device)
+
+    @property
+    def fuses(self) -> Fuses | None:
+        """Which attention is one kernel here, and makes no matrix of scores; None for all, and on the CPU."""
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.fuses
+        if self.is_cpu:  # what is planned there is planned for a card
+            return None
+        return never if self.device.type == "mps" else functools.partial(_has_kernel, self.device)
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether its memory is the system's: a copy in RAM is of no use to what lies there, and takes it room."""
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.unified
+        describe = getattr(self._module, "get_device_properties", None)
+        return self.device.type == "mps" or bool(describe and getattr(describe(self.device), "is_integrated", False))
+
+    @property
+    def pages_silently(self) -> bool:
+        """Whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.pages_above is not None
+        return is_wddm(self.device.type)
+
+    @property
+    def attention(self) -> str:
+        """What tells it from devices with other kernels of attention; empty where `fuses` is None."""
+        return f"{self.name}, torch {torch.__version__}" if self.fuses else ""
 
     def default_reserve_bytes(self) -> int:
         """What is left to the desktop and other programs when the user names no budget."""
@@ -123,6 +161,44 @@ def _link_width(slot: str) -> str:
         return f"x{(_BUS / slot / 'current_link_width').read_text('ascii').strip()}"
     except (OSError, ValueError):
         return ""
+
+
+def _has_kernel(
+    device: torch.device,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Whether torch has a fused kernel for attention of these shapes on a device, as it is allowed now.
+
+    Asked of stand-ins of one row each, since torch looks at shapes, dtypes and the device.
+    """
+    q, k, v = (_stand_in(each, device) for each in (query, key, value))
+    mask = None if attn_mask is None else _stand_in(attn_mask, device)
+    if device.type != "cuda":
+        try:
+            return bool(
+                torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            )
+        except NotImplementedError:  # a device for which torch has no choice
+            return False
+    backends = torch.backends.cuda
+    asked = backends.SDPAParams(q, k, v, mask, dropout_p, is_causal, enable_gqa)
+    return (
+        backends.can_use_flash_attention(asked)
+        or backends.can_use_efficient_attention(asked)
+        or backends.can_use_cudnn_attention(asked)
+    )
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 class PeakMeter:

@@ -22,7 +22,7 @@ from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.eviction import Use, choose_shrinks
-from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
+from .planning.fit import Demand, fitting_placements, ram_left, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
 from .planning.planner import meant_by, window_bytes
 from .reports.guests import guests_on
 from .reports.timeline import OnDevice, Progress, Timeline
@@ -179,7 +179,7 @@ class Residents:
 
         An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
         """
-        if unit.size_bytes > self.copies.left_for(unit):
+        if unit.size_bytes > self._left_for(unit, kind):
             return False
         coming = unit.size_bytes - unit.host_bytes
         best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
@@ -210,7 +210,8 @@ class Residents:
             return False
         if not unit.in_ram and unit.is_stale():
             return True
-        fits, stated = unit.size_bytes <= self.copies.left_for(unit), self.budget.ram_limit is not None
+        fits = unit.size_bytes <= self._left_for(unit, unit.placement.name)
+        stated = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return stated and not fits
         return fits or (stated and self._held_in.get(unit, 0) != self._ram_for(unit)[0])
@@ -268,7 +269,8 @@ class Residents:
         limit = self.budget.ram_limit
         if unit.reading and unit.reading.failed:
             unit.give_up_reading()
-        if unit.in_ram and (limit is None or not unit.reloadable or unit.size_bytes <= self.copies.left_for(unit)):
+        stays = limit is None and not self.accelerator.is_unified
+        if unit.in_ram and (stays or not unit.reloadable or unit.size_bytes <= self._left_for(unit, kind)):
             self.copies.keep_budget(unit)
             if kind == "cpu":
                 unit.load()
@@ -301,7 +303,12 @@ class Residents:
         An encoder, which is read once wherever to, takes none from others.
         """
         spare = self.budget.ram_bytes - sum(u.host_bytes for u in self.everyone() if u is not unit and not u.is_cached)
-        return (spare if unit.role == "text_encoder" else self.copies.left_for(unit)), spare
+        spare = ram_left(unit, spare, self.accelerator.is_unified)
+        return (spare if unit.role == "text_encoder" else self._left_for(unit)), spare
+
+    def _left_for(self, unit: ManagedModel, kind: str = "") -> int:
+        room = self.copies.left_for(unit)
+        return room if kind == "cpu" else ram_left(unit, room, self.accelerator.is_unified)
 
     def _read(self, unit: ManagedModel, read: Callable[[Callable[[int], None]], int], wanted: int, kind: str) -> None:
         """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""
@@ -334,7 +341,8 @@ class Residents:
         """
         for unit in self.units():
             self._has_come(unit)
-        if self.accelerator.is_cpu or any(u.reading or (u.leases and not u.in_ram) for u in self.units()):
+        beside = not (self.accelerator.is_cpu or self.accelerator.is_unified)
+        if not beside or any(u.reading or (u.leases and not u.in_ram) for u in self.units()):
             return
         for unit in [unit for unit in self.schedule.units() if not unit.in_ram][:1]:
             self._begin_to_read(unit)

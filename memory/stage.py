@@ -18,11 +18,12 @@ from .host import management as host
 from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
-from .planning.ladder import Attempt, describe, next_attempt
+from .planning.ladder import Attempt, describe, next_attempt, next_share
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
 from .reports.timeline import Timeline
 from .sizes import format_bytes
+from .streaming.pace import Pace
 from .units.batch import batch_of, in_parts, joined, shapes_of
 from .units.calls import Forward, interpose
 from .units.unit import ManagedModel
@@ -83,7 +84,8 @@ def run_stage(
                 unit.learn(found.call_order)
             attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
-            manager.work.begin(unit, Work(work, found, attempt, known_rates(manager.device, unit.disk), card=card))
+            rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
+            manager.work.begin(unit, Work(work, found, attempt, rates, card=card, pages=pages))
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
@@ -113,6 +115,9 @@ class _Calls:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
         self.first = True
         self.placement: str | None = None  # chosen at the first call, and kept for the others
+        self.pace = Pace(manager.device) if manager.accelerator.pages_silently else None
+        self.slow: float | None = None  # seconds of the call for which the share was lowered last
+        self.usual: Attempt | None = None  # how calls were tried before that
 
     def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.first:
@@ -130,10 +135,14 @@ class _Calls:
 
     def _run_once(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         failed = True
+        self._keep_pace()
         strategy, anew = self.placement or self.attempt.strategy, self.placement is None
         self.manager.work.called(self.unit, shapes_of(args, kwargs))
+        held = self.unit.resident_bytes
         self.manager.acquire(self.unit, strategy, instead_of=self._others(), anew=anew)
         self.placement = self.unit.placement.name if self.unit.placement else None
+        if self.pace and not anew and self.unit.resident_bytes == held:  # it brought nothing
+            self.pace.begin()
         try:
             if self.attempt.parts == 1:
                 result = forward(*args, **kwargs)
@@ -141,9 +150,38 @@ class _Calls:
                 parts = in_parts(args, kwargs, self.unit.batch_dims, self.attempt.parts)
                 result = joined([forward(*some, **named) for some, named in parts])
             failed = False
+            if self.pace:
+                self.pace.end()
             return result
         finally:
             self.manager.release(self.unit, failed=failed)
+
+    def _keep_pace(self) -> None:
+        """Let less of a unit stay where its calls are much slower than planned: the device may page silently."""
+        unit, manager, attempt = self.unit, self.manager, self.attempt
+        seconds = self.pace.seconds() if self.pace else None
+        if self.pace is None or seconds is None or unit.placement is None or not unit.in_ram:
+            return
+        planned = manager.work.call_seconds(unit, unit.placement.name, unit.resident_bytes)
+        share = None if attempt.strategy == "resident" else next_share(attempt.share, seconds, planned, self.slow)
+        if share is None:
+            self.slow = None
+            return
+        if share == 1.0:
+            self.pace = None  # it is slow for another reason
+        else:
+            self.pace.forget()
+            if self.usual is None:
+                log.warning(
+                    "Ballast: %s takes %.3g s a call on %s, not %.3g s as planned, as where memory is paged; from now "
+                    "on fewer of its weights stay there. Lower the vram budget to begin so.",
+                    unit.name, seconds, manager.device, planned,
+                )  # fmt: skip
+        self.usual = self.usual or attempt
+        self.slow = seconds
+        manager.evict(unit)
+        manager.work.retry(unit, self.usual if share == 1.0 else replace(attempt, strategy="streamed", share=share))
+        self.placement = None
 
     @property
     def attempt(self) -> Attempt:
@@ -161,6 +199,8 @@ class _Calls:
         if placement == "streamed" and unit.resident_bytes <= sizes.least_streamed_bytes:
             attempt = replace(attempt, share=0.0)  # there is nothing left to give up there
         manager.evict(unit)
+        if self.pace:
+            self.pace.forget()
         lower = next_attempt(attempt, sizes.least_streamed_bytes < sizes.resident_bytes, batch)
         if lower is None:
             how, activations = describe(attempt), format_bytes(manager.work.working_bytes(unit))

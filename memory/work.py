@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
-from .planning.ladder import Attempt
+from .planning.ladder import Attempt, is_slow
 from .planning.measured import Measured, differs, measured_loads
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
@@ -24,7 +24,7 @@ class Work:
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
 
     On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
-    its calls are of the same `shapes`.
+    its calls are of the same `shapes`. One that `pages` silently is believed only as far as it cannot be paging.
     """
 
     kind: Hashable = None
@@ -35,6 +35,7 @@ class Work:
     measured: Measured | None = None
     learns: bool = False
     shapes: Hashable = None
+    pages: bool = False
 
 
 @dataclass
@@ -106,7 +107,10 @@ class WorkBook:
         now = self.of(unit)
         if not work.forecast or now.forecast != work.forecast or not now.learns:
             return
-        if differs(self._loads(unit), measured):
+        loads = self._loads(unit)
+        if now.pages and is_slow(measured_loads(loads, measured).compute_seconds, loads.compute_seconds):
+            pass  # it was not the computing that took so long
+        elif differs(loads, measured):
             measured = learned.keep(work.card, sizes_of(unit), work.forecast, measured) or measured
             now = replace(now, measured=measured)
         self._now[unit] = replace(now, learns=False)
@@ -114,6 +118,12 @@ class WorkBook:
     def _loads(self, unit: ManagedModel) -> Loads:
         work = self.of(unit)
         return measured_loads(sizes_of(unit).loads(work.forecast, work.rates), work.measured)
+
+    def call_seconds(self, unit: ManagedModel, kind: str, weights_bytes: int) -> float:
+        """What a call is planned to take with so many bytes of weights on the device; 0 if that is not known."""
+        work = self.of(unit)
+        known = work.forecast is not None and work.rates.source != "assumed"
+        return self.demand(unit).call_seconds(kind, weights_bytes) if known else 0.0
 
     def demand(self, unit: ManagedModel, held_bytes: int = 0) -> Demand:
         """What a unit wants of the device for its present work, on top of what its stage holds beside weights."""

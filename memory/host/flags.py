@@ -18,6 +18,7 @@ class HostFlags:
     least (`--novram`): nothing but what runs is in VRAM.
     encoders_on_cpu (`--lowvram`, where the host has no dynamic VRAM), vae_on_cpu (`--cpu-vae`).
     unpinned (`--disable-pinned-memory`), blocking (`--disable-async-offload`): how weights are copied.
+    graphs (unless `--disable-cuda-graphs`): it has captured CUDA graphs, which hold addresses of workspaces.
     """
 
     keeps_all: bool = False
@@ -27,6 +28,7 @@ class HostFlags:
     vae_on_cpu: bool = False
     unpinned: bool = False
     blocking: bool = False
+    graphs: bool = False
 
     def strategy(self, wanted: str, role: Role) -> str:
         """The strategy for a unit of that role. What the user chose in the graph counts more than a flag."""
@@ -58,4 +60,10 @@ def host_flags() -> HostFlags:
         vae_on_cpu=said("cpu_vae"),
         unpinned=said("disable_pinned_memory"),
         blocking=said("disable_async_offload"),
+        graphs=hasattr(options, "disable_cuda_graphs") and not said("disable_cuda_graphs") and _captured(),
     )
+
+
+def _captured() -> bool:
+    """Whether the host has made a stream to capture graphs on; where that cannot be seen, it may have."""
+    return bool(getattr(sys.modules.get("comfy.model_prefetch"), "GRAPH_CAPTURE_STREAMS", True))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..simulated.attention import Fuses
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
@@ -37,13 +38,15 @@ def dry_run(
     run: Callable[[torch.device], Any],
     stand_ins: StandIns | None = None,
     method: str = "forward",
+    fuses: Fuses | None = None,
 ) -> tuple[Forecast, Any]:
     """Run a stage on shapes. Returns its forecast, and what `run` returned.
 
     `modules` are the structures of its units by name, used up by this; `run` is called with the device to work on, and
-    calls the modules' `method`. RuntimeError, among others, where the code needs values that there are none of.
+    calls the modules' `method`. `fuses` tells which attention is one kernel on the real device. RuntimeError, among
+    others, where the code needs values that there are none of.
     """
-    with torch.inference_mode(), dry_card() as card:
+    with torch.inference_mode(), dry_card(fuses) as card:
         book = _Book(card)
         for name, module in modules.items():
             _DryModule(name, module, method, book, stand_ins or {})
@@ -56,13 +59,14 @@ def dry_run_known(
     units: Sequence[ManagedModel],
     known: Mapping[str, KnownCalls],
     run: Callable[[torch.device, Mapping[str, nn.Module]], Any],
+    fuses: Fuses | None = None,
 ) -> tuple[Forecast, Any]:
     """As `dry_run`, of units whose calls are `known` by the unit's name: only those that are not known are run.
 
     `run` is also given the modules to call. What is found out is added to `known`.
     """
     modules = {unit.name: unit.double() for unit in units}
-    with torch.inference_mode(), dry_card() as card:
+    with torch.inference_mode(), dry_card(fuses) as card:
         book = _Book(card)
         for unit in units:
             vars(modules[unit.name])["forward"] = _KnownModule(unit, known[unit.name], book)

@@ -46,6 +46,12 @@ class Demand:
         """The least that a placement takes on the device, weights and what is known of the work together."""
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
+    def call_seconds(self, kind: str, weights_bytes: int) -> float:
+        """What a call is planned to take in a placement with so many bytes of weights on the device, all in RAM."""
+        if kind != "streamed":
+            return self.loads.compute_seconds
+        return arrange(self.loads, weights_bytes - self.sizes.fixed_bytes).step_seconds
+
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
         """The weights that a placement is to hold on the device.
 
@@ -103,6 +109,25 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
         )
         known = _sizes[unit] = (made_by, sizes)
     return known[1]
+
+
+def reads_pieces(unit: ManagedModel) -> bool:
+    """Whether a unit can run from disk: from its files, or from the one that its encoded weights are going to have."""
+    runs_so = unit.placement is not None and not unit.in_ram  # what is on the device has no source meanwhile
+    return runs_so or unit.source() is not None or unit.unmade_bytes > 0
+
+
+def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:
+    """Of so much RAM, what the weights of a unit may take there.
+
+    That is no more than windows where the device's memory is the system's, and they can be read from disk: a copy
+    would be held twice, and streamed from RAM to RAM.
+    """
+    if not unified or not reads_pieces(unit):
+        return room_bytes
+    sizes = sizes_of(unit)
+    windows = max(window_bytes(sizes, kind) for kind in ("streamed", "resident"))
+    return min(room_bytes, windows, sizes.total_bytes - 1)
 
 
 def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated: bool) -> list[str]:

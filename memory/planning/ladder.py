@@ -21,6 +21,8 @@ class Attempt:
 
 
 _LEAST_SHARE = 0.25
+_SLOW = 2.0  # times the planned seconds, from which on something else goes on than computing
+_HELPS = 0.8  # of the seconds before that a call must at most take for the room that was given up
 
 
 def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
@@ -31,11 +33,32 @@ def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
     if not attempt.alone:
         return replace(attempt, alone=True)  # the same once more, with what share there is
     if streams and attempt.share:
-        share = attempt.share / 2 if attempt.share > _LEAST_SHARE else 0.0
-        return replace(attempt, strategy="streamed", share=share)
+        return replace(attempt, strategy="streamed", share=_less(attempt.share))
     if attempt.parts < batch:
         return replace(attempt, parts=min(batch, 2 * attempt.parts))
     return None
+
+
+def next_share(share: float, seconds: float, planned: float, before: float | None = None) -> float | None:
+    """The share to try after a call that took so many seconds though nothing failed; None to go on with this one.
+
+    A device that pages silently is slow as long as too much lies there. `before` are the seconds of the call for which
+    the share was lowered last: where that was of no use, all of it comes back.
+    """
+    if not is_slow(seconds, planned):
+        return None
+    if before is not None and seconds > _HELPS * before:
+        return 1.0
+    return _less(share) if share else None
+
+
+def is_slow(seconds: float, planned: float) -> bool:
+    """Whether a call took much longer than planned; of one that was to take no time nothing can be told."""
+    return seconds > _SLOW * planned > 0
+
+
+def _less(share: float) -> float:
+    return share / 2 if share > _LEAST_SHARE else 0.0
 
 
 def describe(attempt: Attempt) -> str:

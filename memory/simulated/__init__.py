@@ -34,6 +34,7 @@ from ..sizes import parse_bytes
 from . import card as state
 from . import clock as clock
 from . import kernels as kernels
+from .attention import never
 from .card import Stats, Transfer
 from .clock import Event, Stream
 
@@ -89,6 +90,9 @@ def enable(
     reserved: int | str = 0,
     disk_gbps: float | None = None,
     slot: int = 0,
+    fused_attention: bool = True,
+    pages_above: int | str | None = None,
+    unified: bool = False,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
@@ -96,7 +100,9 @@ def enable(
     programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
     operations per second for matrix products, convolutions and attention, None for a device that computes in
     no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time. A card
-    in another `slot` is another one of the same name. Tensors already on the device stay, and count. Raises
+    in another `slot` is another one of the same name; one without `fused_attention` makes the matrices of scores.
+    One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
+    system's memory holds; one that is `unified` has no other. Tensors already on the device stay, and count. Raises
     RuntimeError where torch cannot do it (see `supported`), and ValueError for a size or a rate that makes no sense.
     """
     global _enabled
@@ -109,6 +115,9 @@ def enable(
     flops = None if tflops is None else tflops * 1e12
     disk = None if disk_gbps is None else disk_gbps * 1e9
     state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot)
+    state.card.fuses = None if fused_attention else never
+    state.card.unified = unified
+    state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..sizes import format_bytes
+from .attention import Fuses
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class Card:
         self.lock = threading.Lock()
         self.freed: deque[int] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
+        self.fuses: Fuses | None = None  # which attention is one kernel; None for all
+        self.unified = False  # its memory is the system's
+        self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False
         self._allocated = self._peak = self._interval_peak = 0
@@ -240,6 +244,7 @@ class Card:
             for span in writes:
                 self._check(span, start, True)
             seconds = operations / self.flops if self.flops else 0.0
+            seconds += self._paging_seconds(reads + writes)
             stream.ready = end = start + seconds
             for span in reads:
                 self._mark(span, end, False)
@@ -247,6 +252,14 @@ class Card:
                 self._mark(span, end, True)
             self._busy["compute"] += seconds
             self.latest = max(self.latest, end)
+
+    def _paging_seconds(self, spans: list[Span]) -> float:
+        """What a kernel waits for those of its bytes that lie in the system's memory, evenly spread over all."""
+        self._settle()
+        if self.pages_above is None or self._allocated <= self.pages_above:
+            return 0.0
+        share = 1 - self.pages_above / self._allocated
+        return share * sum(span.end - span.begin for span in spans) / self._rates["h2d"]
 
     def _check(self, span: Span, start: float, write: bool) -> None:
         # On one stream `start` is never before the end of earlier work, so only other streams can trip this.

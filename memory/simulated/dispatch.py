@@ -8,6 +8,7 @@ import torch
 
 from . import card as state
 from . import shapes
+from .attention import by_parts, softmax_by_parts
 from .clock import OPERATIONS, current_stream
 from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 
@@ -41,6 +42,17 @@ def _whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def composite(func: Any, args: tuple, kwargs: dict) -> Any:
     return func.decompose(*args, **kwargs)
+
+
+def _attention(func: Any, args: tuple, kwargs: dict) -> Any:
+    return by_parts(*args, **kwargs) if calls_others(_attention, args, kwargs) else _whole(func, args, kwargs)
+
+
+def calls_others(handler: Handler, args: tuple, kwargs: dict) -> bool:
+    """Whether a handler runs operators of its own on these arguments."""
+    if handler is _attention:
+        return state.card.fuses is not None and not state.card.fuses(*args, **kwargs)
+    return handler in (composite, softmax_by_parts)
 
 
 def _mutating(func: Any) -> Handler:
@@ -169,15 +181,16 @@ def _index_write(func: Any) -> Handler:
     return lambda func, args, kwargs: write(func, (args[0], _moved(args[1]), *args[2:]), kwargs)
 
 
-# Composite operators that run as one. Cut up, most of them would make the same storages in more steps;
-# attention would make the whole score matrix, which no real card does.
+# Composite operators that run as one. Cut up, they would make the same storages in more steps.
 _WHOLE = {
-    "aten::scaled_dot_product_attention", "aten::linear", "aten::matmul", "aten::reshape", "aten::flatten",
+    "aten::linear", "aten::matmul", "aten::reshape", "aten::flatten",
     "aten::unflatten", "aten::chunk", "aten::narrow", "aten::contiguous", "aten::type_as", "aten::dropout",
     "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::layer_norm", "aten::group_norm", "aten::movedim",
 }  # fmt: skip
 
 _SPECIAL: dict[str, Handler] = {
+    "aten::scaled_dot_product_attention": _attention,
+    "aten::_safe_softmax": softmax_by_parts,
     "aten::copy_": _copy_,
     "aten::_to_copy": _to_copy,
     "aten::_local_scalar_dense": read_item,

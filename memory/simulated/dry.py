@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import card as state
 from . import shapes
+from .attention import Fuses
 from .clock import Stream
-from .dispatch import composite
+from .dispatch import calls_others
 from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
@@ -32,16 +33,17 @@ one_at_a_time = threading.RLock()  # who puts another card in the place of the o
 
 
 @contextmanager
-def dry_card() -> Iterator[state.Card]:
+def dry_card(fuses: Fuses | None = None) -> Iterator[state.Card]:
     """Let what this thread makes on `meta` be tensors of a simulated card, which is counted and has no cap.
 
     Small tensors keep their values there, large ones have shapes only (see `shapes`). The card's seconds of compute
-    are operations. One at a time in a process. It holds for the process's simulated device too: do no work on that in
-    another thread meanwhile.
+    are operations. `fuses` tells which attention the real card has a fused kernel for, by default all. One at a time
+    in a process. It holds for the process's simulated device too: do no work on that in another thread meanwhile.
     """
     with one_at_a_time:
         outer, card = state.card, state.Card(None, DEVICE, dry=True)
         card.configure(None, 0, 25e9, 25e9, 1.0)
+        card.fuses = fuses
         state.card = card
         try:
             # A stream of its own: an operation a second would set the clock of the others ahead by ages.
@@ -65,7 +67,7 @@ class _Operators(TorchDispatchMode):
         if not here and DEVICE not in (*args, kwargs.get("device")):
             return func(*args, **kwargs)
         handler = handlers[func]
-        if handler is composite:
+        if calls_others(handler, args, kwargs):
             with self:  # its parts make tensors too
                 return handler(func, args, kwargs)
         if here:

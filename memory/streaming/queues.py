@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import is_wddm
 from ..host.flags import host_flags
 
 _copy_streams: dict[torch.device, Any] = {}
@@ -23,6 +24,7 @@ class Queues:
         # `torch.cpu` has such classes too, which do nothing.
         names = ("Stream", "Event", "current_stream", "stream")
         has_streams = device.type != "cpu" and all(hasattr(self.backend, name) for name in names)
+        self._flushes = is_wddm(device.type)
         self.copying = self._copy_stream() if has_streams and not host_flags().blocking else None
 
     def _copy_stream(self) -> Any:
@@ -62,6 +64,8 @@ class Queues:
         with self.backend.stream(self.copying):
             target.copy_(source, non_blocking=True)
         done.record(self.copying)
+        if self._flushes:
+            self.copying.query()  # or the driver may keep the copy back until more is queued
 
     def read(self, nbytes: int, after: Any) -> Any:
         """The event that so many bytes have come from a simulated disk, begun when `after` has happened.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...memory.planning.dry_run import dry_run
+from ...memory.simulated.attention import Fuses
 from ...memory.simulated.dry import held_bytes
 from .structure import shapes_of
 
@@ -34,19 +35,20 @@ class Foreseen:
     around: Mapping[str, tuple[int, int]]
 
 
-def foresee(model: Any, shape: Sequence[int], prompt: Any = None) -> Foreseen | None:
+def foresee(model: Any, shape: Sequence[int], prompt: Any = None, fuses: Fuses | None = None) -> Foreseen | None:
     """What a call of a MODEL's module takes beside its weights for latents of `shape`, batch first; None if unknown.
 
-    `prompt` is one of the host's CONDITIONING, else one of usual size is assumed. Nothing is loaded or moved.
+    `prompt` is one of the host's CONDITIONING, else one of usual size is assumed. `fuses` tells which attention is one
+    kernel on the device, by default all. Nothing is loaded or moved.
     """
     try:
-        return _foresee(model, shape, prompt)
+        return _foresee(model, shape, prompt, fuses)
     except Exception as error:  # of code that needs values, which there are none of; the host's figure is left
         log.info("Ballast: no dry run of %s (%s)", type(model).__name__, " ".join(str(error).split())[:200])
         return None
 
 
-def _foresee(model: Any, shape: Sequence[int], prompt: Any) -> Foreseen:
+def _foresee(model: Any, shape: Sequence[int], prompt: Any, fuses: Fuses | None) -> Foreseen:
     double: Any = shapes_of(model)
     around = _watched(double)
 
@@ -63,7 +65,7 @@ def _foresee(model: Any, shape: Sequence[int], prompt: Any) -> Foreseen:
         times = torch.full((shape[0],), 1.0, device=device)
         return double.apply_model(noise, times, transformer_options=options, **given)
 
-    forecast, _ = dry_run({"model": double}, run, method="apply_model")
+    forecast, _ = dry_run({"model": double}, run, method="apply_model", fuses=fuses)
     seen = forecast.units["model"]
     return Foreseen(seen.peak_bytes, seen.operations, around)
 

@@ -136,7 +136,11 @@ def facts_of(patcher: Any, asked: Asked) -> Facts:
     """The facts of a MODEL. Takes a second or two for a large one."""
     expects = expected(patcher, asked.shape)
     facts = Facts(weights_of(patcher), expects, 0, 0.0, host.is_dynamic(patcher), None)
-    return _with(facts, foresee(patcher.model, asked.batch, asked.prompt), expects.of(asked.guidance))
+    return _with(facts, _foreseen(patcher, asked.batch, asked.prompt), expects.of(asked.guidance))
+
+
+def _foreseen(patcher: Any, shape: Sequence[int], prompt: Any) -> Foreseen | None:
+    return foresee(patcher.model, shape, prompt, Accelerator(torch.device(patcher.load_device)).fuses)
 
 
 def _with(facts: Facts, seen: Foreseen | None, expected_bytes: int, times: int = 1) -> Facts:
@@ -156,7 +160,7 @@ def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | Non
     rates = ASSUMED if on.type == "cpu" else measured_rates(on)
     first, placing = _placings(patcher, facts, asked.guidance, limit, is_budget)
     if not facts.dynamic and not _runs_both(patcher, facts, asked, placing):
-        facts = _with(facts, foresee(patcher.model, asked.shape, asked.prompt), facts.expects.one_bytes, times=2)
+        facts = _with(facts, _foreseen(patcher, asked.shape, asked.prompt), facts.expects.one_bytes, times=2)
     unit = _placed(facts, first, placing, limit, _ram_room(), rates)
     stage = StagePlan("sample", (unit,), note="", steps=asked.steps, rates=rates)
     name = type(patcher.model).__name__

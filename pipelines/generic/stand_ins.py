@@ -16,7 +16,7 @@ from torch import nn
 
 from ...memory.units.unit import ManagedModel
 from ..sampling.batches import Generators, generators
-from ..sampling.latents import check_noise, check_step
+from ..sampling.latents import StepCheck, check_noise
 from ..staged import OnStep
 from .answers import Telling
 from .stock import returned_names
@@ -168,6 +168,7 @@ class Steps:
         draws = "generator" in inspect.signature(self.step).parameters
         self.drawing = {"generator": generator} if draws else {}
         self.taken = 0
+        self.finite = StepCheck()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
@@ -180,7 +181,7 @@ class Steps:
         made = result[0] if isinstance(result, tuple) else result.prev_sample
         # A run from a picture leaves the first ones out.
         steps = len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
-        check_step(made, self.taken, steps)
+        self.finite.check(made, self.taken, steps)
         if self.on_step is None:
             return result
         if type(scheduler).__name__ in _EXPECTING:

@@ -25,7 +25,7 @@ from ..staged import OnStep, as_stock
 from .answers import Answers
 from .proving import ProvenPipeline
 from .recording import Recording
-from .stand_ins import LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
+from .stand_ins import DecodeCalledError, LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
 from .stock import asks_for_padding, embeddings_of, needed_inputs, own_words, picture_sizes
 from .tasks import INPUTS, VIDEOS, edits, with_controlnet
 
@@ -242,7 +242,7 @@ class StockParts(ProvenPipeline):
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
-        pipe.scheduler.step = Steps(pipe.scheduler, arguments["generator"], on_step)
+        pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step)
         if arguments["latents"] is not None:
             arguments["latents"] = arguments["latents"].to(device)
         if self.replays:
@@ -254,7 +254,11 @@ class StockParts(ProvenPipeline):
         drawing = arguments["generator"]
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
-            pipe(**arguments | texts, output_type="pt", return_dict=False)
+            try:
+                pipe(**arguments | texts, output_type="pt", return_dict=False)
+            except DecodeCalledError:
+                steps.finite.finish()  # of a call that took fewer steps than its scheduler has
+                raise
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """The conditioning as arguments of the pipeline's call."""

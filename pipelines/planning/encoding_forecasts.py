@@ -50,7 +50,10 @@ class Encoding:
         try:
             with self.forecaster.between_stages():
                 return dry_run_known(
-                    self.units, known, lambda device, modules: Conditioning.of(self.encode(device, modules))
+                    self.units,
+                    known,
+                    lambda device, modules: Conditioning.of(self.encode(device, modules)),
+                    self.forecaster.fuses,
                 )
         finally:
             for name, calls in known.items():

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...memory.planning.dry_run import StandIns, dry_run
 from ...memory.planning.forecast import Forecast
+from ...memory.simulated.attention import Fuses
 from ...memory.units.unit import ManagedModel
 from ..encoding.embedding_cache import cache_key
 from . import forecast_cache
@@ -30,6 +31,7 @@ class Forecaster:
 
     `facts()` is everything that decides their activations, beside their arguments, as plain data. `directory` keeps
     forecasts. `between_stages()` makes stages wait. `stand_ins` replace code that reads values.
+    `fuses` tells which attention is one kernel on the device, and `kernels` tells devices apart that differ in it.
     """
 
     name: str
@@ -37,10 +39,13 @@ class Forecaster:
     directory: Path
     between_stages: Callable[[], AbstractContextManager[Any]]
     stand_ins: StandIns
+    fuses: Fuses | None = None
+    kernels: str = ""
 
     def key(self, **arguments: Any) -> str | None:
         """The digest of the pipeline's facts and these; None if one of them has no digest."""
-        return cache_key({**self.facts(), **arguments})
+        kernels = {"kernels": self.kernels} if self.kernels else {}
+        return cache_key({**self.facts(), **arguments, **kernels})
 
     def forecast(
         self,
@@ -75,7 +80,7 @@ class Forecaster:
     ) -> tuple[Forecast, Any]:
         """Run a stage on shapes, as `memory.planning.dry_run` does, while no other stage runs."""
         with self.between_stages():  # a dry run counts what is done on the simulated device meanwhile, too
-            return dry_run(modules, run, self.stand_ins, method)
+            return dry_run(modules, run, self.stand_ins, method, self.fuses)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...memory.accelerator import Accelerator
 from ...memory.planning import learned
 from ...memory.planning.batches import best_batch, scaled
-from ...memory.planning.fit import sizes_of
+from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.measured import Measured
 from ...memory.planning.planner import Plan, make_plan
@@ -105,7 +106,8 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
     forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
-    place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
+    unified = Accelerator(run.device).is_unified
+    place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
     if rates is None:
         place = functools.partial(place, card=card_of(run.device))
     steps, at_once = run.sampling.steps, run.sampling.pictures
@@ -164,10 +166,12 @@ def plan_stage(
     steps: int = 1,
     card: str = "",
     pictures: int = 1,
+    unified: bool = False,
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
-    What was measured on a `card` is used. Of a forecast for one picture it may be the plan for several at once.
+    A device is `unified` whose memory is the system's. What was measured on a `card` is used. Of a forecast for one
+    picture it may be the plan for several at once.
     """
 
     def measured(unit: ManagedModel, work: UnitForecast) -> Measured | None:
@@ -179,6 +183,7 @@ def plan_stage(
     forecast = scaled(forecast, pictures) if pictures > 1 else forecast
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
+    ram = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
     plans = tuple(
         make_plan(
             unit,
@@ -186,24 +191,19 @@ def plan_stage(
             work,
             rates,
             budget_bytes,
-            ram_bytes,
+            ram[unit],
             steps=forecast.steps,
             strategy=strategy,
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
             in_ram_bytes=named[unit].host_bytes,
-            from_disk=sizes_of(named[unit]).total_bytes > ram_bytes and _reads_pieces(named[unit]),
+            from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads_pieces(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
         )
         for unit, work in forecast.units.items()
     )
     return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
-
-
-def _reads_pieces(unit: ManagedModel) -> bool:
-    """Whether a unit can run from disk: from its files, or from the one that its encoded weights are going to have."""
-    return unit.source() is not None or unit.unmade_bytes > 0
 
 
 def _plan_vae(

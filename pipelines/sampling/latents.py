@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from ...memory.streaming.queues import Queues
+from ...memory.units import hostbuffer
+
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 
 _NOT_FINITE = (
@@ -54,12 +57,40 @@ def check_noise(noise: Any, shape: Sequence[int] | None = None) -> None:
         raise ValueError(f"the noise is {list(noise.shape)}; this run takes {list(shape)}. Give that, or a seed.")
 
 
-def check_step(latents: torch.Tensor, step: int, steps: int) -> None:
-    """Raise ValueError, naming the step, if it made NaN or infinite values. Waits for the device."""
-    if latents.device.type == "meta":  # a dry run
-        return
-    if not math.isfinite(float(latents.sum(dtype=torch.float32))):  # no tensor of their size is made for it
-        raise ValueError(_NOT_FINITE.format(what=f"step {step} of {steps} made"))
+class StepCheck:
+    """Looks for NaN and infinite values that steps made, each while the device computes the next one."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[torch.Tensor, Any, str] | None = None
+
+    def check(self, latents: torch.Tensor, step: int, steps: int) -> None:
+        """Raise ValueError, naming it, if the step before made such values, or this one where it is the last.
+
+        The host waits for the device to have done the step before.
+        """
+        self.finish()
+        if latents.device.type == "meta":  # a dry run
+            return
+        queues = Queues(latents.device)
+        event = queues.event()
+        found = latents.sum(dtype=torch.float32)  # no tensor of their size is made for it
+        if event:
+            on_host = torch.empty_like(found, device="cpu", pin_memory=hostbuffer.wants_pinned(found.device))
+            found = on_host.copy_(found, non_blocking=True)
+            queues.mark(event)
+        self._asked = found, event, f"step {step} of {steps} made"
+        if event is None or step >= steps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Raise ValueError if the last step made such values. Waits for the device to have done it."""
+        if self._asked is None:
+            return
+        (found, event, what), self._asked = self._asked, None
+        if event:
+            event.synchronize()
+        if not math.isfinite(float(found)):
+            raise ValueError(_NOT_FINITE.format(what=what))
 
 
 def samples_of(latent: Any) -> Any:

@@ -121,7 +121,16 @@ class StageRunner(ModelFamily):
 
     @property
     def _forecaster(self) -> Forecaster:
-        return Forecaster(self.name, self.facts, self.forecasts, self.manager.between_stages, self.stand_ins)
+        accelerator = self.manager.accelerator
+        return Forecaster(
+            self.name,
+            self.facts,
+            self.forecasts,
+            self.manager.between_stages,
+            self.stand_ins,
+            accelerator.fuses,
+            accelerator.attention,
+        )
 
     def _vram_budget(self) -> int:
         """Bytes that a run here may take: the stated budget, for which other models make room, or what is free now."""
@@ -164,6 +173,7 @@ class StageRunner(ModelFamily):
             strategy=strategy,
             steps=steps,
             card=card_of(self.manager.device),
+            unified=self.manager.accelerator.is_unified,
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)

@@ -18,7 +18,7 @@ from ...files.components import parse_dtype
 from ...files.lora_layouts import Converters
 from ...options import check_known
 from ...sampling.batches import for_batch, seeds_of
-from ...sampling.latents import check_noise, check_step
+from ...sampling.latents import StepCheck, check_noise
 from ...sampling.picture_sizes import PictureSizes
 from ...staged import Negative, OnStep, Prompt, StagedPipeline, as_list
 from .gemma import gemma_features, with_system_prompt
@@ -220,9 +220,10 @@ class NewbiePipeline(StagedPipeline):
         if picture is not None:
             picture = (picture.to(device, torch.float32) - (vae["shift_factor"] or 0)) * vae["scaling_factor"]
         x = start(noise, picture, schedule[0])
+        finite = StepCheck()
         for taken, (after, expected) in enumerate(SAMPLERS[arguments["sampler"]](velocity, x, schedule), 1):
             x = after
-            check_step(x, taken, steps)
+            finite.check(x, taken, steps)
             if on_step is not None:
                 on_step(taken, steps, expected)
         return x / vae["scaling_factor"] + (vae["shift_factor"] or 0)

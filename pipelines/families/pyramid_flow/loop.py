@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...encoding.conditioning import Text
-from ...sampling.latents import check_step
+from ...sampling.latents import StepCheck
 from ...sampling.picture_sizes import PictureSizes, Sides
 
 STAGES = 3
@@ -205,6 +205,7 @@ def generate(
     for _ in range(STAGES - 1):
         noise = 2 * halve(noise)  # again white
     taken, total = 0, settings.calls(units, given)
+    finite = StepCheck()
     for unit in range(given, units):
         x = noise[:, :, unit - given, None].to(device, dtype)
         for stage, steps in enumerate(settings.steps(unit)):
@@ -217,7 +218,7 @@ def generate(
                 expected = scheduler.expected(direction, x)
                 x = scheduler.step(direction, x)
                 taken += 1
-                check_step(x, taken, total)
+                finite.check(x, taken, total)
                 if on_step is not None:
                     on_step(Step(unit, units, stage, step, taken, total, expected))
         history.add(x)
