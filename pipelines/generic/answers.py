@@ -24,18 +24,25 @@ class _Parameters(NamedTuple):
     tensor: torch.Tensor
 
 
+class _Certain(_Parameters):
+    """Those of a posterior that is one value, as of Cosmos' VAE."""
+
+
 def opened(output: Any) -> Any:
     """What a module gave, as a tree of tensors: a posterior as its parameters."""
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 
-    return tree_map_only(DiagonalGaussianDistribution, lambda posterior: _Parameters(posterior.parameters), output)
+    output = tree_map_only(DiagonalGaussianDistribution, lambda posterior: _Parameters(posterior.parameters), output)
+    return tree_map_only(IdentityDistribution, lambda posterior: _Certain(posterior.parameters), output)
 
 
 def closed(tree: Any) -> Any:
     """What a module gave, of the tree that `opened` made of it."""
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 
     def close(leaf: Any) -> Any:
+        if isinstance(leaf, _Certain):
+            return IdentityDistribution(leaf.tensor)
         return DiagonalGaussianDistribution(leaf.tensor) if isinstance(leaf, _Parameters) else leaf
 
     return tree_map(close, tree, is_leaf=lambda node: isinstance(node, _Parameters))
