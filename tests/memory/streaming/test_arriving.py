@@ -34,7 +34,9 @@ def mgr(sim: ModuleType) -> Iterator[MemoryManager]:
     found.schedule(None)
     yield found
     found.schedule(None)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ballast-reader")]
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("ballast-reader")]:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "it reads on"
 
 
 def never() -> Blocks:
@@ -142,8 +144,9 @@ def test_a_file_that_cannot_be_read_leaves_nothing(mgr: MemoryManager, sim: Modu
     assert dit.tier == "disk" and dit.host_bytes == 0 and dit.reading is None
 
 
+@pytest.mark.parametrize("strategy", ["resident", "streamed"])  # as it is put in place, and as it runs
 def test_a_stop_while_weights_come_leaves_nothing(
-    mgr: MemoryManager, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, mgr: MemoryManager, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Slow(monkeypatch)
     dit, vae = unit(tmp_path), unit(tmp_path, "vae", "vae")
@@ -158,7 +161,7 @@ def test_a_stop_while_weights_come_leaves_nothing(
 
     threading.Timer(0.3, lambda: stops.append(stop)).start()
     disk.allow(3)
-    with pytest.raises(KeyboardInterrupt), mgr.stage("sample", [dit]):
+    with pytest.raises(KeyboardInterrupt), mgr.stage("sample", [dit], strategy):
         run(dit.module, noise())
     stops.clear()
     disk.over = False
@@ -167,8 +170,10 @@ def test_a_stop_while_weights_come_leaves_nothing(
     for each in (dit, vae):
         assert each.tier == "disk" and each.host_bytes == 0 and each.reading is None
     disk.allow(2 * COUNT)
+    mgr.schedule(None)
     with mgr.stage("sample", [dit]):
         run(dit.module, noise())
+    dit.await_reading()
 
 
 def test_what_runs_next_is_read_meanwhile(mgr: MemoryManager, tmp_path: Path) -> None:

@@ -440,6 +440,24 @@ def timed(sim: ModuleType, ratio: float, resident: int, bunched: bool = False, s
     return (stats.clock_seconds - start) / steps, max(16 * compute_seconds, copying)
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1, 2])
+@pytest.mark.parametrize("resident", [0, 6, 11])
+def test_first_step_computes_while_weights_come(ratio: float, resident: int, sim: ModuleType) -> None:
+    """Those that stay and those that pass through come by one stream, in the order of the calls."""
+    compute_seconds = 4 * TOKENS * WIDE * WIDE / (1e-2 * 1e12)
+    sim.enable(total="1GB", tflops=1e-2, h2d_gbps=WEIGHT / (ratio * compute_seconds) / GB)
+    module = Blocks(16, WIDE)
+    room = 4 * WEIGHT + resident * WEIGHT + module.scale.nbytes
+    x = noise(TOKENS, WIDE)
+    start = sim.stats().clock_seconds
+    placement = put(module, room, loads(module, {"": TOKENS}, ratio))
+    run(module, x).cpu()
+    seconds = sim.stats().clock_seconds - start
+    placement.remove()
+    assert sim.stats().hazards == 0
+    assert seconds <= 1.05 * 16 * compute_seconds * max(1, ratio) + ratio * compute_seconds
+
+
 def loads(module: nn.Module, tokens: dict[str, int], ratio: float) -> Loads:
     """What the pieces compute, by how many tokens their lists are called with, where full ones take 1 / `ratio`."""
     pieces = divide(module, list(slots(module)), CallOrder()).pieces
