@@ -531,7 +531,9 @@ def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch
 
 def test_reading_moves_a_bar(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = load()
+    fill = reader.fill_batch
     monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
+    monkeypatch.setattr(reader, "fill_batch", lambda batch: (time.sleep(0.01), fill(batch))[1])
     monkeypatch.setattr(running, "_SECONDS", 0.0)
     with page() as recorded:
         encode(reference, "a boat that is read")
