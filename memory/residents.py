@@ -331,7 +331,7 @@ class Residents:
     def _has_come(self, unit: ManagedModel) -> None:
         """Note that a unit is in RAM, if it was read while it ran, or others did."""
         unit.forget_reading()
-        if not unit.reading and (came := self._coming_bytes.pop(unit, 0)):
+        if not unit.reading and (came := self._coming_bytes.pop(unit, 0)) and unit.in_ram:  # not dropped meanwhile
             self.timeline.record("load", unit, came)
 
     def read_ahead(self) -> None:

@@ -209,6 +209,28 @@ def test_only_where_ram_has_room_for_it(spare: int, mgr: MemoryManager, tmp_path
         assert first.in_ram
 
 
+def test_what_is_dropped_while_it_is_read_has_not_come(
+    mgr: MemoryManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, dit = unit(tmp_path, "first", "text_encoder"), unit(tmp_path)
+    disk = Slow(monkeypatch)
+    disk.allow(2 * COUNT + 1)  # of the first
+    mgr.schedule([mgr.adopt(first), mgr.adopt(dit)])
+    with mgr.stage("encode", [first]):
+        run(first.module, noise())
+        first.await_reading()
+        run(first.module, noise())
+        assert dit.reading
+        disk.over = True
+        disk.allow(4 * COUNT)
+        assert dit.drop() == dit.size_bytes
+        mgr.schedule(None)
+        run(first.module, noise())
+    assert dit.host_bytes == 0
+    loads = [event.unit for event in mgr.timeline.events if event.kind == "load"]
+    assert loads == ["first"]
+
+
 def test_nothing_is_read_that_nobody_waits_for(mgr: MemoryManager, tmp_path: Path) -> None:
     first, dit = unit(tmp_path, "first", "text_encoder"), mgr.adopt(unit(tmp_path))
     with mgr.stage("encode", [first]):
