@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
@@ -108,20 +109,27 @@ class StageRecord:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, from the end of the first step to that of the last; None where it cannot be told.
+        """Mean seconds of the steps in which nothing but steps happened; None where there are none.
 
-        The first is left out, since it waits for the weights.
+        The first is left out, since it waits for the weights, and so is one in which something was placed or left: a
+        call was made again, one unit took another's place, or pieces lie elsewhere since their seconds are known.
         """
         steps = self.planned.steps if self.planned else 0
-        ends = [i for i, event in enumerate(self.events) if event.kind == "ran"]
-        if steps < 2 or not ends or len(ends) % steps:
+        calls = [i for i, event in enumerate(self.events) if event.kind == "ran"]
+        if steps < 2 or not calls or len(calls) % steps:
             return None
-        first = ends[len(ends) // steps - 1]
-        if any(event.kind in ("load", "place", "evict") for event in self.events[first : ends[-1]]):
-            return None  # a call was made again, or one unit took another's place
-        # By what follows the last call the device is done, which the return of a call does not say.
-        last = self.events[min(ends[-1] + 1, len(self.events) - 1)]
-        return (last.seconds - self.events[first].seconds) / (steps - 1)
+        each = len(calls) // steps
+        ends = calls[each - 1 :: each]
+        steady = [
+            self._done(end) - self._done(before)
+            for before, end in pairwise(ends)
+            if not any(event.kind in ("load", "place", "evict") for event in self.events[before:end])
+        ]
+        return sum(steady) / len(steady) if steady else None
+
+    def _done(self, call: int) -> float:
+        """When the device was done with a call, which is told by what follows it: a call returns before."""
+        return self.events[min(call + 1, len(self.events) - 1)].seconds
 
     @property
     def has_others(self) -> bool:
