@@ -116,9 +116,9 @@ def test_the_header_of_a_large_tokenizer_is_read_soon(tmp_path: Path) -> None:
         writer.add_tensor("a", np.ones(5, np.float32))
 
     file = write(tmp_path / "words.gguf", fill)
-    start = time.perf_counter()
+    start = time.process_time()
     assert list(read_gguf_header(file).tensors) == ["a"]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 # Files made by hand: what no writer makes.
@@ -187,10 +187,10 @@ DAMAGED = {
 
 def refused(path: Path, match: str) -> None:
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=match) as error:
         read_gguf_header(path)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert tracemalloc.get_traced_memory()[1] < 8 * 2**20, "nothing is allocated for what a file claims"
     tracemalloc.stop()
     said = str(error.value)
