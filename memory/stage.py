@@ -90,6 +90,7 @@ def run_stage(
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, manager.budget_bytes)
+        exits.callback(manager.timeline.finish, record, units)  # whatever happens as the units leave
         record.planned = planned
         try:
             with torch.inference_mode():
@@ -105,7 +106,6 @@ def run_stage(
             if not ended:
                 manager.stop_reading()
             manager.accelerator.empty_cache()
-            manager.timeline.finish(record, units)
 
 
 class _Calls:

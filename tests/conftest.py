@@ -95,6 +95,7 @@ def sim() -> Iterator[ModuleType]:
     manager("sim").free()
     gc.collect()
     assert simulated.stats().allocated_bytes == 0, "the test left something on the device"
+    assert not manager("sim").timeline.is_in_stage, "a stage of the test has not ended"
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ class Observation:
             return
         self.look()
         stage = self._stage
+        if len(stage.events) == 1:  # a stage of ours has run since before it began
+            return
         stage.seconds = time.perf_counter() - stage.started
         stage.peak_bytes = stage.own_peak_bytes = max(_most(event) for event in stage.events[1:])
         stage.units = _records(stage.events)

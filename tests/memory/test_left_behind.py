@@ -285,3 +285,4 @@ def test_error_at_the_very_end_of_a_stage(stage: str, tiny_folders: Callable[[st
         leaving = stages.error_of(stage)
     assert type(leaving) is FaultError
     assert sim.stats().allocated_bytes == 0
+    assert not manager("sim").timeline.is_in_stage, "what others do is seen again"

@@ -41,6 +41,15 @@ def test_one_that_takes_nothing_is_left_out(sim: ModuleType) -> None:
     assert not list(timeline.stages)
 
 
+def test_one_within_a_stage_of_ours_is_left_out(sim: ModuleType) -> None:
+    timeline = manager("sim").timeline
+    with manager("sim").stage("sample", []):
+        seen = Observation(timeline, "KSampler", "prompt", 2**30)
+        use(MB)
+        seen.finish()
+    assert [stage.name for stage in timeline.stages] == ["sample"]
+
+
 def test_a_stage_of_ours_meanwhile_tells_more(sim: ModuleType, tiny_folders: Callable[[str], Path]) -> None:
     timeline = manager("sim").timeline
     pipe = ballast.open_pipeline(tiny_folders("sd3"), device="sim")
