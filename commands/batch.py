@@ -9,22 +9,23 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_device_arguments, add_model_arguments, family_arguments
-from .images import ANIMATIONS, OUTPUTS
+from .images import ANIMATIONS, OUTPUTS, frame_files
 from .lines import Line, read_lines
-from .request import Request
-from .results import LatentFiles, Result
+from .request import FRAMES, Request
+from .results import LatentFiles, Result, check_folder
 
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
     from ..pipelines.staged import Made
 
 _DEFAULTS = ("width", "height", "frames", "steps", "guidance", "seed", "batch", "strategy", "compile", "attention")
-_PICTURES = ("image", "mask", "last_image")  # files by their names in a line
+_PICTURES = ("image", "mask", "last_image", *FRAMES)  # files by their names in a line
+_NOT_OF_A_LINE = ("self", "cond", "on_step", "noise", "cards")  # arguments of `sample` that no line can have
 _NO_MATTER = ("strategy",)  # the picture is the same
 _PARTS = {"encode": 5, "sample": 90, "decode": 5}  # of the work of a line, for the bar
 _WHOLE = sum(_PARTS.values())
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.lines} has no lines. Write a prompt on each.")
     if arguments.workers is not None and (arguments.workers < 1 or not arguments.ray):
         raise ValueError(f"--workers is {arguments.workers}; it takes at least 1, and goes with --ray.")
+    check_folder(arguments.out)
     if is_simulated := arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or SIM_BYTES)
     transformers_logging.disable_progress_bar()
@@ -77,18 +79,17 @@ def run(arguments: argparse.Namespace) -> int:
     done = [job for job in jobs if job.result.is_done]
     for job in done:
         job.result.forget_latents()
-    unmade = {job.result.paths[0]: job for job in jobs if not job.result.is_done}  # a line given twice is made once
+    unmade = _once([job for job in jobs if not job.result.is_done])
     if arguments.ray and unmade:
         from .workers import Cluster
 
         sim_bytes = (arguments.vram or SIM_BYTES) if is_simulated else None
         with closing(Cluster(opening, arguments.ray, arguments.workers, sim_bytes)) as cluster:
-            requests = [job.request for job in unmade.values()]
-            running = functools.partial(cluster.run, requests, pipe.edits)
-            made, more = _followed(pipe, list(unmade.values()), running, cluster.table)
+            running = functools.partial(cluster.run, [job.request for job in unmade], pipe.edits)
+            made, more = _followed(pipe, unmade, running, cluster.table)
             print(cluster.table())
     else:
-        made, more = _followed(pipe, list(unmade.values()), functools.partial(_here, pipe, list(unmade.values())))
+        made, more = _followed(pipe, unmade, functools.partial(_here, pipe, unmade))
     failed |= more
     there = f"; {len(done)} had results already" if done else ""
     print(f"wrote {made} of {len(lines)} lines to {arguments.out}{there}")
@@ -99,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Job:
-    """A line to run, and its result."""
+    """Lines that are alike, to run once, and their result."""
 
-    line: int
+    lines: tuple[int, ...]
     result: Result
     request: Request
 
@@ -135,9 +136,11 @@ def _job(
     arguments: argparse.Namespace,
     suffix: str,
 ) -> _Job:
+    if refused := sorted(set(line.given) & set(_NOT_OF_A_LINE)):
+        raise ValueError(f"it gives {', '.join(refused)}, which a line of a list cannot. Leave it out.")
     given = {**usual, **line.given}
     prompt, negative = given.pop("prompt"), given.pop("negative_prompt")
-    files = {name: _paths(given.pop(name), arguments.lines.parent) for name in _PICTURES if name in given}
+    files = {name: _paths(given.pop(name), arguments.lines.parent, name) for name in _PICTURES if name in given}
     known = inspect.signature(pipe.sample).parameters
     texts = {name for name in given if name not in known and pipe.encodes_with(name)}
     encoding = {name: given.pop(name) for name in sorted(texts)}
@@ -148,14 +151,26 @@ def _job(
     count = batch if type(batch) is int and 1 <= batch <= 64 else 1  # another number `sample` refuses
     result = Result(arguments.out, suffix, settings, count)
 
-    return _Job(line.number, result, Request(prompt, negative, encoding, given, files))
+    return _Job((line.number,), result, Request(prompt, negative, encoding, given, files))
 
 
-def _paths(given: Any, folder: Path) -> list[Path]:
+def _once(jobs: Sequence[_Job]) -> list[_Job]:
+    """Each result once, with all lines that ask for it."""
+    found: dict[Path, _Job] = {}
+    for job in jobs:
+        first = found.setdefault(path := job.result.paths[0], job)
+        if first is not job:
+            found[path] = replace(first, lines=first.lines + job.lines)
+    return list(found.values())
+
+
+def _paths(given: Any, folder: Path, name: str) -> list[Path]:
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"it names the picture {str(given)[:80]!r}. Write the path of a file, from the list's folder.")
     paths = [folder / name for name in names]
+    if name in FRAMES:
+        paths = [file for path in paths for file in frame_files(path)]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"there is no file {path}. Put it there, or name another.")
@@ -200,10 +215,11 @@ def _followed(
     with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=_WHOLE * len(jobs))
         done = [0.0] * len(jobs)
+        count = sum(len(job.lines) for job in jobs)
 
         def moved(number: int, parts: float, stage: str) -> None:
             done[number] = parts
-            bar.update(task, completed=sum(done), description=f"{stage} {written + len(failed)}/{len(jobs)}")
+            bar.update(task, completed=sum(done), description=f"{stage} {written + len(failed)}/{count}")
 
         def stepped(number: int, step: int, steps: int, _: object) -> None:
             moved(number, _PARTS["encode"] + _PARTS["sample"] * step / steps, "sample")
@@ -211,12 +227,13 @@ def _followed(
         for made in running(stepped):
             job, parts = jobs[made.number], list(_PARTS)
             if made.error is not None:
-                failed[job.line] = _in_a_line(made.error)
+                why = _in_a_line(made.error)
                 if made.stage == "decode" and job.result.latents.is_file():
-                    failed[job.line] += f" The latent is not lost: it is in {job.result.latents}."
+                    why += f" The latent is not lost: it is in {job.result.latents}."
+                failed |= dict.fromkeys(job.lines, why)
             elif made.images is not None:
                 job.result.write(made.images, pipe.frame_rate)
-                written += 1
+                written += len(job.lines)
             through = parts[: parts.index(made.stage) + 1] if made.error is None else parts
             moved(made.number, sum(_PARTS[part] for part in through), made.stage)
     return written, failed

@@ -30,29 +30,37 @@ def open_image(path: Path | BinaryIO, width: int | None, height: int | None) -> 
     return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
 
 
-def open_frames(path: Path) -> torch.Tensor:
+def frame_files(path: Path) -> list[Path]:
+    """The files of a video: a film or an animation alone, or the pictures of a folder in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _STILLS)
+    if not files:
+        raise ValueError(f"{path} holds no pictures. Give a folder of frames, or a film.")
+    return files
+
+
+def open_frames(path: Path, content: BinaryIO | None = None) -> torch.Tensor:
     """Read a video as [F,H,W,3] in 0..1: a film, an animation, or a folder of pictures in the order of their names.
 
-    A picture is one frame. ImportError, with what to install, for a film without PyAV.
+    A picture is one frame. `content` is read in place of the file at `path`. ImportError, with what to install, for a
+    film without PyAV.
     """
     import numpy as np
     import torch
     from PIL import Image, ImageSequence
 
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _STILLS)
-        if not files:
-            raise ValueError(f"{path} holds no pictures. Give a folder of frames, or a film.")
-        return torch.cat([open_image(file, None, None) for file in files])
+        return torch.cat([open_image(file, None, None) for file in frame_files(path)])
     if path.suffix.lower() in _FILMS:
         try:
             import av
         except ImportError as error:
             raise ImportError(f"reading {path.name} needs PyAV: pip install av. Or give a folder of frames.") from error
-        with av.open(str(path)) as film:
+        with av.open(content or str(path)) as film:
             arrays = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
     else:
-        with Image.open(path) as opened:
+        with Image.open(content or path) as opened:
             arrays = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)]
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
 

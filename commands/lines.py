@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 _TEXTS = ("prompt", "negative_prompt")
 _INSTEAD = {"negative": "negative_prompt"}
 _MOST_BYTES = 2**30
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ def read_lines(path: Path) -> list[Line]:
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} has more than 1 GB, which no list of prompts has. Split it.")
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise ValueError(f"{path} is UTF-16, as Windows PowerShell writes it. Save it as UTF-8.")
     if path.suffix.lower() == ".csv":
         return list(_of_csv(path, content))
     parse = _of_json if path.suffix.lower() in (".jsonl", ".ndjson") else _of_text
@@ -66,11 +71,16 @@ def _of_csv(path: Path, content: bytes) -> Iterator[Line]:
         names = [name.strip() for name in next(rows, [])]
         if "prompt" not in names:
             raise ValueError(f"{path} has no column prompt. Name the columns in its first line.")
+        if twice := sorted({name for name in names if name and names.count(name) > 1}):
+            raise ValueError(f"{path} has more than one column {', '.join(twice)}. Name each column once.")
         for row in rows:
             if not any(row):
                 continue
             if len(row) > len(names):
                 yield Line(rows.line_num, wrong=f"it has {len(row)} cells for {len(names)} columns. Quote commas.")
+                continue
+            if any(cell.strip() for name, cell in zip(names, row, strict=False) if not name):
+                yield Line(rows.line_num, wrong="it has a cell in a column without a name. Name it in the first line.")
                 continue
             given = {name: _value(name, cell) for name, cell in zip(names, row, strict=False) if cell.strip()}
             try:
@@ -97,4 +107,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("it has no prompt. Give one.")
     if not isinstance(given.get("negative_prompt", ""), str):
         raise ValueError("its negative_prompt is no text.")
+    for name in _TEXTS:
+        if _NO_TEXT.search(given.get(name, "")):
+            raise ValueError(f"its {name} has characters that no text has: zeros, or halves of others. Remove them.")
     return given

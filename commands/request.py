@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .images import open_image
+from .images import open_frames, open_image
 
 if TYPE_CHECKING:
     from ..pipelines.staged import Item
+
+FRAMES = ("control", "video")  # may be films
+File = Path | tuple[Path, bytes]  # or what it holds
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Request:
     negative_prompt: str
     encoding: Mapping[str, Any]
     sampling: Mapping[str, Any]
-    pictures: Mapping[str, Sequence[Path | bytes]]
+    pictures: Mapping[str, Sequence[File]]
 
     def item(self, edits: bool, on_step: Callable[..., None] | None = None) -> Item:
         """The item to run. Where the model `edits`, the image belongs to the prompt."""
@@ -46,7 +49,7 @@ class Request:
         return replace(
             self,
             pictures={
-                name: [each if isinstance(each, bytes) else each.read_bytes() for each in files]
+                name: [(each, each.read_bytes()) if isinstance(each, Path) else each for each in files]
                 for name, files in self.pictures.items()
             },
         )
@@ -57,5 +60,9 @@ class Request:
         return self.prompt, self.negative_prompt, repr(sorted(self.encoding.items())), images
 
     def _opened(self, name: str) -> list[Any]:
-        files = [io.BytesIO(each) if isinstance(each, bytes) else each for each in self.pictures[name]]
-        return [open_image(file, None, None) for file in files]
+        files = [
+            (each, None) if isinstance(each, Path) else (each[0], io.BytesIO(each[1])) for each in self.pictures[name]
+        ]
+        if name in FRAMES:
+            return [open_frames(path, content) for path, content in files]
+        return [open_image(content or path, None, None) for path, content in files]

@@ -21,6 +21,19 @@ _SLUG = re.compile(r"[^a-z0-9]+")
 _LONGEST_SLUG = 40
 
 
+def check_folder(folder: Path) -> None:
+    """Make the folder for results. OSError, in one line, where nothing can be written to it."""
+    from ..memory.files import replacing
+
+    probe = folder / "ballast-probe"
+    try:
+        with replacing(probe):
+            pass
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} takes no results ({error.strerror or error}). Name another folder.") from error
+
+
 @dataclass(frozen=True)
 class Result:
     """The pictures of one line: `settings` are all that decides them, as plain data, `count` how many there are."""

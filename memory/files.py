@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,17 +92,17 @@ def replacing(path: Path, first: bool = False) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(path.parent)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:8], suffix=_PART)
+    part = path.parent / f"{path.stem[:8]}{uuid.uuid4().hex}{_PART}"
     try:
-        os.close(handle)
-        yield Path(name)
+        part.touch(exist_ok=False)  # with the rights of any new file, unlike tempfile's
+        yield part
         if first and path.exists():
-            os.unlink(name)
+            part.unlink()
         else:
-            os.replace(name, path)
+            os.replace(part, path)
     except BaseException:
         with suppress(OSError):
-            Path(name).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
         raise
 
 

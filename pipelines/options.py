@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
 
 # Those of the families that have a loop of their own.
 OWNERS = {
@@ -32,7 +35,7 @@ class UnknownOptionError(TypeError):
         self.title, self.names = title, tuple(names)
         foreign = [f"{name} is for {OWNERS[name]}, not for {title}: leave it out." for name in names if name in OWNERS]
         foreign += [f"{name}: give {_INSTEAD[name]} instead." for name in names if name in _INSTEAD]
-        strange = ", ".join(name for name in self.names if name not in OWNERS and name not in _INSTEAD)
+        strange = ", ".join(name or "''" for name in self.names if name not in OWNERS and name not in _INSTEAD)
         takes = f"It takes: {', '.join(sorted(known)) or 'none'}."
         super().__init__(" ".join([*foreign, *([f"{title} has no argument {strange}. {takes}"] if strange else [])]))
 
@@ -41,6 +44,20 @@ def check_known(title: str, options: Iterable[str], known: Collection[str]) -> N
     """Raise UnknownOptionError for options that are not among the known ones."""
     if unknown := sorted(set(options) - set(known)):
         raise UnknownOptionError(title, unknown, known)
+
+
+def check_numbers(whole: Mapping[str, Any], guidance: Any) -> None:
+    """Raise ValueError, in one line, for sizes and counts that are no whole numbers, and for no number as guidance.
+
+    None of them is what the pipeline is made for.
+    """
+    for name, value in whole.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name} is {str(value)[:80]!r}; it takes a whole number.")
+    if guidance is None:
+        return
+    if isinstance(guidance, bool) or not isinstance(guidance, Real) or not math.isfinite(guidance):
+        raise ValueError(f"guidance is {str(guidance)[:80]!r}; it takes a number.")
 
 
 def check_stage(title: str, options: Iterable[str], for_text: Collection[str]) -> None:

@@ -83,7 +83,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         """Run items stage by stage, in chunks whose embeddings RAM holds, and tell what becomes of each.
 
         One that fails stops no other. `latents` hold what is sampled until its pictures are taken; what is there
-        already is not sampled again. `known` are conditionings of some items.
+        already is not sampled again, and that they take no more ends the run. `known` are conditionings of some items.
         """
         latents = {} if latents is None else latents
         run = self.within(self.vram_bytes, self.ram_bytes, keep=True)
@@ -157,10 +157,11 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
 
     def _sample_item(self, number: int, item: Item, cond: Conditioning, latents: Latents) -> Made:
         try:
-            latents[number] = self.sample(cond, **item.sampling())
+            made = self.sample(cond, **item.sampling())
         except Exception as error:
             release_frames(error)
             return Made(number, "sample", error=error)
+        latents[number] = made  # where this cannot be kept no other could be: the run ends, and draws no more in vain
         return Made(number, "sample")
 
     def _decode_item(self, number: int, latents: Latents) -> Made:

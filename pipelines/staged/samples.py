@@ -18,6 +18,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
+from ..options import check_numbers
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
@@ -252,6 +253,7 @@ class SampleStage(StageRunner):
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         refuse_scales(self._loras, options)
+        check_numbers({"width": width, "height": height, "steps": steps, "frames": frames}, guidance)
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
         if (given := options.get("init_latents")) is not None:

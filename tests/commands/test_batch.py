@@ -16,7 +16,10 @@ import ballast
 import ballast.commands.main
 import numpy as np
 import pytest
+import torch
+from ballast.commands.images import write_image
 from ballast.commands.lines import read_lines
+from ballast.commands.request import Request
 from ballast.memory import simulated
 from PIL import Image
 from places import ROOT, TESTS
@@ -61,7 +64,7 @@ def test_lines_are_run_once_and_bad_ones_are_told(tmp_path: Path, capsys: pytest
     assert [text.split(":")[0] for text in wrong] == [f"line {number}" for number in (2, 4, 6, 8, 9)]
     assert "it is not JSON" in wrong[0] and "steps is 0" in wrong[1] and "no argument no_such" in wrong[2]
     assert "it has no prompt" in wrong[3] and "there is no file" in wrong[4]
-    assert "Traceback" not in said.err and "wrote 2 of 8 lines" in said.out
+    assert "Traceback" not in said.err and "wrote 3 of 8 lines" in said.out, "a line that comes twice counts twice"
 
     pipe: Any = ballast.open_pipeline(DEMO, device="cpu")
     made = pipe.decode(pipe.sample(pipe.encode(PROMPTS[0], ""), seed=7, steps=2))
@@ -72,11 +75,106 @@ def test_lines_are_run_once_and_bad_ones_are_told(tmp_path: Path, capsys: pytest
         assert picture.text["Description"] == PROMPTS[0]  # type: ignore[attr-defined]
     assert (facts["prompt"], facts["seed"], facts["steps"]) == (PROMPTS[0], 7, 2)
     assert facts["model_digest"] == pipe.digest()
+    assert (out / name).stat().st_mode == lines.stat().st_mode, "others may read it where they may read new files"
 
     assert batch(lines, out) == 1
     assert seen(out) == first and "wrote 0 of 8 lines" in capsys.readouterr().out, "nothing is made twice"
     assert batch(lines, out, "--guidance", "2") == 1
     assert len(seen(out)) == 6, "other settings are other results"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"width": "64"}, "width is '64'; it takes a whole number."),
+        ({"width": float("inf")}, "width is 'inf'; it takes a whole number."),
+        ({"height": 64.0}, "height is '64.0'; it takes a whole number."),
+        ({"steps": "2"}, "steps is '2'; it takes a whole number."),
+        ({"steps": True}, "steps is 'True'; it takes a whole number."),
+        ({"guidance": float("nan")}, "guidance is 'nan'; it takes a number."),
+        ({"guidance": "5"}, "guidance is '5'; it takes a number."),
+        ({"": 1}, "has no argument ''."),
+        ({"on_step": 1}, "it gives on_step, which a line of a list cannot."),
+        ({"cond": 1, "self": 2}, "it gives cond, self, which a line of a list cannot."),
+        ({"prompt": "a \ud800"}, "its prompt has characters that no text has"),
+        ({"negative": "a \0"}, "its negative_prompt has characters that no text has"),
+        ({"control": "none.png"}, "there is no file"),
+        ({"video": "frames"}, "frames holds no pictures."),
+    ],
+)
+def test_odd_lines(given: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told with their numbers, also where such a line comes twice; nothing is drawn of them."""
+    (tmp_path / "frames").mkdir()
+    lines = jsonl(tmp_path / "prompts.jsonl", *[{"prompt": PROMPTS[0], **given}] * 2)
+    assert batch(lines, tmp_path / "out") == 1
+    said = capsys.readouterr()
+    told = [line for line in said.err.splitlines() if line.startswith("ballast: ")]
+    assert [line.split(":")[1] for line in told] == [" line 1", " line 2"] and all(words in line for line in told), told
+    assert not seen(tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["file", "file/in"])
+def test_a_folder_that_takes_nothing_is_told_before_anything_is_drawn(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    lines = jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0]}, {"prompt": PROMPTS[1]})
+    assert batch(lines, tmp_path / out, "--model", str(tmp_path / "none")) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"ballast: {tmp_path / out} takes no results (") and said.count("\n") == 1
+
+
+def test_a_disk_that_is_full_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Instead of drawing what cannot be kept."""
+    from ballast.pipelines.decoding import rescue
+    from ballast.pipelines.staged import samples
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    drawn, sample = [], samples.SampleStage.sample
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append(1)
+        return sample(self, *args, **kwargs)
+
+    monkeypatch.setattr(rescue, "save_latents", full)
+    monkeypatch.setattr(samples.SampleStage, "sample", counted)
+    assert batch(jsonl(tmp_path / "prompts.txt", *PROMPTS[:3]), tmp_path / "out") == 1
+    assert "ballast: no space left on device" in capsys.readouterr().err and drawn == [1]
+
+
+def test_lines_may_name_films_and_what_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`control` and `video` of a line are files or folders of frames from the list's folder, read where it runs."""
+    film = torch.stack([torch.full((16, 16, 3), shade) for shade in (0.0, 0.2, 1.0)])
+    write_image(film, tmp_path / "film.gif", ".gif")
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(film):
+        write_image(frame, tmp_path / "frames" / f"{number}.png", ".png")
+    from ballast.pipelines.staged import samples
+
+    found: list[dict[str, Any]] = []
+
+    def noted(self: Any, cond: Any, **given: Any) -> Any:
+        found.append(given)
+        raise ValueError("enough is seen")
+
+    monkeypatch.setattr(samples.SampleStage, "sample", noted)
+    both = {"control": "film.gif", "video": "frames"}
+    assert batch(jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0], **both}), tmp_path / "out") == 1
+    assert "line 1: enough is seen" in capsys.readouterr().err
+    files = {"control": [tmp_path / "film.gif"], "video": sorted((tmp_path / "frames").iterdir())}
+    carried = Request("a boat", "", {}, {}, files).carried()
+    for path in (tmp_path / "frames").iterdir():
+        path.unlink()
+    (tmp_path / "film.gif").unlink()
+    for given in (found[0], carried.item(edits=False).sampling()):
+        for name in both:
+            torch.testing.assert_close(torch.cat(list(given[name])), film, atol=0.02, rtol=0)
 
 
 def test_text_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +192,15 @@ def test_text_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert batch(text, tmp_path / "out", "--format", "jpg") == 1
     assert len(list((tmp_path / "out").glob("*.jpg"))) == 2
     assert "line 4: it is not UTF-8" in capsys.readouterr().err
-    for content, words in ((b"", "has no lines"), (b"seed\n1", "has no column prompt")):
-        table.write_bytes(content or b"prompt\n")
+    table.write_bytes(b"prompt,,seed\na red circle,,4\na green square,x,4\n")
+    assert [line.wrong[:29] for line in read_lines(table)] == ["", "it has a cell in a column wit"]
+    for content, words in (
+        (b"prompt\n", "has no lines"),
+        (b"seed\n1", "has no column prompt"),
+        (b"prompt,seed, seed\na,1,2", "has more than one column seed"),
+        ("prompt\na boat".encode("utf-16"), "is UTF-16"),
+    ):
+        table.write_bytes(content)
         assert batch(table, tmp_path / "none") == 1
         assert words in capsys.readouterr().err
     assert batch(tmp_path / "none.txt", tmp_path / "none") == 1
