@@ -212,10 +212,11 @@ class Cluster:
 
     def close(self) -> None:
         """End the workers, and Ray if it was begun here."""
+        if self._began:  # which ends them, and says nothing of what they were at
+            self.ray.shutdown()
+            return
         for worker in getattr(self, "_workers", ()):
             self.ray.kill(worker)
-        if self._began:
-            self.ray.shutdown()
 
 
 def _ray() -> Any:

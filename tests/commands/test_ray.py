@@ -13,7 +13,7 @@ import ballast.commands.main
 import numpy as np
 import psutil
 import pytest
-from ballast.commands import workers
+from ballast.commands import results, workers
 from ballast.commands.request import Request
 from ballast.memory import simulated
 from places import ROOT
@@ -80,6 +80,30 @@ def test_a_worker_dies_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert seen(out) == seen(tmp_path / "alone")
     assert said.err.split("ballast: ")[1:] == ["line 21: steps is 0; it takes at least 1.\n"]
     assert "worker  machine" in said.out and "wrote 39 of 40 lines" in said.out
+
+
+def test_ctrl_c_ends_all_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While both workers draw; what is written stays, and the next run goes on."""
+    lines, out = lines_of(tmp_path / "prompts.jsonl", 12), tmp_path / "out"
+    write = results.Result.write
+
+    def stopped(self: results.Result, *given: object) -> object:
+        if len(seen(out)) == 3:
+            raise KeyboardInterrupt
+        return write(self, *given)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Result, "write", stopped)
+        assert batch(lines, out, "--ray", "--workers", "2") == 130
+    told = [line for line in capfd.readouterr().err.splitlines() if line.strip() and "%" not in line]
+    assert told == ["ballast: stopped"]
+    assert not [each for each in psutil.Process().children(recursive=True) if "ray::" in " ".join(each.cmdline())]
+    before = seen(out)
+    assert len(before) == 3
+    assert batch(lines, out, "--ray", "--workers", "2") == 1
+    assert len(seen(out)) == 11 and seen(out).items() >= before.items()
 
 
 def test_two_machines_and_the_time_of_the_driver(tmp_path: Path) -> None:
