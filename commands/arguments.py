@@ -65,6 +65,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file of a text encoder; may be given several times",
     )
     parser.add_argument("--transformer-2", type=Path, help="Wan 2.2: the file of its expert for low noise")
+    parser.add_argument("--image-encoder", type=Path, help="Wan 2.1: the file of what sees the first frame")
     parser.add_argument(
         "--tokenizer",
         type=_tokenizer,
@@ -129,6 +130,7 @@ def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         "text",
         "base",
         "transformer_2",
+        "image_encoder",
         "weights",
         "cache_encoded",
         "controlnet",

@@ -46,6 +46,7 @@ def open_pipeline(
     loras: Loras = (),
     weights: str = "auto",
     cache_encoded: bool = False,
+    image_encoder: str | Path | None = None,
     **family: Any,
 ) -> StagedPipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
@@ -55,9 +56,10 @@ def open_pipeline(
     `keep` the transformer stays on the device between runs while there is room. `cache_dir` holds the text embeddings.
     For a file, in diffusers' layout, the original one or ComfyUI's, `base` is the diffusers folder of that model, which
     has all else; weights of its transformer need not be there. Nor need those of what there is a file for as well:
-    `text_encoders` in any order, of which each encoder takes the one that fits it, `vae`, and `transformer_2`, the
-    expert for low noise of Wan 2.2. Without a base the configs of the published models come with the pack, there is a
-    file for every part, and `tokenizers` are folders by kind: "clip", "t5", "qwen", "llama", "gemma".
+    `text_encoders` in any order, of which each encoder takes the one that fits it, `vae`, `transformer_2`, the expert
+    for low noise of Wan 2.2, and `image_encoder`, which Wan 2.1 sees the first frame with. Without a base the configs
+    of the published models come with the pack, there is a file for every part, and `tokenizers` are folders by kind:
+    "clip", "t5", "qwen", "llama", "gemma".
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
     leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
@@ -71,13 +73,19 @@ def open_pipeline(
     """
     folder = Path(path).expanduser()
     shared: dict[str, Any] = {}
+    parts = {
+        "text_encoders": text_encoders,
+        "transformer_2": transformer_2,
+        "tokenizers": tokenizers,
+        "image_encoder": image_encoder,
+    }
     if base is not None or (folder.is_file() and not (is_newbie(folder) or is_pyramid(folder))):
-        files = _given(folder, text_encoders, vae, transformer_2, tokenizers)
+        files = _given(folder, text_encoders, vae, transformer_2, tokenizers, image_encoder)
         shared["files"] = files
         folder = files.published() if base is None else Path(base).expanduser()
-    elif text_encoders:
+    elif given := [name for name, files in parts.items() if files]:
         raise ValueError(
-            f"{folder} takes no text_encoders: they go with the single file of a transformer. Leave them out."
+            f"{folder} takes no {', '.join(given)}, which go with the single file of a transformer. Leave them out."
         )
     elif vae is not None:
         family["vae"] = vae  # of a family that has such a file
@@ -119,19 +127,21 @@ def _given(
     vae: str | Path | None,
     transformer_2: str | Path | None,
     tokenizers: Mapping[str, str | Path] | Iterable[tuple[str, str | Path]],
+    image_encoder: str | Path | None,
 ) -> GivenFiles:
     """The files of parts of a model. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
     encoders = tuple(Path(each).expanduser() for each in text_encoders)
-    decoder, second = (None if each is None else Path(each).expanduser() for each in (vae, transformer_2))
-    for each in (path, *encoders, decoder, second):
+    others = (None if each is None else Path(each).expanduser() for each in (vae, transformer_2, image_encoder))
+    decoder, second, seeing = others
+    for each in (path, *encoders, decoder, second, seeing):
         if each is not None and not each.is_file():
             raise FileNotFoundError(f"there is no file {each}. Put it back, or name another.")
     folders = {kind: Path(each).expanduser() for kind, each in dict(tokenizers).items()}
     if unknown := sorted(folders.keys() - KINDS.keys()):
         raise ValueError(f"there are no tokenizers of {', '.join(unknown)}. Known are {', '.join(KINDS)}.")
-    return GivenFiles(path, encoders, decoder, second, folders)
+    return GivenFiles(path, encoders, decoder, second, folders, seeing)
 
 
 def _family(path: Path) -> str:

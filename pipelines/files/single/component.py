@@ -20,7 +20,7 @@ from ..building import on_meta
 from ..components import Component
 from ..placing import read_whole
 from .contents import SingleFile, type_of
-from .encoders import read_encoder
+from .encoders import PICTURE, TEXT, read_encoder
 from .layouts import Layout
 
 
@@ -132,12 +132,12 @@ def vae_component(base: Component, single: SingleFile) -> FileComponent:
 
 
 def encoder_component(base: Component, path: Path) -> FileComponent:
-    """A text encoder of `base`, with the weights of a file. ValueError, in one line, where the file is of another."""
+    """An encoder of `base`, of text or pictures, with the weights of a file. ValueError where it is of another."""
     dtype = base.dtype or type_of(path)
     with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
         module: Any = replace(base, dtype=dtype)._structure()
     module.tie_weights()
-    single = read_encoder(path, module, dtype)
+    single = read_encoder(path, module, dtype, TEXT if base.role == "text_encoder" else PICTURE)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
 
 

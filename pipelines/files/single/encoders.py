@@ -1,7 +1,8 @@
-"""Text encoders in single files: transformers' names, with or without the prefixes that tools leave out or put before.
+"""Encoders in single files: transformers' names, with or without the prefixes that tools leave out or put before.
 
 The weights of one are found by what is left of both names without those prefixes. Files often hold more than an encoder
-does: a head, a tower for pictures, a tokenizer. That is not read.
+does: a head, a tower for pictures, a tokenizer; those of an encoder of pictures a projection, or one of texts. That is
+not read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,37 @@ from .contents import SingleFile
 from .gguf_names import architecture_of, names_in_gguf, rows_in_gguf, weight_in_gguf
 from .layouts import Shapes
 
-_PREFIX = re.compile(r"(?:(?:text_encoders?(?:\.\w+)?|transformer|model|language_model|text_model)\.)*")
-# What text encoders do without, by the beginnings of names without prefixes.
-_UNREAD = (
-    "lm_head.", "logit_scale", "text_projection.", "visual.", "vision_model.", "visual_projection.", "decoder.",
-    "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "rope_freqs.", "spiece_model", "tokenizer_json",
-)  # fmt: skip
 log = logging.getLogger("ballast")
+_TOWER = "visual."
+_GET = "Get the file of that encoder."
+_GET_SEEING = "It reads text alone: get a safetensors file that has the tower for pictures, too."
 
 
-def plain_name(name: str) -> str:
-    """A name without the prefixes of the models that it lies in."""
-    match = _PREFIX.match(name)
-    return name[match.end() :] if match else name
+@dataclass(frozen=True)
+class Kind:
+    """A kind of encoders: the prefixes of their names, and what they do without, by the beginnings of plain names."""
+
+    prefix: re.Pattern[str]
+    unread: tuple[str, ...]
+
+    def plain(self, name: str) -> str:
+        """A name without the prefixes of the models that it lies in."""
+        match = self.prefix.match(name)
+        return name[match.end() :] if match else name
+
+
+TEXT = Kind(
+    re.compile(r"(?:(?:text_encoders?(?:\.\w+)?|transformer|model|language_model|text_model)\.)*"),
+    (
+        "lm_head.", "logit_scale", "text_projection.", "visual.", "vision_model.", "visual_projection.", "decoder.",
+        "multi_modal_projector.", "embeddings.position_ids", "rotary_emb.", "rope_freqs.", "spiece_model",
+        "tokenizer_json",
+    ),
+)  # fmt: skip
+PICTURE = Kind(
+    re.compile(r"(?:(?:image_encoder|clip_vision|model)\.)*(?:vision_model\.)?"),
+    ("visual_projection.", "text_model.", "text_projection.", "logit_scale", "embeddings.position_ids"),
+)
 
 
 @functools.cache
@@ -52,7 +72,7 @@ def unprojected(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
-def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFile:
+def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind = TEXT) -> SingleFile:
     """Where the weights of an encoder, on `meta`, lie in a file. Reads none. `dtype` is what quantised ones become.
 
     FileNotFoundError, or ValueError in one line, for a file that is damaged, or that is another encoder's.
@@ -63,24 +83,27 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype) -> SingleFil
     named = names_in_gguf(architecture, weights) if architecture else {full: full for full in weights}
     by_name: dict[str, str] = {}
     for full, name in named.items():
-        if (other := by_name.setdefault(plain_name(name), full)) != full:
+        if (other := by_name.setdefault(kind.plain(name), full)) != full:
             raise ValueError(f"{path} holds both {other} and {full}: it is of several models. Get the encoder alone.")
     places, taken, config = {}, set(), getattr(module, "config", None)
-    for name, aliases in _names(module).items():
-        found = [by_name[plain_name(alias)] for alias in aliases if plain_name(alias) in by_name]
-        if not found:
-            raise ValueError(f"{path} lacks {plain_name(name)}, which {what} has. Get the file of that encoder.")
+    lying = {
+        name: [by_name[plain] for alias in aliases if (plain := kind.plain(alias)) in by_name]
+        for name, aliases in _names(module).items()
+    }
+    if missing := [kind.plain(name) for name, found in lying.items() if not found]:
+        get = _GET_SEEING if all(name.startswith(_TOWER) for name in missing) else _GET
+        raise ValueError(f"{path} lacks {missing[0]}, which {what} has. {get}")
+    for name, found in lying.items():
         try:
             weights[found[0]] = weight_in_gguf(architecture, name, weights[found[0]])
             places[name] = rows_in_gguf(architecture, name, whole(found[0], weights[found[0]].codec.shape), config)
         except ValueError as error:
-            raise ValueError(f"{path} has {found[0]} of {error}. Get the file of that encoder.") from error
+            raise ValueError(f"{path} has {found[0]} of {error}. {_GET}") from error
         taken.update(found)  # of tied weights the first is read, as transformers does
     left = sorted(name for name, full in by_name.items() if full not in taken)
-    if surplus := [by_name[name] for name in left if not name.startswith(_UNREAD)]:
+    if surplus := [by_name[name] for name in left if not name.startswith(kind.unread)]:
         raise ValueError(
-            f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
-            "Get the file of that encoder."
+            f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. {_GET}"
         )
     if left:
         log.info("Ballast: of %s only the %s is read, not %s", path, what, _kinds(left))

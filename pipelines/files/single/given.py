@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from ..components import Component
+from ..trust import component_class
 from .component import FileComponent, encoder_component, transformer_component, vae_component
 from .contents import SingleFile, holds_vae, read_single, type_of
 from .encoders import unprojected
+from .processors import PairedProcessor
 from .published import comes_with_pack, folders_of, published_folder
 from .spiece import CarriedTokenizer, carries_tokenizer, model_in
 from .transformers import LAYOUTS
 from .vaes import VAES
 
 _ENCODER, _TRANSFORMER, _SECOND, _VAE = "text_encoder", "transformer", "transformer_2", "vae"
+_SEEING = "image_encoder"
 _HIGH, _LOW = re.compile("high.?noise", re.IGNORECASE), re.compile("low.?noise", re.IGNORECASE)
 _IN_FILES = ("t5", "umt5", "gemma")  # kinds of tokenizers that lie in files of encoders
 Maker = Callable[[Component], Component]
@@ -26,7 +29,7 @@ Maker = Callable[[Component], Component]
 
 @dataclass(frozen=True)
 class GivenFiles:
-    """Single files: of the transformer and, if given, of the second one, of text encoders and of the VAE.
+    """Single files: of the transformer and, if given, of the second one, of encoders and of the VAE.
 
     `tokenizers` are folders by the kind of tokenizer, for a model whose base comes with the pack.
     """
@@ -36,6 +39,7 @@ class GivenFiles:
     vae: Path | None = None
     transformer_2: Path | None = None
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    image_encoder: Path | None = None
 
     def published(self) -> Path:
         """The base that comes with the pack. ValueError, in one line, where there is none for the transformer."""
@@ -66,6 +70,12 @@ class GivenFiles:
             for name, (kind, settings) in index.get("_tokenizers", {}).items()
         }
         makers |= {name: partial(_lacking, self.transformer, usual) for name, (_, usual) in parts.items()}
+        for name, (_, reader) in index.get("_processors", {}).items():
+            kind, settings = index["_tokenizers"][reader]
+            cls = component_class(*index[reader])
+            if kind in self.tokenizers:
+                tokenizer = Component(reader, self.tokenizers[kind], cls, None, dict(settings))
+                makers[name] = partial(_reading, tokenizer)
         makers[_TRANSFORMER] = partial(_transformer, self.transformer)
         if self.transformer_2:
             makers[_SECOND] = partial(_transformer, self.transformer_2)
@@ -73,6 +83,8 @@ class GivenFiles:
             makers[_VAE] = partial(_vae, self.vae)
         elif _VAE in parts and holds_vae(self.transformer):
             makers[_VAE] = partial(_vae, self.transformer)
+        if self.image_encoder:
+            makers[_SEEING] = partial(_image_encoder, self.image_encoder)
         if left:
             encoders = (name for name in index if name.startswith(_ENCODER))
             makers |= {name: partial(_encoder, left, makers.get(name, _with_weights)) for name in encoders}
@@ -93,7 +105,7 @@ class GivenFiles:
             raise ValueError(f"{self.transformer} is given as both transformers. Give the other one as transformer_2.")
         if self.transformer_2 and _LOW.search(self.transformer.stem) and _HIGH.search(self.transformer_2.stem):
             raise ValueError(f"{self.transformer} is the model for low noise. Give it as transformer_2.")
-        for name, given in ((_VAE, self.vae), (_SECOND, self.transformer_2)):
+        for name, given in ((_VAE, self.vae), (_SECOND, self.transformer_2), (_SEEING, self.image_encoder)):
             if given and name not in read:
                 raise ValueError(f"{given} is given as {name}, and the base has none. Leave {name} out.")
 
@@ -104,6 +116,10 @@ def _read(path: Path, base: Component | None) -> SingleFile:
 
 def _transformer(path: Path, base: Component) -> Component:
     return transformer_component(base, _read(path, base))
+
+
+def _image_encoder(path: Path, base: Component) -> Component:
+    return encoder_component(base, path)
 
 
 def _vae(path: Path, base: Component) -> Component:
@@ -145,6 +161,11 @@ def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Com
     if source is None:
         return replace(base, config=dict(settings))
     return CarriedTokenizer(base.name, base.folder, base.cls, None, dict(settings), source=source)
+
+
+def _reading(tokenizer: Component, base: Component) -> Component:
+    """A processor that reads with that tokenizer."""
+    return PairedProcessor(base.name, base.folder, base.cls, tokenizer=tokenizer)
 
 
 def _lacking(transformer: Path, usual: str, base: Component) -> Component:

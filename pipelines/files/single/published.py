@@ -2,8 +2,9 @@
 
 `facts/models` has a folder for each model, in diffusers' layout and without weights; `facts/parts` the configs that
 several share. Beside what diffusers reads, an index says under `_file` which files are of that model, under `_parts`
-where each config lies and what its file is usually called, under `_tokenizers` the kind and settings of each, and
-under `_unprojected` the encoders whose projection does nothing.
+where each config lies and what its file is usually called, under `_tokenizers` the kind and settings of each, under
+`_processors` where the settings of each lie and which tokenizer it has, and under `_unprojected` the encoders whose
+projection does nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def folders_of(
     Those of a kind that is `carried` lie in the file of an encoder: a folder without files stands for them.
     ValueError, in one line, for one that is nowhere.
     """
-    found = {name: FACTS / "parts" / part for name, (part, _) in index["_parts"].items()}
+    settled = {**index["_parts"], **index.get("_processors", {})}
+    found = {name: FACTS / "parts" / part for name, (part, _) in settled.items()}
     for name, (kind, _) in index["_tokenizers"].items():
         if kind in tokenizers:
             found[name] = tokenizers[kind]

@@ -72,6 +72,7 @@ def wan(shapes: Shapes, config: Config) -> dict[str, Any]:
     width, channels, *patch = shapes["patch_embedding.weight"]
     image = shapes.get("condition_embedder.image_embedder.norm1.weight", (None,))
     added = shapes.get("blocks.0.attn2.add_k_proj.weight", (None, None))
+    seen = shapes.get("condition_embedder.image_embedder.pos_embed", (None, None))  # of a first and a last frame
     return {
         "num_layers": shapes.count("blocks."),
         "num_attention_heads": width // config["attention_head_dim"],
@@ -83,6 +84,7 @@ def wan(shapes: Shapes, config: Config) -> dict[str, Any]:
         "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
         "image_dim": image[0],
         "added_kv_proj_dim": added[1],
+        "pos_embed_seq_len": seen[1],
     }
 
 

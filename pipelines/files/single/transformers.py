@@ -78,6 +78,7 @@ LAYOUTS = (
         "convert_wan_transformer_to_diffusers",
         shapes.wan,
         frozenset({*_DEPTH, "ffn_dim"}),
+        aside=(("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),),
     ),
     Layout(
         "Qwen-Image",

@@ -135,6 +135,7 @@ def _wan(state: State) -> State:
         "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
         "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
         "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+        "condition_embedder.image_embedder.pos_embed": "img_emb.emb_pos",
         "condition_embedder.time_proj": "time_projection.1",
         "attn1": "self_attn",
         "attn2": "cross_attn",

@@ -176,6 +176,7 @@ NAMES = {
     "Chroma": ("Chroma1-HD-Q8_0", "Chroma1-Flash"),
     "FLUX.1-dev": ("flux1-dev-Q4_K_S", "flux1-kontext-dev"),
     "FLUX.1-Kontext-dev": ("flux1-dev-kontext_fp8_scaled", "flux1-dev"),
+    "FLUX.1-Fill-dev": ("flux1-fill-dev-Q8_0", ""),
     "FLUX.1-schnell": ("flux1-schnell", ""),
     "AuraFlow": ("aura_flow_0.3", ""),
     "FLUX.2-klein-4B": ("flux-2-klein-4b-fp8", "flux-2-klein-base-4b"),
@@ -192,11 +193,18 @@ NAMES = {
     "LTX-Video-0.9.7-13B": ("ltxv-13b-0.9.7-dev-fp8", "ltxv-13b-0.9.7-distilled"),
     "Lumina-Image-2.0": ("lumina_2_model_bf16", ""),
     "Qwen-Image": ("qwen_image_fp8_e4m3fn", "qwen_image_edit_2509_fp8_e4m3fn"),
+    "Qwen-Image-Edit": ("qwen_image_edit_fp8_e4m3fn", "qwen_image_edit_2512_bf16"),
+    "Qwen-Image-Edit-2509": ("Qwen-Image-Edit-2509-Q4_K_M", "qwen_image_edit_fp8_e4m3fn"),
+    "Qwen-Image-Edit-2511": ("qwen_image_edit_2511_int8_convrot", "qwen_image_edit_2509_fp8_e4m3fn"),
     "Sana-1.6B": ("Sana_1600M_1024px", "Sana_1600M_4Kpx_BF16"),
     "stable-diffusion-3.5": ("sd3.5_large-Q4_0", ""),
+    "Wan2.1-FLF2V-720P": ("wan2.1_flf2v_720p_14B_fp16", ""),
+    "Wan2.1-I2V-480P": ("wan2.1_i2v_480p_14B_fp16", "wan2.1_i2v_720p_14B_fp16"),
+    "Wan2.1-I2V-720P": ("wan2.1-i2v-14b-720p-Q4_K_M", "Wan2.1-I2V-14B-480P"),
     "Wan2.1-T2V": ("wan2.1_t2v_1.3B_fp16", "wan2.2_t2v_high_noise_14B_fp8_scaled"),
     "Wan2.2-I2V-A14B": ("wan2.2_i2v_high_noise_14B_fp8_scaled", ""),
     "Wan2.2-T2V-A14B": ("wan2.2_t2v_high_noise_14B_fp8_scaled", ""),
+    "Z-Image": ("z_image_bf16", "z_image_turbo_bf16"),
     "Z-Image-Turbo": ("z_image_turbo_bf16", "z_image_bf16"),
 }
 
@@ -239,12 +247,14 @@ def test_each_model_has_what_its_pipeline_takes(name: str) -> None:
     assert parts <= expected
     for key in parts - {key for key in parts if None in index[key]}:
         cls = component_class(*index[key])
-        where = {**{k: SHIPPED / "parts" / p for k, (p, _) in index["_parts"].items()}}.get(key, folder / key)
+        apart = {**index["_parts"], **index.get("_processors", {})}
+        where = {k: SHIPPED / "parts" / p for k, (p, _) in apart.items()}.get(key, folder / key)
         assert key in index["_tokenizers"] or where.is_dir(), key
         if key == "scheduler":
             config = json.loads((where / "scheduler_config.json").read_text("utf-8"))
             made = cls.from_pretrained(where)
             assert all(made.config[field] == value for field, value in config.items() if not field.startswith("_"))
+    assert {reader for _, reader in index.get("_processors", {}).values()} <= index["_tokenizers"].keys()
     assert {kind for kind, _ in index["_tokenizers"].values()} <= published.KINDS.keys()
 
 
@@ -257,6 +267,7 @@ PUBLISHED = {
     "umt5_xxl": ("wan", "text_encoder"),
     "wan_vae": ("wan", "vae"),
     "qwen2_5_vl_7b": ("qwenimage", "text_encoder"),
+    "qwen2_5_vl_7b_seeing": ("qwenimage", "text_encoder"),
     "qwen_vae": ("qwenimage", "vae"),
 }
 
@@ -269,6 +280,8 @@ def test_parts_are_those_that_were_published(part: str, tmp_path: Path) -> None:
     cls, sizes = type(getattr(pipe, key)), full_size.PARTS[family][key]
     if part == "qwen2_5_vl_7b":  # the model of text alone
         cls, sizes = transformers.Qwen2_5_VLTextModel, sizes["text_config"]
+    if part == "qwen2_5_vl_7b_seeing":  # without a head
+        cls = transformers.Qwen2_5_VLModel
     expected = full_size.empty(cls, sizes)
     found = Component(key, SHIPPED / "parts" / part, cls, torch.bfloat16)
     with full_size.init_empty_weights(include_buffers=False):
