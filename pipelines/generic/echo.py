@@ -25,6 +25,7 @@ from .answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
 _MOST_ELEMENTS = 2**24  # of a result that has values of its own
+_ROW = 2**16  # of noise: of more there are rows, each as much louder or softer, which costs no sine for each
 
 
 class Echo:
@@ -78,7 +79,12 @@ class Echo:
                 total += place * float(tensor.sum(dtype=torch.float64)) / tensor.numel() ** 0.5
                 continue
             values = tensor.detach().double().flatten().nan_to_num().clamp(-_LARGEST, _LARGEST)
-            total += float(values @ self._noise(len(values), place)) / max(1, len(values)) ** 0.5
+            size = max(1, len(values)) ** 0.5
+            if len(values) <= _ROW:
+                total += float(values @ self._noise(len(values), place)) / size
+            else:
+                rows = nn.functional.pad(values, (0, -len(values) % _ROW)).view(-1, _ROW)
+                total += float(rows @ self._noise(_ROW, place) @ self._loudness(len(rows), place)) / size
         return total
 
     def _made_up(self, raw: torch.Tensor, heard: float, number: int) -> torch.Tensor:
@@ -86,7 +92,16 @@ class Echo:
             return torch.zeros((), dtype=raw.dtype).expand(raw.shape).clone() if raw.is_meta else raw.clone()
         if raw.numel() > _MOST_ELEMENTS:  # the logits of a text encoder, which nobody reads
             return torch.tensor(heard + number).sin().to(raw.dtype).expand(raw.shape)
-        return torch.sin(4 * self._noise(raw.numel(), number) + heard).reshape(raw.shape).to(raw.dtype)
+        count = raw.numel()
+        made = torch.sin(4 * self._noise(min(count, _ROW), number) + heard).to(raw.dtype)
+        if count > _ROW:
+            loudness = self._loudness(-(-count // _ROW), number).to(raw.dtype)
+            made = torch.outer(loudness, made).flatten()[:count]
+        return made.reshape(raw.shape)
+
+    def _loudness(self, rows: int, number: int) -> torch.Tensor:
+        """By how much each row of noise is louder than another, in 0.5..1."""
+        return 0.75 + self._noise(rows, -number) / 8
 
 
 class EchoOfEach(Echo):
