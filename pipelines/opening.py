@@ -79,11 +79,14 @@ def open_pipeline(
         "tokenizers": tokenizers,
         "image_encoder": image_encoder,
     }
-    if base is not None or (folder.is_file() and not (is_newbie(folder) or is_pyramid(folder))):
+    given = [name for name, files in parts.items() if files]
+    # A file of Pyramid-Flow has names of FLUX.1 or Stable Diffusion 3; what is given beside it says which one it is.
+    alone = folder.is_file() and not is_newbie(folder) and (bool(given) or not is_pyramid(folder))
+    if base is not None or alone:
         files = _given(folder, text_encoders, vae, transformer_2, tokenizers, image_encoder)
         shared["files"] = files
         folder = files.published() if base is None else Path(base).expanduser()
-    elif given := [name for name, files in parts.items() if files]:
+    elif given:
         raise ValueError(
             f"{folder} takes no {', '.join(given)}, which go with the single file of a transformer. Leave them out."
         )

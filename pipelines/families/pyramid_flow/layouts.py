@@ -12,6 +12,8 @@ from ...files.recognition import PYRAMID_TRANSFORMER as _DIT
 from ...files.recognition import PYRAMID_VAE as _VAE
 from ...files.recognition import PYRAMID_VARIANTS as VARIANTS
 from ...files.recognition import is_pyramid_folder
+from ...files.single.layouts import layout_of
+from ...files.single.transformers import LAYOUTS
 from ...files.trust import read_config
 from .kinds import Kind, kind_of
 
@@ -21,6 +23,9 @@ TEXT: dict[Kind, tuple[str, ...]] = {
     "flux": ("CLIPTextModel", "T5EncoderModel"),
     "mmdit": ("CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"),
 }
+# Whose names in diffusers its weights have, beside which it has none of a scale of guidance.
+_NAMED_SO = ("FLUX.1", "Stable Diffusion 3")
+_GUIDED = "time_text_embed.guidance_embedder."
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,12 @@ def is_pyramid(path: Path) -> bool:
     if path.suffix not in FILES or not path.is_file():
         return False
     try:
-        kind_of(shown([path]))
+        kind_of(names := shown([path]))
     except ValueError:
         return False
-    return True
+    layout = layout_of(names, LAYOUTS)
+    named_so = layout is None or (layout.title in _NAMED_SO and not (layout.original and layout.is_original(names)))
+    return named_so and not any(name.startswith(_GUIDED) for name in names)
 
 
 def find_layout(path: Path, variant: str, text: Path | None, vae: Path | None) -> Layout:

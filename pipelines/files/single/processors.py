@@ -40,7 +40,7 @@ class PairedProcessor(Component):
 
 
 @functools.cache
-def without_videos(cls: type) -> type:
+def without_videos(cls: Any) -> type:
     """The class of a processor without its part for videos, which no pipeline asks, and which needs torchvision."""
 
     def init(self: Any, image_processor: Any = None, tokenizer: Any = None) -> None:

@@ -62,7 +62,7 @@ def _is_named(path: Path, told: Mapping[str, Any]) -> bool:
 
 def _how(told: Mapping[str, Any]) -> str:
     """How files of models of the same sizes are told apart."""
-    how = [f"named {told['named']}"] if "named" in told else []
+    how = [f"named {told.get('called', told['named'])}"] if "named" in told else []
     return f" ({', '.join([*how, 'with transformer_2'])})" if told.get("two") else f" ({how[0]})" if how else ""
 
 

@@ -23,7 +23,7 @@ from ballast.pipelines.files.single import published
 from ballast.pipelines.files.single.given import GivenFiles
 from ballast.pipelines.files.trust import component_class
 from safetensors.torch import load_file, save_file
-from single_files import state_of
+from single_files import state_of, transformer_file
 from single_files.comfy_folders import write_gguf
 from single_files.published_facts import TOKENIZERS, facts_of, files_of
 
@@ -152,6 +152,27 @@ def test_another_model_of_that_shape_is_not_taken_for_it(flux: dict[str, Any], t
     assert "these are flux" in refusal(
         flux, path=path.rename(path.with_name("x.safetensors")), transformer_2=flux["vae"]
     )
+
+
+@pytest.mark.parametrize(("name", "plain"), [("sd3", False), ("sana", False), ("flux", True), ("sd3", True)])
+def test_names_without_a_prefix(
+    name: str, plain: bool, tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GGUF of Stable Diffusion 3.5 has them, some of which Pyramid-Flow has too."""
+    facts_of(name, folder := tiny_folders(name), tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of(name, folder, tmp_path)
+    given["path"] = transformer_file(name, folder, given["path"], plain=plain)
+    assert ballast.open_pipeline(device="cpu", **given).folder.name == name
+    if not plain:
+        assert "Give base as well" in refusal({"path": given["path"]})
+
+
+def test_how_names_tell_a_model_is_said_in_words(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Patterns are for us to read."""
+    for name in ("ltx", "zimage", "qwenimage"):
+        path = transformer_file(name, tiny_folders(name), tmp_path / "model.safetensors")
+        assert not set("\\|^$*?[") & set(refusal({"path": path}).partition("these are")[2])
 
 
 def test_settings_of_a_tokenizer_count(flux: dict[str, Any], tmp_path: Path) -> None:
