@@ -39,11 +39,20 @@ _PARTS = {
         "models/diffusers, which needs no weights of the parts that a file is chosen for.",
     ),
 }
+_SEEING = {
+    "image_encoder": (
+        "clip_vision",
+        "Wan 2.1 from a picture only: what sees the first frame, in models/clip_vision, such as clip_vision_h. none "
+        "takes that of base.",
+    ),
+}
 _LATE = {
     "text_encoder_3": (_TEXTS, _MORE),
     "text_encoder_4": (_TEXTS, _MORE),
     "transformer_2": (_MODELS, "Wan 2.2 only: its model for low noise. That for high noise is the transformer."),
 }
+_ALL = _PARTS | _LATE | _SEEING
+_ENCODERS = tuple(part for part in _ALL if part.startswith("text_encoder"))
 
 
 class LoadModelFiles(io.ComfyNode):
@@ -63,6 +72,7 @@ class LoadModelFiles(io.ComfyNode):
                 *_combos(_LATE, optional=True),
                 *late_inputs(),
                 controlnet_input(),
+                *_combos(_SEEING, optional=True),
             ],
             outputs=[PipelineType.Output("pipeline", tooltip="What to load, not the weights.")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
@@ -88,16 +98,16 @@ class LoadModelFiles(io.ComfyNode):
         weights: str = "auto",
         cache_encoded: bool = False,
         controlnet: str = NONE,
+        image_encoder: str = NONE,
     ) -> io.NodeOutput:
         path = _found("transformer", transformer)
         if path is None:
             raise ValueError(
                 f"transformer is not chosen. {_PARTS['transformer'][1]} Put it there, press R, and choose it."
             )
-        further = {"text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3, "text_encoder_4": text_encoder_4}
-        encoders = {"text_encoder": text_encoder, **further}
-        texts = [file for part, name in encoders.items() if (file := _found(part, name))]
-        others = {"vae": vae, "base": base, "transformer_2": transformer_2}
+        encoders = (text_encoder, text_encoder_2, text_encoder_3, text_encoder_4)
+        texts = [file for part, name in zip(_ENCODERS, encoders, strict=True) if (file := _found(part, name))]
+        others = {"vae": vae, "base": base, "transformer_2": transformer_2, "image_encoder": image_encoder}
         files = {part: file for part, name in others.items() if (file := _found(part, name))}
         beside = controlnet_folder(controlnet)
         files |= {"controlnet": beside} if beside else {}
@@ -115,7 +125,7 @@ class LoadModelFiles(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **chosen: object) -> str:
-        found = [_offered(part).get(str(name)) for part, name in chosen.items() if part in _PARTS or part in _LATE]
+        found = [_offered(part).get(str(name)) for part, name in chosen.items() if part in _ALL]
         found.append(find_controlnets().get(str(chosen.get("controlnet", NONE))))
         return file_stamp(*(path for path in found if path))
 
@@ -132,7 +142,7 @@ def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[i
 
 def _offered(part: str) -> dict[str, Path]:
     """What there is to choose from for a part, by name."""
-    kind = (_PARTS | _LATE)[part][0]
+    kind = _ALL[part][0]
     if kind == _FOLDERS:
         return {name: path for name, path in find_pipelines().items() if name != DEMO}
     return find_files(kind)
@@ -143,6 +153,6 @@ def _found(part: str, name: str) -> Path | None:
     if name in (_CHOOSE, NONE):
         return None
     if (path := _offered(part).get(name)) is None:
-        kind = (_PARTS | _LATE)[part][0]
+        kind = _ALL[part][0]
         raise ValueError(f"{part}: models/{kind} has no {name!r} any more. Choose another, or put it back.")
     return path

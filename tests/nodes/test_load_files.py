@@ -19,6 +19,7 @@ from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load_files import LoadModelFiles
 from ballast.nodes.sample import Sampler
+from ballast.nodes.shared import folders
 from ballast.pipelines.files.single import published
 from host import page, run_node
 from pictured import pipelines as tiny_pictured
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from single_files import base_of, state_of
 from single_files.comfy_folders import write_gguf
 from single_files.original_names import original, original_vae
-from single_files.published_facts import facts_of
+from single_files.published_facts import facts_of, files_of
 
 CHOSEN = {
     "transformer": "flux/flux1-dev-F32.gguf",
@@ -187,3 +188,38 @@ def test_a_changed_file_is_another_pipeline(models: Path) -> None:
     path = models / "clip" / "clip_l.safetensors"
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**12))
     assert LoadModelFiles.fingerprint_inputs(**CHOSEN, vram_gb=0.0) != before
+
+
+def test_wan_2_1_from_a_picture(models: Path, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose first frame an encoder sees, in a folder of its own."""
+    tiny_pictured.save("wan_i2v", folder := tmp_path / "wan_i2v")
+    facts_of("wan_i2v", folder, tmp_path / "facts")
+    monkeypatch.setattr(published, "FACTS", tmp_path / "facts")
+    given = files_of("wan_i2v", folder, tmp_path)
+    shutil.copytree(folder / "tokenizer", tmp_path / "comfy" / "umt5")
+    monkeypatch.setattr(folders, "_TOKENIZERS", {"umt5": "umt5"})
+    monkeypatch.setattr(comfy.utils, "__file__", str(tmp_path / "comfy" / "utils.py"))
+    put = {"transformer": "diffusion_models", "text_encoder": "text_encoders", "vae": "vae"}
+    put |= {"image_encoder": "clip_vision"}
+    given |= {"transformer": given["path"], "text_encoder": given["text_encoders"][0]}
+    chosen = {part: f"wan_i2v_{part}.safetensors" for part in put}
+    for part, kind in put.items():
+        (models / kind).mkdir(exist_ok=True)
+        shutil.copy(given[part], models / kind / chosen[part])
+    try:
+        chosen |= {"text_encoder_2": "none", "base": "none"}
+        run: dict[str, Any] = {"width": 48, "height": 32, "steps": 2, "frames": 9, "image": picture(48, 32)}
+        with page() as shown:
+            pipes = [load(**chosen, keep_loaded=False).open(), ballast.open_pipeline(folder, "sim", keep=False)]
+        assert [text for _, text in shown.texts][-1] == "configs of wan_i2v"
+        made = [pipe.sample(pipe.encode("a boat", "blurry"), **run) for pipe in pipes]
+        torch.testing.assert_close(*made, atol=1e-5, rtol=0)
+        with pytest.raises(ValueError, match="a file for its image_encoder"):
+            load(**chosen | {"image_encoder": "none"})
+        before = LoadModelFiles.fingerprint_inputs(**chosen)
+        os.utime(models / "clip_vision" / chosen["image_encoder"], ns=(0, 10**18 * 3))
+        assert LoadModelFiles.fingerprint_inputs(**chosen) != before
+    finally:
+        shutil.rmtree(models / "clip_vision")
+        for part in ("transformer", "text_encoder", "vae"):
+            (models / put[part] / chosen[part]).unlink()

@@ -14,6 +14,7 @@ folder_names_and_paths: dict[str, tuple[list[str], set[str] | list[str]]] = {}
 _LEGACY_NAMES = {"unet": "diffusion_models", "clip": "text_encoders"}
 _MODEL_FOLDERS = {
     "checkpoints": ["checkpoints"],
+    "clip_vision": ["clip_vision"],
     "controlnet": ["controlnet", "t2i_adapter"],
     "diffusion_models": ["unet", "diffusion_models"],
     "loras": ["loras"],
