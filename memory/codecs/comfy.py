@@ -8,14 +8,13 @@ files that hold a tensor `scaled_fp8`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
 
 from .codec import Codec
 from .fp8 import Fp8
-from .header import FP8, Header, Recognised, expect, matched, parse, scale_type
+from .header import FP8, Header, Recognised, count_of_scales, expect, matched, parse, scale_type
 from .int8 import Int8, RotatedInt8
 from .microscaled import Mxfp8, Nvfp4
 
@@ -91,12 +90,12 @@ def _layer(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtyp
 def _fp8(weight: Mapping[str, Any], scale: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> Codec:
     if weight["dtype"] not in FP8:
         raise ValueError(f"it is told to be fp8, and stored as {weight['dtype']}.")
-    return Fp8(tuple(weight["shape"]), dtype, FP8[weight["dtype"]], prod(scale["shape"]), scale_type(scale))
+    return Fp8(tuple(weight["shape"]), dtype, FP8[weight["dtype"]], count_of_scales(scale), scale_type(scale))
 
 
 def _int8(weight: Mapping[str, Any], scale: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> Codec:
     expect(weight, "I8")
-    shape, scales = tuple(weight["shape"]), prod(scale["shape"])
+    shape, scales = tuple(weight["shape"]), count_of_scales(scale)
     nested = config.get("params")
     options = {**(nested if isinstance(nested, dict) else {}), **config}
     if not options.get("convrot", False):

@@ -56,6 +56,14 @@ def expect(entry: Mapping[str, Any], *kinds: str) -> None:
         raise ValueError(f"it or its scale is stored as {entry['dtype']} where that format has {kinds[0]}.")
 
 
+def count_of_scales(scale: Mapping[str, Any]) -> int:
+    """How many scales there are: one, or one for each row. ValueError where they run along another dimension."""
+    first, *others = [*scale["shape"], 1]
+    if any(size != 1 for size in others):
+        raise ValueError(f"its scale is of shape {scale['shape']}, which is not one for each row.")
+    return int(first) if scale["shape"] else 1
+
+
 def scale_type(scale: Mapping[str, Any]) -> torch.dtype:
     """The type of a tensor of scales. ValueError for one that scales are not stored in."""
     if scale["dtype"] not in _SCALES:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar
 
 import torch
 
 from .codec import Part, tiles
 from .fp8 import Fp8
-from .header import FP8, Header, Recognised, expect, matched, parse, scale_type
+from .header import FP8, Header, Recognised, count_of_scales, expect, matched, parse, scale_type
 from .scaled import Scaled
 
 _VALUES = "_qdata"
@@ -82,8 +81,9 @@ def _layer(header: Header, name: str, told: Mapping[str, Any], dtype: torch.dtyp
         if source not in header:
             raise ValueError(f"{name}: its part {source} is missing. Download the file again.")
     values, scale = header[sources[0]], header[sources[1]]
-    shape, scales = tuple(values["shape"]), prod(scale["shape"])
+    shape = tuple(values["shape"])
     try:
+        scales = count_of_scales(scale)
         if facts.get("block_size") != [*((1, *shape[1:]) if scales > 1 else shape)]:
             raise ValueError(f"its scales are of blocks of {facts.get('block_size')!r}, not of rows, not of all.")
         if kind == "Int8Tensor":

@@ -112,6 +112,9 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     check_unchanged(path, stamp)
     for name, tensor in tensors.items():
+        if not tensor.is_floating_point() and tensor.numel() != 1:  # an alpha may be a whole number
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{path} holds {name} as {kind}, and nothing tells what it stands for. Get a plain LoRA.")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float().sum())):
             raise ValueError(f"{path} holds numbers that are not finite, in {name}. Download it again.")
     settings: dict[str, dict[str, Any]] = {}

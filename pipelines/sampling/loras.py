@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ def open_loras(
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
     reader = functools.partial(read_lora, pipeline_class=pipeline_class, converters=converters)
-    return tuple(_open(Path(path).expanduser(), strength, units, reader, known) for path, strength in given)
+    return tuple(_open(path, strength, units, reader, known) for path, strength in map(_pair, given))
 
 
 def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
@@ -69,14 +70,34 @@ def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
     return {"loras": worn} if worn else {}
 
 
+def _pair(given: Any) -> tuple[Path, Strength]:
+    """A file and its strength. ValueError, in one line, for anything else."""
+    try:
+        path, strength = given
+        return Path(path).expanduser(), strength
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{str(given)[:200]!r} is no LoRA with its strength. Give pairs, such as ('detail.safetensors', 0.8)."
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    with contextlib.suppress(OverflowError):
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return False
+
+
 def _open(
     path: Path, strength: Strength, units: Sequence[ManagedModel], read: Callable[..., Branches], known: Sequence[Lora]
 ) -> Lora:
     names = [unit.name for unit in units]
     by_name = dict(strength) if isinstance(strength, Mapping) else {}
     for value in by_name.values() if isinstance(strength, Mapping) else [strength]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"the strength of {path} is {value!r}, which is no number. Give one, such as 0.8.")
+        if not _is_number(value):
+            told = repr(value)[:40]
+            raise ValueError(f"the strength of {path} is {told}, which is no number. Give one, such as 0.8.")
+    if isinstance(strength, Mapping) and not by_name:
+        raise ValueError(f"the strength of {path} names no model. Give a number, or name one of {', '.join(names)}.")
     if unknown := sorted(by_name.keys() - set(names)):
         raise ValueError(f"{path} has a strength for {', '.join(unknown)}. Name one of {', '.join(names)}.")
     check_lora(path)

@@ -183,6 +183,8 @@ def test_what_is_missing_or_damaged_is_refused_in_one_line(tmp_path: Path) -> No
     refused(ours, {}, "header does not tell how it was quantised")
     refused(ours, {"a.weight": told % ("Int4Tensor", "[1, 128]")}, "quantised as 'Int4Tensor' of torchao")
     refused(ours, {"a.weight": told % ("Int8Tensor", "[1, 32]")}, r"of blocks of \[1, 32\], not of rows")
+    across = ours | {"a._weight_scale": ours["a._weight_scale"].view(1, -1)}
+    refused(across, {"a.weight": told % ("Int8Tensor", "[1, 128]")}, "which is not one for each row")
     refused(ours, {"a.weight": told % ("Float8Tensor", "[1, 128]")}, "stored as I8 where that format has F8_E4M3")
     del ours["a._weight_zero_point"]
     refused(ours, {"a.weight": told % ("Int8Tensor", "[1, 128]")}, "its part a._weight_zero_point is missing")

@@ -198,6 +198,22 @@ def test_damaged_files_and_pickles(models: Callable[[str], tuple[Any, nn.Module]
         read_lora(tmp_path / "none.safetensors", cls, {"transformer": module})
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.int32])
+def test_whole_numbers_are_no_lora(
+    dtype: torch.dtype, models: Callable[[str], tuple[Any, nn.Module]], tmp_path: Path
+) -> None:
+    """Which they are times what, nothing tells; an alpha may be one."""
+    cls, module = models("flux")
+    plain = lora_files.weights(module, 4)
+    name = next(iter(plain))
+    path = lora_files.write(tmp_path / "whole.safetensors", plain | {name: (40 * plain[name]).to(dtype)})
+    with pytest.raises(ValueError, match=f"whole.safetensors holds {name} as .*nothing tells") as why:
+        read_lora(path, cls, {"transformer": module})
+    assert "\n" not in str(why.value)
+    alpha = {name.replace("lora_A.weight", "alpha"): torch.tensor(4)}
+    read_lora(lora_files.write(tmp_path / "alpha.safetensors", plain | alpha), cls, {"transformer": module})
+
+
 def test_what_diffusers_would_leave_out_is_named(
     models: Callable[[str], tuple[Any, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,10 +129,16 @@ def test_what_cannot_be_run_leaves_the_loras_of_before(
         ("much", "is 'much', which is no number"),
         (float("nan"), "is nan, which is no number"),
         (True, "is True, which is no number"),
+        (10**400, "which is no number"),
+        ({}, "names no model"),
         ({"unet": 1.0}, "has a strength for unet. Name one of transformer"),
     ):
         with pytest.raises(ValueError, match=why):
             pipe.set_loras([(loras[0][0], strength)])
+    for given in (loras[0][0], str(loras[0][0]), (loras[0][0],), 3):
+        with pytest.raises(ValueError, match=r"is no LoRA with its strength\. Give pairs") as why:
+            pipe.set_loras([given])  # type: ignore[list-item]
+        assert "\n" not in str(why.value)
     with pytest.raises(FileNotFoundError, match="there is no file .*none.safetensors"):
         pipe.set_loras([*loras, (tmp_path / "none.safetensors", 1.0)])
     assert torch.equal(sample(), before)
