@@ -139,9 +139,8 @@ def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
     )
     fixed, workspace = plain_bytes_of(divided.rest), workspace_bytes(divided.owners)
     decoded = fixed + workspace - nbytes_of(divided.rest)
-    return UnitSizes(
-        nbytes_of(places), fixed + workspace, pieces, decoded_bytes=decoded, decoding_bytes=decoding_bytes(places)
-    )
+    decoding = decoding_bytes(divided.owners, places)
+    return UnitSizes(nbytes_of(places), fixed + workspace, pieces, decoded_bytes=decoded, decoding=decoding)
 
 
 @functools.lru_cache(maxsize=4)

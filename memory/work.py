@@ -86,7 +86,8 @@ class WorkBook:
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        peak_bytes = work.forecast.peak_bytes + sizes_of(unit).decoding_bytes + seen.above.get(work.kind, 0)
+        expected = work.forecast.with_decoding(sizes_of(unit).decoding)
+        peak_bytes = expected.peak_bytes + seen.above.get(work.kind, 0)
         return max(0, peak_bytes - held_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0) -> None:
@@ -98,8 +99,8 @@ class WorkBook:
         measured_bytes *= work.attempt.parts
         if work.forecast and work.kind not in seen.most:
             # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
-            expected = work.forecast.live_bytes + work.forecast.first_bytes + sizes_of(unit).decoding_bytes
-            seen.above[work.kind] = max(0, held_bytes + measured_bytes - expected)
+            first = work.forecast.with_decoding(sizes_of(unit).decoding)
+            seen.above[work.kind] = max(0, held_bytes + measured_bytes - first.live_bytes - first.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
     def computed(self, unit: ManagedModel, work: Work, measured: Measured) -> None:

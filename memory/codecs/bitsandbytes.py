@@ -29,6 +29,7 @@ class LlmInt8(Scaled):
     """Integers times the largest value of their row, over 127."""
 
     name: ClassVar[str] = "int8 of bitsandbytes"
+    chunk_bytes: ClassVar[int] = 0
 
     @property
     def workspace_bytes(self) -> int:

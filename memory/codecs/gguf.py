@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class BlockType(NamedTuple):
     nbytes: int
     decode: Decoder | None = None  # None: not one of those that are decoded here
     plain: torch.dtype | None = None  # of a type that torch has itself
-    chunk_bytes: int = 6  # that decoding holds for each weight of a chunk
+    chunk_bytes: float = 5  # that decoding holds for each weight of a chunk
 
 
 # By their numbers in files.
@@ -39,22 +40,22 @@ TYPES = {
     3: BlockType("Q4_1", 32, 20, gguf_simple.q4_1),
     6: BlockType("Q5_0", 32, 22, gguf_simple.q5_0),
     7: BlockType("Q5_1", 32, 24, gguf_simple.q5_1),
-    8: BlockType("Q8_0", 32, 34, gguf_simple.q8_0),
+    8: BlockType("Q8_0", 32, 34, gguf_simple.q8_0, chunk_bytes=4.125),
     9: BlockType("Q8_1", 32, 40),
-    10: BlockType("Q2_K", 256, 84, gguf_k.q2_k),
-    11: BlockType("Q3_K", 256, 110, gguf_k.q3_k),
-    12: BlockType("Q4_K", 256, 144, gguf_k.q4_k),
-    13: BlockType("Q5_K", 256, 176, gguf_k.q5_k),
-    14: BlockType("Q6_K", 256, 210, gguf_k.q6_k),
+    10: BlockType("Q2_K", 256, 84, gguf_k.q2_k, chunk_bytes=5.5),
+    11: BlockType("Q3_K", 256, 110, gguf_k.q3_k, chunk_bytes=5.375),
+    12: BlockType("Q4_K", 256, 144, gguf_k.q4_k, chunk_bytes=5.25),
+    13: BlockType("Q5_K", 256, 176, gguf_k.q5_k, chunk_bytes=5.25),
+    14: BlockType("Q6_K", 256, 210, gguf_k.q6_k, chunk_bytes=5.25),
     15: BlockType("Q8_K", 256, 292),
     16: BlockType("IQ2_XXS", 256, 66),
     17: BlockType("IQ2_XS", 256, 74),
     18: BlockType("IQ3_XXS", 256, 98),
     19: BlockType("IQ1_S", 256, 50),
-    20: BlockType("IQ4_NL", 32, 18, gguf_simple.iq4_nl, chunk_bytes=10),
+    20: BlockType("IQ4_NL", 32, 18, gguf_simple.iq4_nl, chunk_bytes=9),
     21: BlockType("IQ3_S", 256, 110),
     22: BlockType("IQ2_S", 256, 82),
-    23: BlockType("IQ4_XS", 256, 136, gguf_k.iq4_xs, chunk_bytes=10),
+    23: BlockType("IQ4_XS", 256, 136, gguf_k.iq4_xs, chunk_bytes=9.1875),
     24: BlockType("I8", 1, 1, plain=torch.int8),
     25: BlockType("I16", 1, 2, plain=torch.int16),
     26: BlockType("I32", 1, 4, plain=torch.int32),
@@ -93,7 +94,7 @@ class Gguf(Codec):
     @property
     def workspace_bytes(self) -> int:
         """That of a chunk, and the shifts and tables."""
-        return min(self.count, CHUNK_WEIGHTS) * _BY_NAME[self.kind].chunk_bytes + 4096
+        return ceil(min(self.count, CHUNK_WEIGHTS) * _BY_NAME[self.kind].chunk_bytes) + 512
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         kind = _BY_NAME[self.kind]

@@ -58,10 +58,10 @@ def expect(entry: Mapping[str, Any], *kinds: str) -> None:
 
 def count_of_scales(scale: Mapping[str, Any]) -> int:
     """How many scales there are: one, or one for each row. ValueError where they run along another dimension."""
-    first, *others = [*scale["shape"], 1]
-    if any(size != 1 for size in others):
-        raise ValueError(f"its scale is of shape {scale['shape']}, which is not one for each row.")
-    return int(first) if scale["shape"] else 1
+    shape = tuple(scale["shape"])
+    if any(size != 1 for size in shape[1:]):
+        raise ValueError(f"its scale is of shape {list(shape)}, which is not one for each row.")
+    return int(shape[0]) if shape else 1
 
 
 def scale_type(scale: Mapping[str, Any]) -> torch.dtype:

@@ -23,9 +23,10 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class Int8(Scaled):
-    """Integers times scales."""
+    """Integers times scales: one kernel, which widens the integers as it reads them."""
 
     name: ClassVar[str] = "int8"
+    chunk_bytes: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)

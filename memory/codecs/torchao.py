@@ -28,7 +28,6 @@ class ShiftedInt8(Scaled):
     """Integers less the zero point of their row, times its scale."""
 
     name: ClassVar[str] = "int8 of torchao"
-    chunk_bytes: ClassVar[int] = 8
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -53,6 +52,7 @@ class ShiftedInt8(Scaled):
         for tile in tiles(*values.shape):
             shifted = values[tile].to(torch.float32).sub_(zeros[tile[0]])
             torch.mul(shifted, scales[tile[0]], out=result[tile])
+            del shifted
 
 
 def layers(header: Header, metadata: Mapping[str, str], dtype: torch.dtype) -> dict[str, Recognised]:

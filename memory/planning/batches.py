@@ -38,6 +38,7 @@ def scaled(forecast: Forecast, pictures: int) -> Forecast:
             first_bytes=work.first_bytes * pictures,
             operations=work.operations * pictures,
             modules=tuple((path, operations * pictures) for path, operations in work.modules),
+            held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
         )
         for name, work in forecast.units.items()
     }

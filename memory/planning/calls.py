@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..simulated.tensor import SimTensor, wrap
-from .forecast import ModuleOperations, modules_from
+from .forecast import HeldBytes, ModuleOperations, modules_from
 
 _APART = 64  # tokens at most, between two calls that tell what those between them take
 
@@ -106,6 +106,7 @@ class Call:
     modules: ModuleOperations = ()
     whole: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    held: HeldBytes = ()
 
 
 def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
@@ -230,7 +231,7 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
         else:
             leaves.append(low)
     given = Given(gave[0].structure, chords(gave[0].storages, gave[1].storages), tuple(leaves))
-    share = part / whole
+    share, held = part / whole, dict(more.held)
     call = Call(
         peak_bytes=chord(fewer.peak_bytes, more.peak_bytes),
         left_bytes=chord(fewer.left_bytes, more.left_bytes),
@@ -238,6 +239,7 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
         modules=tuple((p, a + (b - a) * share) for (p, a), (_, b) in zip(fewer.modules, more.modules, strict=True)),
         whole=tuple({*fewer.whole, *more.whole}),
         outside=tuple({*fewer.outside, *more.outside}),
+        held=tuple((path, chord(nbytes, held[path])) for path, nbytes in fewer.held if path in held),
         given=given,
     )
     return call if _has_room(given) else None

@@ -25,7 +25,7 @@ from ..units.pieces import CallOrder, divide
 from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .calls import Call, Given, KnownCalls, kind_of
-from .forecast import Forecast, ModuleOperations, UnitForecast
+from .forecast import Forecast, HeldBytes, ModuleOperations, UnitForecast
 from .modules import ModuleWatch
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
@@ -102,6 +102,7 @@ class _Inside:
     modules: ModuleOperations
     whole: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    held: HeldBytes = ()  # beyond what was when the call began
 
 
 @dataclass
@@ -116,15 +117,18 @@ class _Peaks:
     modules: dict[str, float] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
+    held: dict[str, int] = field(default_factory=dict)
 
-    def add(self, peak: int, inside: _Inside) -> None:
-        """Count a call with this peak."""
+    def add(self, before: int, peak: int, inside: _Inside) -> None:
+        """Count a call with this peak, `before` which so much was held."""
         self.first = self.first or peak
         self.operations += inside.operations
         for path, operations in inside.modules:
             self.modules[path] = self.modules.get(path, 0.0) + operations
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
+        for path, nbytes in inside.held:
+            self.held[path] = max(self.held.get(path, 0), before + nbytes - self.live)
 
 
 class _Book:
@@ -169,6 +173,7 @@ class _Book:
                 modules=tuple(seen.modules.items()),
                 whole=tuple(sorted(seen.whole)),
                 outside=tuple(sorted(seen.outside)),
+                held=tuple(seen.held.items()),
             )
             for name, seen in self.units.items()
         }
@@ -202,7 +207,8 @@ class _Structure:
         with self.watch.watching():
             result = self.forward(*args, **kwargs)
         operations = self.card.stats().compute_seconds - before
-        return result, _Inside(operations, self.watch.operations, self.watch.whole, self.watch.outside)
+        watch = self.watch
+        return result, _Inside(operations, watch.operations, watch.whole, watch.outside, watch.held)
 
 
 class _DryModule:
@@ -229,7 +235,7 @@ class _DryModule:
             settled = call is not None or self.book.card.allocated_bytes() <= held + sum(given.values())
             call = _Call(peak - held, inside, tree_map_only(torch.Tensor, _Shape.of, result), settled)
             self.calls[key] = call
-        seen.add(peak, call.inside)
+        seen.add(held, peak, call.inside)
         return result
 
 
@@ -256,7 +262,7 @@ class _KnownModule:
             self.known.add(kind, tokens, call)
             result, peak = call.given.make(), held + call.peak_bytes
         self.left = card.allocate(call.left_bytes)
-        seen.add(peak, _Inside(call.operations, call.modules, call.whole, call.outside))
+        seen.add(held, peak, _Inside(call.operations, call.modules, call.whole, call.outside, call.held))
         return result
 
     def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -269,7 +275,8 @@ class _KnownModule:
         del result
         left = max(0, card.allocated_bytes() - held)
         given, lost = given.with_objects(max(0, with_result - held - left - sum(given.storages)))
-        return Call(peak - held, left + lost, inside.operations, given, inside.modules, inside.whole, inside.outside)
+        of_modules = inside.modules, inside.whole, inside.outside, inside.held
+        return Call(peak - held, left + lost, inside.operations, given, *of_modules)
 
 
 @dataclass(frozen=True)

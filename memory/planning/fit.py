@@ -93,7 +93,7 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
             table_bytes=nbytes_of(tables),
             fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
             decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
-            decoding_bytes=decoding_bytes(places),
+            decoding=decoding_bytes(divided.owners, places),
             pieces=tuple(
                 PieceSize(
                     piece.packed_bytes,

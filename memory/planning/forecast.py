@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..units.pieces import CallOrder
 
 ModuleOperations = tuple[tuple[str, float], ...]  # by path; "" before the first
+HeldBytes = tuple[tuple[str, int], ...]  # by path
+
+
+_OF_MODULES = ("modules", "whole", "outside", "held")
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class UnitForecast:
     `live_bytes` are held when it is first called: what the loop around it keeps there, its arguments included. The
     others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
     `first_bytes` in the first call alone. `operations` are those of all calls, in large products; `modules` tells those
-    from the call of each module with weights until that of the next, in the order of the first calls.
+    from the call of each module with weights until that of the next, in the order of the first calls, and `held` what
+    is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most.
     """
 
     live_bytes: int
@@ -30,6 +35,14 @@ class UnitForecast:
     modules: ModuleOperations = ()
     whole: tuple[str, ...] = ()  # modules that read the weights of others inside them
     outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
+    held: HeldBytes = ()
+
+    def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
+        """The same where the call of each of these modules takes so many bytes first; "" is before any of them."""
+        held = {"": 0, **dict(self.held)}
+        most = max((held.get(path, self.working_bytes) + nbytes for path, nbytes in decoding), default=0)
+        first_bytes, working_bytes = max(self.first_bytes, most), max(self.working_bytes, most)
+        return replace(self, first_bytes=first_bytes, working_bytes=working_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -64,7 +77,7 @@ class Forecast:
         """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {key: value for key, value in facts.items() if key not in ("modules", "whole", "outside")}
+            numbers = {key: value for key, value in facts.items() if key not in _OF_MODULES}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
             units[name] = UnitForecast(**numbers, **modules_from(facts))
@@ -76,4 +89,8 @@ def modules_from(facts: Mapping[str, Any]) -> dict[str, Any]:
     modules = tuple((str(path), float(operations)) for path, operations in facts["modules"])
     if not all(0 <= operations < math.inf for _, operations in modules):
         raise ValueError("modules have operations that are not numbers from 0 up")
-    return {"modules": modules, "whole": tuple(map(str, facts["whole"])), "outside": tuple(map(str, facts["outside"]))}
+    held = tuple((str(path), int(nbytes)) for path, nbytes in facts["held"])
+    if not all(nbytes >= 0 for _, nbytes in held):
+        raise ValueError("modules have bytes that are not numbers from 0 up")
+    whole, outside = (tuple(map(str, facts[name])) for name in ("whole", "outside"))
+    return {"modules": modules, "whole": whole, "outside": outside, "held": held}

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_iter
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
 from ..simulated.tensor import wrap
-from ..units.structure import Slot, is_called, own_slots
+from ..units.structure import Slot, is_called, own_slots, slots
 from ..units.tables import LookUp
-from .forecast import ModuleOperations
+from .forecast import HeldBytes, ModuleOperations
 
 
 class ModuleWatch:
@@ -32,11 +32,14 @@ class ModuleWatch:
         """`tables` are the paths of embeddings whose rows are looked up."""
         self._card = card
         self._operations: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+        self._begun = 0
         self._at, self._since = "", 0.0
         self._stack: list[str] = []
         self._owner_of: dict[int, str] = {}
         self._whole: set[str] = set()
         self._outside: set[str] = set()
+        weighty = {id(inner) for inner in module.modules() if any(True for _ in slots(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
                 continue
@@ -44,11 +47,13 @@ class ModuleWatch:
             self._owner_of.update((id(slot.tensor), path) for slot in own)
             run = self._called if path not in tables else self._looked_up
             vars(inner)["forward"] = functools.partial(run, path, own, inner.forward)
+            if id(inner) in weighty:
+                vars(inner)["forward"] = functools.partial(self._entered, path, vars(inner)["forward"])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what is called from now on, anew."""
-        self._operations = {}
+        self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
         self._at, self._since, self._stack = "", self._card.stats().compute_seconds, []
         with _Readers(self._owner_of, self._read):
             yield
@@ -58,6 +63,11 @@ class ModuleWatch:
     def operations(self) -> ModuleOperations:
         """From the call of each module with weights until that of the next, by path in the order of the first calls."""
         return tuple(self._operations.items())
+
+    @property
+    def held(self) -> HeldBytes:
+        """What is there, beyond what was when watching began, when each module is called, at most."""
+        return tuple(self._held.items())
 
     @property
     def whole(self) -> tuple[str, ...]:
@@ -73,6 +83,11 @@ class ModuleWatch:
         now = self._card.stats().compute_seconds  # the card does one operation a second
         self._operations[self._at] = self._operations.get(self._at, 0.0) + now - self._since
         self._at, self._since = path, now
+
+    def _entered(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        held = self._card.allocated_bytes() - self._begun
+        self._held[path] = max(held, self._held.get(path, 0))
+        return forward(*args, **kwargs)
 
     def _called(self, path: str, own: list[Slot], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if own:

@@ -16,7 +16,7 @@ from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
 from .decoded import decoded_for_good
-from .forecast import UnitForecast
+from .forecast import HeldBytes, UnitForecast
 from .measured import Measured, measured_loads
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
@@ -48,8 +48,8 @@ class UnitSizes:
 
     `pieces` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
     `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
-    which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Decoding
-    takes `decoding_bytes` besides for a moment.
+    which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
+    `decoding` takes so much for a moment when each of these modules is called, "" when the unit is put in place.
     """
 
     total_bytes: int
@@ -58,7 +58,7 @@ class UnitSizes:
     table_bytes: int = 0
     tensor_bytes: int = 0
     decoded_bytes: int = 0
-    decoding_bytes: int = 0
+    decoding: HeldBytes = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -218,7 +218,7 @@ def make_plan(
     loads = measured_loads(forecast, measured)
     compute = work.operations / max(1, work.calls) / rates.operations_per_second
     compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
-    work = replace(work, working_bytes=work.working_bytes + sizes.decoding_bytes)
+    work = work.with_decoding(sizes.decoding)
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)

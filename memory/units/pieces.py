@@ -169,9 +169,16 @@ def workspace_bytes(owners: Sequence[Owner]) -> int:
     return max((sum(map(aligned, each.values())) for each in decoded), default=0)
 
 
-def decoding_bytes(own: Sequence[Slot]) -> int:
-    """What decoding any one of the tensors in places takes for a moment, beside its bytes and its result."""
-    return max((codec.workspace_bytes for _, codec in encoded(own)), default=0)
+def decoding_bytes(owners: Sequence[Owner], own: Sequence[Slot]) -> tuple[tuple[str, int], ...]:
+    """What decoding takes for a moment beside the stored bytes and the results: in the call of each module, by path.
+
+    That of "" is what any one of the tensors in places takes that is decoded for good: its stored bytes leave after.
+    """
+    most = max((slot.tensor.nbytes + codec.workspace_bytes for slot, codec in encoded(own)), default=0)
+    each = {
+        owner.path: max((codec.workspace_bytes for _, codec in encoded(owner.slots)), default=0) for owner in owners
+    }
+    return tuple((path, nbytes) for path, nbytes in (("", most), *each.items()) if nbytes)
 
 
 def aligned(nbytes: int) -> int:

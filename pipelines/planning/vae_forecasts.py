@@ -107,6 +107,7 @@ class VaeForecasts:
             name: replace(
                 unit,
                 working_bytes=unit.working_bytes + beside,
+                held=tuple((path, nbytes + beside) for path, nbytes in unit.held),
                 operations=unit.operations * times,
                 modules=tuple((path, operations * times) for path, operations in unit.modules),
             )

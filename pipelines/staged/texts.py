@@ -238,12 +238,15 @@ def _largest(forecasts: Sequence[Forecast]) -> Forecast:
 
     def most(name: str) -> UnitForecast:
         works = [forecast.units[name] for forecast in forecasts]
-        peak = max(works, key=lambda work: work.peak_bytes)
+        peak, held = max(works, key=lambda work: work.peak_bytes), dict[str, int]()
+        for path, nbytes in (each for work in works for each in work.held):
+            held[path] = max(nbytes, held.get(path, 0))
         return replace(
             peak,
             live_bytes=max(work.live_bytes for work in works),
             working_bytes=max(work.working_bytes for work in works),
             first_bytes=max(work.first_bytes for work in works),
+            held=tuple(held.items()),
         )
 
     names = forecasts[0].units

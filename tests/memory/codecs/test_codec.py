@@ -72,6 +72,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         if kind.decode
     },
 }
+PADDED = ("int8 convrot", "mxfp8", "nvfp4", "4 bit", "4 bit with codes as scales")  # to tiles, to blocks
 each_codec = pytest.mark.parametrize("name", SAMPLES)
 
 
@@ -103,7 +104,9 @@ def test_decoding_is_work_of_the_device_alone_within_the_workspace(name: str, si
     assert (stats.h2d_count, stats.d2h_count, stats.allocated_bytes) == (0, 0, held)
     used = stats.peak_bytes - held
     assert used <= codec.workspace_bytes
-    assert codec.workspace_bytes <= 1.5 * used + 2**20 or name.startswith("int8"), "integers torch widens by itself"
+    assert codec.workspace_bytes <= 1.02 * used + 8192 or (
+        name in PADDED and codec.workspace_bytes <= 1.5 * used + 2**20
+    )
     assert codec.workspace_bytes <= 12 * CHUNK_WEIGHTS, "bounded, whatever the shape"
     assert torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
     del there, out

@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
+from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.simulated.card import Card
 from ballast.memory.simulated.dry import dry_card
 from ballast.memory.units.unit import ManagedModel
@@ -149,3 +150,48 @@ def test_full_size_flux_takes_no_memory_and_says_what_it_works_in() -> None:
     forecast, _ = dry_run({"flux": module}, run)
     assert forecast.units["flux"].working_bytes == pytest.approx(468 * 2**20, rel=0.02)
     assert forecast.units["flux"].operations == pytest.approx(74.4e12, rel=0.01)
+
+
+def test_what_is_held_when_each_module_is_called() -> None:
+    """The input, what a caller holds besides, and in a second call what the first has given."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow, self.inside = nn.Linear(8, 64), nn.Linear(64, 8), nn.Sequential(nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(self.narrow(self.wide(x)))
+
+    with torch.device("meta"):
+        module = Pair()
+    row = 4 * 8
+
+    def twice(device: torch.device) -> None:
+        first = module(torch.ones(3, 8, device=device))
+        module(first + 1)
+
+    forecast, _ = dry_run({"pair": module}, twice)
+    work = forecast.units["pair"]
+    # The second call finds what the first has given, whose own input is gone.
+    held = {"wide": 3 * row, "narrow": 3 * (row + 8 * row), "inside": 6 * row, "inside.0": 6 * row}
+    assert dict(work.held) == held
+    assert Forecast.from_dict(forecast.to_dict()) == forecast
+
+
+@pytest.mark.parametrize(
+    ("decoding", "first", "working"),
+    [
+        ((), 80, 100),
+        ((("a", 20),), 80, 100),
+        ((("a", 60),), 110, 110),
+        ((("b", 5),), 95, 100),
+        ((("b", 40), ("a", 41)), 130, 130),
+        ((("new", 7),), 107, 107),
+        ((("", 99),), 99, 100),
+    ],
+)
+def test_decoding_counts_where_it_is_above_the_peak(decoding: Any, first: int, working: int) -> None:
+    work = UnitForecast(10, 100, 80, 2, 1.0, held=(("a", 50), ("b", 90)))
+    found = work.with_decoding(decoding)
+    assert (found.live_bytes, found.first_bytes, found.working_bytes) == (10, first, working)

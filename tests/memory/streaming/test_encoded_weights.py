@@ -43,6 +43,8 @@ def test_every_placement_gives_what_plain_weights_give(
     assert dit.size_bytes < 0.75 * whole
     for strategy in ("resident", "streamed", "leafwise"):
         assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), expected), strategy
+        record = manager("sim").timeline.stages[-1]
+        assert record.peak_bytes <= record.planned.peak_vram_bytes <= 1.05 * record.peak_bytes, strategy
         assert sim.stats().allocated_bytes == 0
         assert dit.host_bytes == dit.size_bytes
     from_disk = pair.open(ram=3 * max(piece.packed_bytes for piece in sizes_of(dit).pieces) + 20000)
