@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..sizes import format_bytes
 from ..units.branches import keys_of
 from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
-from ..units.structure import slots
+from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
 from .planner import PieceSize, UnitSizes, least_weights, window_bytes
@@ -83,7 +83,7 @@ def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """The weights of a unit as the planner looks at them."""
-    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes)
+    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes, unit.in_ram)
     if known is None or known[0] != made_by:
         places = list(slots(unit.module))
         divided = divide(unit.module, places, unit.calls)
@@ -106,9 +106,18 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
                 if piece.called
             ),
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
+            is_estimate=any(map(_is_estimate, places)),
         )
         known = _sizes[unit] = (made_by, sizes)
     return known[1]
+
+
+def _is_estimate(slot: Slot) -> bool:
+    """Whether how a weight is going to be stored follows from its shape alone."""
+    encoding = slot.encoding
+    if encoding is None or encoding.maker is None or not slot.tensor.is_meta:
+        return False
+    return encoding.codec == encoding.maker.planned(encoding.codec.shape, encoding.codec.dtype)
 
 
 def reads_pieces(unit: ManagedModel) -> bool:

@@ -50,6 +50,7 @@ class UnitSizes:
     `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
     which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
     `decoding` takes so much for a moment when each of these modules is called, "" when the unit is put in place.
+    With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say.
     """
 
     total_bytes: int
@@ -59,6 +60,7 @@ class UnitSizes:
     tensor_bytes: int = 0
     decoded_bytes: int = 0
     decoding: HeldBytes = ()
+    is_estimate: bool = False
 
     @property
     def resident_bytes(self) -> int:
@@ -225,14 +227,17 @@ def make_plan(
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
-            found = arrange(loads, room - sizes.fixed_bytes)
-            seconds = compute
+            found, seconds = arrange(loads, room - sizes.fixed_bytes), compute
+            left = room - sizes.fixed_bytes - found.device_bytes
             if placement == "resident":
                 room = max(0, budget_bytes - work.peak_bytes - least)
                 decoded, more_bytes = decoded_for_good(sizes.pieces, room)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds -= sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
+                left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
             candidate = _candidate(placement, sizes, work, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
+            if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
+                candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             made.append(
                 _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
                 if streams_from_disk
