@@ -1,6 +1,6 @@
 // In a Chinese page: what Ballast's nodes say while they run, its errors, and the notes of its templates.
 // The server does not know the language of the page, so it speaks English, and the page translates.
-// In any language: a node grows with what it says, as far as the page shows it.
+// In any language: a node grows with what it says, as far as the page shows it, and budgets are what is typed.
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
 import { grow } from './grow.js'
@@ -35,6 +35,15 @@ async function speak (language) {
   return named
 }
 
+// The page rounds what is typed to the digits of the arrows' step: 7.25 GB to 7.3, and 0.004 to 0, which is no budget.
+function exact (node) {
+  for (const { name, options } of node.widgets ?? []) {
+    if (!name.endsWith('_gb') || !options?.round) continue
+    options.round = 0.001
+    options.precision = 3
+  }
+}
+
 let named = new Map()
 
 app.registerExtension({
@@ -49,8 +58,9 @@ app.registerExtension({
     })
   },
 
-  // Its lines are long.
   nodeCreated (node) {
+    if (isOurs(node.comfyClass)) exact(node)
+    // Its lines are long.
     if (node.comfyClass === 'BallastVRAMReport') node.setSize([Math.max(420, node.size[0]), node.size[1]])
   },
 

@@ -1,5 +1,5 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows nodes graph. Prints one JSON object, leaves screenshots in
+// Does the parts in this order: templates run workflows typed nodes graph. Prints one JSON object, leaves screenshots in
 // FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
@@ -186,6 +186,21 @@ async function graph (page) {
   return { ...seen, shown, cut, laptop }
 }
 
+// What the page makes of gigabytes: it rounds what is typed in the widget's callback.
+const typed = (page) => page.evaluate(() => {
+  const found = {}
+  for (const [type, name] of [['BallastLoadPipeline', 'vram_gb'], ['BallastLoadPipeline', 'ram_gb'], ['BallastVramBudget', 'vram_gb']]) {
+    const node = LiteGraph.createNode(type)
+    const widget = node.widgets.find((each) => each.name === name)
+    found[`${type}.${name}`] = [7.25, 0.004].map((value) => {
+      widget.value = value
+      widget.callback(value, app.canvas, node)
+      return widget.value
+    })
+  }
+  return found
+})
+
 // Every node of the pack as the page draws it: its names, and what its help panel says.
 async function nodes (page) {
   const types = await page.evaluate(() => {
@@ -240,6 +255,7 @@ try {
     seen.run = await run(page)
   }
   if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)
+  if (parts.includes('typed')) seen.typed = await typed(page)
   if (parts.includes('nodes')) seen.nodes = await nodes(page)
   if (parts.includes('graph')) seen.graph = await graph(page)
   console.log(JSON.stringify(seen))

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LANGUAGES = {"en-US": "en", "zh-CN": "zh"}
-PARTS = {"en-US": ["templates", "run", "workflows", "nodes"], "zh-CN": ["run", "nodes"]}
+PARTS = {"en-US": ["templates", "run", "workflows", "typed", "nodes"], "zh-CN": ["run", "nodes"]}
 
 pytestmark = pytest.mark.host
 each_locale = pytest.mark.parametrize("locale", LANGUAGES)
@@ -106,6 +106,12 @@ def test_demo_runs_and_its_picture_appears(pages: dict[str, Any]) -> None:
     assert shown["SaveImage"]["sizes"] == [[64, 64]]
     assert shown["SaveImage"]["colours"][0] > 8, "more than one surface"
     assert shown["PreviewImage"]["sizes"] == [[900, 450]]
+
+
+def test_a_budget_is_what_is_typed(pages: dict[str, Any]) -> None:
+    typed = pages["en-US"]["typed"]
+    assert set(typed) == {"BallastLoadPipeline.vram_gb", "BallastLoadPipeline.ram_gb", "BallastVramBudget.vram_gb"}
+    assert all(values == [7.25, 0.004] for values in typed.values()), typed
 
 
 @each_locale
