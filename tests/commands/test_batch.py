@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,61 @@ def test_a_folder_that_takes_nothing_is_told_before_anything_is_drawn(
     assert batch(lines, tmp_path / out, "--model", str(tmp_path / "none")) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"ballast: {tmp_path / out} takes no results (") and said.count("\n") == 1
+
+
+def test_a_batch_whose_pictures_are_there_in_part_is_completed(tmp_path: Path) -> None:
+    """As after a kill between two pictures: those that are there stay, each says its own seed."""
+    lines, out = (
+        jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0], "seed": 2**64 - 2, "batch": 3}),
+        tmp_path / "out",
+    )
+    assert batch(lines, out) == 0
+    first = seen(out)
+    seeds = [json.loads(Image.open(out / name).text["ballast"])["seed"] for name in first]  # type: ignore[attr-defined]
+    assert seeds == [2**64 - 2, 2**64 - 1, 0]
+    gone = sorted(first)[1]
+    (out / gone).unlink()
+    assert batch(lines, out) == 0
+    found = seen(out)
+    assert {name: content for name, (_, content) in found.items()} == {name: c for name, (_, c) in first.items()}
+    assert [name for name in first if found[name] != first[name]] == [gone]
+
+
+def test_a_picture_is_never_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ballast.commands import results
+
+    def half(image: Any, path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(results, "write_image", half)
+    assert batch(jsonl(tmp_path / "prompts.txt", PROMPTS[0]), tmp_path / "out") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["latents"]
+
+
+def test_other_pictures_and_other_weights_are_other_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides a result is what its files hold, not how they are called."""
+    from ballast.pipelines.staged import samples
+
+    sample = samples.SampleStage.sample
+    seeing = {"image", "strength"}  # which the demo model does not take
+
+    def blind(self: Any, cond: Any, **given: Any) -> Any:
+        return sample(self, cond, **{name: value for name, value in given.items() if name not in seeing})
+
+    monkeypatch.setattr(samples.SampleStage, "sample", blind)
+    lines = jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0], "image": "start.png", "strength": 0.5})
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    (weights,) = (model / "transformer").glob("*.safetensors")
+    counts = []
+    for colour, flipped in (("red", 0), ("teal", 0), ("teal", 1), ("teal", 0)):
+        Image.new("RGB", (64, 64), colour).save(tmp_path / "start.png")
+        content = bytearray(weights.read_bytes())
+        content[-3] ^= flipped
+        weights.write_bytes(content)
+        assert batch(lines, tmp_path / "out", "--model", str(model)) == 0
+        counts.append(len(seen(tmp_path / "out")))
+    assert counts == [1, 2, 3, 3]
 
 
 def test_a_disk_that_is_full_ends_the_run(

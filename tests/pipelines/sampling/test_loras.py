@@ -93,6 +93,21 @@ def test_another_strength_reads_and_moves_nothing(
     )
 
 
+def test_the_digest_tells_loras_and_their_strengths(tiny_folders: Folders, cache: Path, tmp_path: Path) -> None:
+    """By which `ballast batch` knows what it has made."""
+    folder = tiny_folders("flux")
+    (one, strength), *_ = loras = lora_files.two(folder, tmp_path)
+    pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=cache)
+    plain = pipe.digest()
+    found = []
+    for worn in ([(one, strength)], [(one, 0.5 * strength)], loras):
+        pipe.set_loras(worn)
+        found.append(pipe.digest())
+    assert len({plain, *found}) == 4
+    pipe.set_loras([])
+    assert pipe.digest() == plain
+
+
 def test_the_weights_stay_in_ram_while_loras_come_and_go(
     tiny_folders: Folders, cache: Path, tmp_path: Path, sim: ModuleType
 ) -> None:
