@@ -50,7 +50,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=lora,
         metavar="FILE:STRENGTH",
-        help="a LoRA's .safetensors file and its strength, by default 1; several have one --lora each",
+        help="a LoRA's .safetensors file and its strength, by default 1; several have one --lora each; the second "
+        "transformer's is low.safetensors:transformer_2=1",
     )
     parser.add_argument(
         "--base",
@@ -102,11 +103,14 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--video", type=Path, help="a video to start from: a film, an animation or a folder of frames")
 
 
-def lora(text: str) -> tuple[Path, float]:
-    """A LoRA's file and its strength, as in detail.safetensors:0.8."""
-    path, colon, strength = text.rpartition(":")
+def lora(text: str) -> tuple[Path, float | dict[str, float]]:
+    """A LoRA's file and its strength, as in detail.safetensors:0.8; for one model low.safetensors:transformer_2=0.8."""
+    path, colon, told = text.rpartition(":")
+    model, equals, strength = told.rpartition("=")
     try:
-        return (Path(path), float(strength)) if colon else (Path(text), 1.0)
+        if not colon:
+            return Path(text), 1.0
+        return Path(path), {model: float(strength)} if equals else float(strength)
     except ValueError:
         return Path(text), 1.0  # the colon is of a drive
 

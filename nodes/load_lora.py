@@ -13,6 +13,7 @@ from .shared.reference import PipelineReference, PipelineType, with_lora
 from .shared.running import shows_failure
 
 _FOLDER = "loras"
+AUTO = "auto"
 
 
 class LoadLora(io.ComfyNode):
@@ -40,6 +41,15 @@ class LoadLora(io.ComfyNode):
                     step=0.01,
                     tooltip="How much it counts. 0 is without it; another strength reads and moves nothing.",
                 ),
+                io.Combo.Input(
+                    "transformer",
+                    options=[AUTO, "transformer_2"],
+                    default=AUTO,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Of a model with two transformers, such as Wan 2.2: transformer_2 is the one for low "
+                    "noise. auto is the first.",
+                ),
             ],
             outputs=[
                 PipelineType.Output("pipeline_out", display_name="pipeline", tooltip="What to load, with the LoRA.")
@@ -49,19 +59,22 @@ class LoadLora(io.ComfyNode):
 
     @classmethod
     @shows_failure
-    def execute(cls, pipeline: PipelineReference, lora: str, strength: float = 1.0) -> io.NodeOutput:
+    def execute(
+        cls, pipeline: PipelineReference, lora: str, strength: float = 1.0, transformer: str = AUTO
+    ) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(with_lora(cls, pipeline))
         from ..pipelines.files.lora_notes import about_lora  # here, so that the host starts no slower
 
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
-        made = with_lora(cls, pipeline, (str(path), file_stamp(path), strength))
+        counts = strength if transformer == AUTO else ((transformer, strength),)
+        made = with_lora(cls, pipeline, (str(path), file_stamp(path), counts))
         base, words = about_lora(path)
         if lines := [f"made for {base}"] * bool(base) + [f"trigger words: {words}"] * bool(words):
             show_text(cls, "\n".join(lines))
         return io.NodeOutput(made)
 
     @classmethod
-    def fingerprint_inputs(cls, lora: str, strength: float = 1.0, **_: object) -> str:
+    def fingerprint_inputs(cls, lora: str, strength: float = 1.0, transformer: str = AUTO, **_: object) -> str:
         path = folder_paths.get_full_path(_FOLDER, lora)
-        return f"{strength} {file_stamp(Path(path)) if path else ''}"
+        return f"{strength} {file_stamp(Path(path)) if path else ''}" + f" {transformer}" * (transformer != AUTO)

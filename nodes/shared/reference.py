@@ -32,6 +32,10 @@ OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`
 _open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
 
 
+# A LoRA's file, its stamp, and its strength, or one for each model by name.
+LoraFile = tuple[str, str, float | tuple[tuple[str, float], ...]]
+
+
 @dataclass(frozen=True)
 class PipelineReference:
     """What to load, and with which budget. Small and immutable: the host may cache it for ever.
@@ -47,7 +51,7 @@ class PipelineReference:
     keep: bool
     family: tuple[tuple[str, Option], ...] = ()  # where else its parts lie, its variant
     ram_bytes: int | None = None
-    loras: tuple[tuple[str, str, float], ...] = ()  # file, its stamp, strength
+    loras: tuple[LoraFile, ...] = ()
 
     def opened(self) -> StagedPipeline | None:
         """The pipeline, if it is open."""
@@ -67,7 +71,7 @@ class PipelineReference:
                 cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
                 options: dict[str, Any] = {"dtype": self.dtype, "cache_dir": cache_dir, **dict(self.family)}
                 pipe = open_pipeline(self.path, self.device, **budgets, **options)
-            pipe.set_loras((path, strength) for path, _, strength in self.loras)
+            pipe.set_loras((path, dict(s) if isinstance(s, tuple) else s) for path, _, s in self.loras)
             _open[self._key()] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe
@@ -126,9 +130,7 @@ def make_reference(
     return reference
 
 
-def with_lora(
-    node: type[io.ComfyNode], reference: PipelineReference, *loras: tuple[str, str, float]
-) -> PipelineReference:
+def with_lora(node: type[io.ComfyNode], reference: PipelineReference, *loras: LoraFile) -> PipelineReference:
     """Make the reference with further LoRAs, and remember it for the nodes that follow.
 
     It is opened, which reads the files, so that one of another model fails here.

@@ -107,9 +107,12 @@ def test_generate_and_plan_with_loras(tiny_folders: Folders, tmp_path: Path, cap
         ("a:-2", ("a", -2.0)),
         ("a.b", ("a.b", 1.0)),
         ("C:a", ("C:a", 1.0)),
+        ("C:a:transformer_2=0.5", ("C:a", {"transformer_2": 0.5})),
+        ("a=b:0.5", ("a=b", 0.5)),
+        ("C:a=b", ("C:a=b", 1.0)),
     ],
 )
-def test_a_lora_is_a_file_and_a_strength(text: str, meant: tuple[str, float]) -> None:
+def test_a_lora_is_a_file_and_a_strength(text: str, meant: tuple[str, Any]) -> None:
     path, strength = lora(text)
     assert (str(path), strength) == meant
 

@@ -87,6 +87,32 @@ def test_equal_references_share_a_pipeline(loras: list[str], sim: ModuleType, mo
     assert LoadLora.fingerprint_inputs(lora="gone.safetensors") == "1.0 "
 
 
+def test_the_second_transformer_has_its_own(
+    loras: list[str], tiny_folders: Callable[[str], Path], tmp_path: Path, sim: ModuleType
+) -> None:
+    """Named, it is for that one alone; a model without one says so."""
+    pipe = tiny.FAMILIES["wan"].build()
+    pipe.register_modules(transformer_2=type(pipe.transformer).from_config(pipe.transformer.config))
+    pipe.register_to_config(boundary_ratio=0.9)
+    folder = Path(folder_paths.get_folder_paths("diffusers")[0]) / "two_experts"
+    pipe.save_pretrained(folder)
+    files = Path(folder_paths.get_folder_paths("loras")[0])
+    lora_files.write(files / "wan.safetensors", lora_files.weights(pipe.transformer, 4))
+    plain = run_node(LoadPipeline, pipeline="two_experts", device="sim").result[0]
+    given: dict[str, Any] = {"pipeline": plain, "lora": "wan.safetensors", "strength": 0.8}
+    for more, worn in (({}, {"transformer": 0.8}), ({"transformer": "transformer_2"}, {"transformer_2": 0.8})):
+        made = run_node(LoadLora, **given, **more).result[0]
+        (lora,) = made.open()._loras
+        assert lora.strengths == worn and set(lora.adapters) == set(worn)
+        assert hash(made) != hash(plain)
+    del given["pipeline"]
+    one, second = (LoadLora.fingerprint_inputs(**given, transformer=name) for name in ("auto", "transformer_2"))
+    assert one != second and one == LoadLora.fingerprint_inputs(**given)
+    with pytest.raises(ValueError, match=r"has a strength for transformer_2\. Name one of transformer"):
+        run_node(LoadLora, pipeline=load(), lora=loras[0], strength=1.0, transformer="transformer_2")
+    clear(folder)
+
+
 def test_the_node_says_what_the_file_does(loras: list[str], sim: ModuleType) -> None:
     """The model that it was made for, and its trigger words or most frequent tags; what is not text is left out."""
     files = Path(folder_paths.get_folder_paths("loras")[0])
