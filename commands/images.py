@@ -109,12 +109,13 @@ def write_image(
 ) -> None:
     """Write a picture [H,W,3] or a video [F,H,W,3] in 0..1 as what the suffix says, whatever the path ends in.
 
+    What is brighter, as linear light may be, is written as white.
     `words` are text chunks by keyword, which PNG has.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    pixels = (image * 255).round().byte().numpy()
+    pixels = (image.clamp(0, 1) * 255).round().byte().numpy()
     frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else pixels[None])]
     kind = Image.registered_extensions().get(suffix.lower(), "")
     if suffix == ".mp4":
