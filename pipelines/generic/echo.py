@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ...memory.planning.calls import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
@@ -60,16 +62,33 @@ class Echo:
         heard += _number_of([value for value in leaves if isinstance(value, str | int | float)])
         if not name:
             self.calls.append((method, heard))
-        key = name, method, kind_of(args, kwargs)
+        hooked = tuple(within for within, module in self.face.named_modules() if within and module._forward_hooks)
+        key = name, method, hooked, kind_of(args, kwargs)
         if key not in self._shapes:
-            self._shapes[key] = self._run(getattr(self._inner.get_submodule(name), method), args, kwargs)
+            called = getattr(self._inner.get_submodule(name), method)
+            self._shapes[key] = self._run(called, hooked, args, kwargs)
         numbers = itertools.count(1)
-        return tree_map_only(torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key])
+        answer, within = tree_map_only(
+            torch.Tensor, lambda raw: self._made_up(raw, heard, next(numbers)), self._shapes[key]
+        )
+        for hooked_name, results in within.items():
+            for result in results:
+                _tell(self.face.get_submodule(hooked_name), result)
+        return answer
 
-    def _run(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with torch.inference_mode(), dry_card():
+    def _run(self, called: Callable[..., Any], hooked: Sequence[str], args: Any, kwargs: Any) -> Any:
+        """The shapes of the answer, and of what each module in it gives that code looks into by a hook."""
+        within: dict[str, list[Any]] = {}
+        with ExitStack() as hooks, torch.inference_mode(), dry_card():
+            for name in hooked:
+
+                def keep(module: nn.Module, args: Any, made: Any, name: str = name) -> None:
+                    within.setdefault(name, []).append(made)
+
+                hooks.enter_context(_removed(self._inner.get_submodule(name).register_forward_hook(keep)))
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), (args, kwargs))
-            return tree_map_only(SimTensor, lambda tensor: tensor.raw, opened(called(*args, **kwargs)))
+            made = opened(called(*args, **kwargs)), within
+            return tree_map_only(SimTensor, lambda tensor: tensor.raw, made)
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> float:
         """A number that follows smoothly from every value: rounding hardly changes it."""
@@ -115,6 +134,22 @@ class EchoOfEach(Echo):
     def _opened_answer(self, name: str, method: str, args: Any, kwargs: Any) -> Any:
         parts = in_parts(args, kwargs, self.dims, batch_of(args, kwargs, self.dims))
         return joined([super(EchoOfEach, self)._opened_answer(name, method, tuple(some), of) for some, of in parts])
+
+
+@contextmanager
+def _removed(hook: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _tell(module: nn.Module, result: Any) -> None:
+    """Call the forward hooks of a module that is not run itself. RuntimeError for one that does more than look."""
+    for number, hook in module._forward_hooks.items():
+        more: tuple[Any, ...] = ({},) if number in module._forward_hooks_with_kwargs else ()
+        if hook(module, (), *more, result) is not None:
+            raise RuntimeError("a hook changes what a module gives")
 
 
 def _number_of(words: Sequence[Any]) -> float:

@@ -189,6 +189,8 @@ class GenericPipeline(SeeingPipeline):
             with keeping_processors(modules.values()):
                 self._call_stock(cond, arguments, on_step, device, modules)
         except DecodeCalledError as caught:
+            if len(caught.latents) % int(cond.info.get("prompts") or 1):
+                raise ValueError(f"{self.title} draws one prompt at a time. Encode one.") from None
             return caught.latents
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 

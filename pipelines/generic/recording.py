@@ -37,6 +37,7 @@ class Recording:
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
         self.asked = 0  # and answered, how many times
+        self.sees = False  # whether it was asked with pictures
 
     def listen(self, pipe: Any) -> None:
         """Keep what the pipeline's methods answer from now on. What is known already is not run again."""
@@ -54,7 +55,7 @@ class Recording:
 
         @functools.wraps(method)
         def answer(*args: Any, **kwargs: Any) -> Any:
-            key = _key(name, signature, args, kwargs)
+            key = self._key(name, signature, args, kwargs)
             if key not in self.answers:
                 if not run:
                     raise RuntimeError("it encodes its prompt while it samples in another way than before")
@@ -63,6 +64,17 @@ class Recording:
             return _copied(self.answers[key])
 
         return answer
+
+    def _key(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> str:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {k: v > 1 if k in SCALES else v for k, v in bound.arguments.items() if k not in _PLACES}
+
+        def digest(value: Any) -> Any:
+            self.sees = True
+            return _digest(value)
+
+        return hashlib.sha256(json.dumps([name, given], sort_keys=True, default=digest).encode()).hexdigest()
 
     def tensors(self, prompts: int, **texts: Any) -> Recorded:
         """All answers as named tensors. `texts` are the arguments of the call that they belong to."""
@@ -86,13 +98,6 @@ class Recording:
 
 def _methods(pipe: Any) -> list[str]:
     return [name for name in dir(type(pipe)) if _ENCODES.fullmatch(name)]
-
-
-def _key(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> str:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = {k: v > 1 if k in SCALES else v for k, v in bound.arguments.items() if k not in _PLACES}
-    return hashlib.sha256(json.dumps([name, given], sort_keys=True, default=_digest).encode()).hexdigest()
 
 
 def _digest(value: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ...memory.units.calls import interpose
 from ...memory.units.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.forecasts import shapes_in
@@ -27,10 +29,10 @@ from .recording import Recorded, Recording
 from .stand_ins import LoopReachedError
 from .stock import encode_defaults, needed_inputs, passes, returned_names
 from .stock_parts import FRAMES, HOST, StockParts
-from .tasks import INPUTS, task_of
+from .tasks import EDITED, INPUTS, task_of
 
 _GUIDES = 3.0  # a scale of guidance that guides
-_OWN = INPUTS - {"image_reference", "reference_images"}
+_OWN = INPUTS - {"images", "image_reference", "reference_images"}
 _SIDE = 64  # pixels of a picture that is not read
 See = Callable[..., Any]  # answers `name, *args, **kwargs`: what a module is called with
 
@@ -90,15 +92,16 @@ class SeeingPipeline(StockParts):
             posterior = Posterior()
             run = self._vae_run("encode", {}, self._vram_budget(), encode=posterior)
             return posterior.whole(run(*args))
-        unit = self._units[name]
+        unit, part = self._unit_of(name)
 
         def see(device: torch.device, modules: Mapping[str, nn.Module]) -> Any:
-            return tree_map_only(torch.Tensor, to_host, _called(modules[name], device, args, kwargs))
+            return tree_map_only(torch.Tensor, to_host, _called(modules[unit.name], device, args, kwargs))
 
-        key, dry = self._dry_sight(unit, args, kwargs)
+        key, dry = self._dry_sight(name, args, kwargs)
         forecast = functools.partial(self._forecaster.forecast, key, SEEING, [unit], dry)
         expected = self._expected(SEEING, [unit], forecast, "auto")
-        return self._run_stage(SEEING, [unit], see, work=key, **expected)
+        with _entered_at(unit.module, part):
+            return self._run_stage(SEEING, [unit], see, work=key, **expected)
 
     def _foresee(self, cond: Conditioning, arguments: Mapping[str, Any], room_bytes: int) -> list[Sight]:
         sights: list[Sight] = []
@@ -114,8 +117,8 @@ class SeeingPipeline(StockParts):
             sights.append(Sight(self._vae_run("encode", {}, room_bytes, planned=True, encode=posterior), *args))
             made = self._vae_forecasts("encode", {}, room_bytes, posterior).dry_run(*args)[1]
             return posterior.whole(torch.zeros(made.shape))
-        forecast, made = self._dry_sight(self._units[name], args, kwargs)[1]()
-        sights.append(Sight(units=[self._units[name]], forecast=forecast))
+        forecast, made = self._dry_sight(name, args, kwargs)[1]()
+        sights.append(Sight(units=[self._unit_of(name)[0]], forecast=forecast))
         return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), made)
 
     def handed(self, pictures: Sequence[torch.Tensor]) -> tuple[dict[str, Any], ...]:
@@ -171,7 +174,10 @@ class SeeingPipeline(StockParts):
         if "negative_prompt" in self._call and negative_prompt is not None:
             texts["negative_prompt"] = _plain(negative_prompt)
         missing = {name: (torch.full((_SIDE, _SIDE, 3), 0.5),) for name in needed_inputs(self.pipeline_class)}
-        pictures = {"image": options["images"]} if "images" in options else {}
+        edited = next((name for name in EDITED if name in missing), EDITED[0])
+        pictures = {edited: options["images"]} if "images" in options else {}
+        if "images" in pictures and len(as_list(prompt)) > 1:  # its call takes a list of them for each prompt
+            raise ValueError(f"{self.title} edits pictures by one prompt at a time. Encode one.")
         scale = self._guidance_name()
         for guidance in (_GUIDES, 1.0) if scale in self._call else (None,):
             before = recording.asked
@@ -189,6 +195,8 @@ class SeeingPipeline(StockParts):
             except Exception:
                 if recording.asked == before:
                     raise
+        if recording.sees and missing.keys() - pictures.keys():
+            raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
         return recording.tensors(len(as_list(prompt)), **texts)
 
     def _imagined_first(self, recording: Recording, before: int, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -197,15 +205,37 @@ class SeeingPipeline(StockParts):
             raise LoopReachedError
         return self._imagine([], 0, name, *args, **kwargs)
 
-    def _dry_sight(self, unit: ManagedModel, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
+    def _dry_sight(self, name: str, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
         """The key of a module's call, and its dry run."""
+        unit, part = self._unit_of(name)
         module = unit.skeleton()
         run = functools.partial(_called, module, args=args, kwargs=kwargs)
-        key = self._forecaster.key(stage=SEEING, unit=unit.name, **shapes_in({"args": args, **kwargs}))
-        return key, functools.partial(self._forecaster.dry_run, {unit.name: module}, run)
+        key = self._forecaster.key(stage=SEEING, unit=name, **shapes_in({"args": args, **kwargs}))
+
+        def dry_run() -> Any:
+            with _entered_at(module, part):
+                return self._forecaster.dry_run({unit.name: module}, run)
+
+        return key, dry_run
+
+    def _unit_of(self, name: str) -> tuple[ManagedModel, str]:
+        """The unit that has a module, and the module's name in it: empty for the unit itself."""
+        unit, _, part = name.partition(".")
+        return self._units[unit], part
 
     def _passes(self, arguments: Mapping[str, Any]) -> int:
         return passes(self._call, arguments)
+
+
+@contextmanager
+def _entered_at(module: nn.Module, part: str) -> Iterator[None]:
+    """Let each call of a module be one of a module in it until the block ends, so that it comes as for its own."""
+    undo = interpose(module, lambda _, args, kwargs: module.get_submodule(part)(*args, **kwargs)) if part else None
+    try:
+        yield
+    finally:
+        if undo:
+            undo()
 
 
 def _called(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:

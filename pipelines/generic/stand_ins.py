@@ -60,6 +60,44 @@ class StandIn(nn.Module):
         return type(self.__dict__["_unit"].module) if "_unit" in self.__dict__ else StandIn
 
 
+class StandInEncoder(StandIn):
+    """Stands in for a text encoder while the transformer runs. What its modules are asked, `ask` answers.
+
+    `ask` gives the call of a module by its name in the encoder, as of the part of Motif's that sees a picture.
+    """
+
+    def __init__(
+        self,
+        unit: ManagedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        ask: Callable[[str], Callable[..., Any]],
+    ) -> None:
+        super().__init__(unit, device, dtype)
+        self._ask_part = ask
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return StandInPart(found, self.dtype, self._ask_part(name)) if isinstance(found, nn.Module) else found
+
+
+class StandInPart:
+    """Stands in for a module of one that is not there to run."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, ask: Callable[..., Any]) -> None:
+        self._module, self.dtype, self._ask = module, dtype, ask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Those of what it stands for, as they are when it runs: some code asks for their type."""
+        return (parameter.to("meta", self.dtype) for parameter in self._module.parameters(recurse))
+
+
 class StandInVae(StandIn):
     """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
 

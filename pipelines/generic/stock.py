@@ -46,10 +46,17 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(value.id for value in values)  # type: ignore[attr-defined]
 
 
+def encoding_of(cls: Any) -> Callable[..., Any] | None:
+    """The method by which a pipeline encodes prompts; None where it has none, or several and no `encode_prompt`."""
+    found = [name for name in dir(cls) if name.startswith("encode_prompt")]
+    name = "encode_prompt" if "encode_prompt" in found or len(found) != 1 else found[0]
+    return getattr(cls, name, None)
+
+
 def embeddings_of(cls: Any) -> tuple[str, ...]:
     """The names of what a pipeline's `encode_prompt` returns, where its call takes any of them; else none."""
     try:
-        names = returned_names(cls.encode_prompt)
+        names = returned_names(cls.encode_prompt) if hasattr(cls, "encode_prompt") else ()
     except ValueError:
         return ()
     return names if any(name in inspect.signature(cls.__call__).parameters for name in names) else ()
@@ -92,15 +99,16 @@ def text_options(cls: type) -> frozenset[str]:
     Some go by a property: `self._clip_skip = clip_skip`, and then `clip_skip=self.clip_skip`.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
+    encode: Any = encoding_of(cls)
     handing = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("encode_prompt", "check_inputs")
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (encode.__name__, "check_inputs")
     ]
     storing = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _stores_argument(node)]
     handed = _names(handing)
     used = _names([tree]) - handed - _names(storing)
-    taken = inspect.signature(cls.encode_prompt).parameters  # type: ignore[attr-defined]
+    taken = inspect.signature(encode).parameters
     return frozenset(name for name in taken if name in handed and name not in used)
 
 

@@ -25,8 +25,17 @@ from ..staged import OnStep, as_stock
 from .answers import Answers
 from .proving import ProvenPipeline
 from .recording import Recording
-from .stand_ins import DecodeCalledError, LateTool, StandIn, StandInVae, Steps, checking_noise, keeping_embeddings
-from .stock import asks_for_padding, embeddings_of, needed_inputs, own_words, picture_sizes
+from .stand_ins import (
+    DecodeCalledError,
+    LateTool,
+    StandIn,
+    StandInEncoder,
+    StandInVae,
+    Steps,
+    checking_noise,
+    keeping_embeddings,
+)
+from .stock import asks_for_padding, embeddings_of, encoding_of, needed_inputs, own_words, picture_sizes
 from .tasks import INPUTS, VIDEOS, edits, with_controlnet
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
@@ -74,13 +83,13 @@ class StockParts(ProvenPipeline):
         self._config = {k: v for k, v in index.items() if not k.startswith("_") and not names_class(v)}
         self._init = inspect.signature(self.pipeline_class).parameters
         self._call = inspect.signature(self.pipeline_class.__call__).parameters
-        if not hasattr(self.pipeline_class, "encode_prompt") or "vae" not in self.components:
+        if (encode := encoding_of(self.pipeline_class)) is None or "vae" not in self.components:
             raise ValueError(f"{self.name} has no text stage or no VAE, and cannot be staged.")
         needed = needed_inputs(self.pipeline_class)
         if not INPUTS.issuperset(needed):
             raise ValueError(f"{self.name} starts from more than text ({', '.join(needed)}), and cannot be staged yet.")
         self.inputs = frozenset(needed)
-        self._encode_prompt = inspect.signature(self.pipeline_class.encode_prompt).parameters
+        self._encode_prompt = inspect.signature(encode).parameters
         self._frames = next((name for name in FRAMES if name in self._call), None)
         self.is_video = self._frames is not None or bool(VIDEOS & self._call.keys())
         self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
@@ -155,11 +164,16 @@ class StockParts(ProvenPipeline):
         ask = ask or functools.partial(functools.partial, telling.answer)
         parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
         for unit in self._units.values():
-            in_loop = unit.role == "transformer" or unit.name in _IN_LOOP or (self.replays and unit in self.encoders)
+            in_loop = unit.role == "transformer" or unit.name in _IN_LOOP
             asked = unit.name in SEEING or (looks and unit.name in self._beside)
-            if unit.name not in modules and (in_loop or asked):
-                seeing = ask(unit.name) if asked else None
-                parts[unit.name] = StandIn(unit, device, self.components[unit.name].run_dtype, seeing)
+            dtype = self.components[unit.name].run_dtype
+            if unit.name in modules:
+                continue
+            if in_loop or asked:
+                parts[unit.name] = StandIn(unit, device, dtype, ask(unit.name) if asked else None)
+            elif self.replays and unit in self.encoders:
+                part_of = functools.partial(_asking_part, ask, unit.name)
+                parts[unit.name] = StandInEncoder(unit, device, dtype, part_of)
         # The device is the manager's: an offloaded module reports `cpu` or `meta`.
         on_device = property(lambda _: device)
         stock = self.pipeline_class
@@ -266,3 +280,7 @@ class StockParts(ProvenPipeline):
 
     def _prepare(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
         """Adjust the stock pipeline to one run. For families with quirks."""
+
+
+def _asking_part(ask: Callable[[str], Callable[..., Any]], unit: str, part: str) -> Callable[..., Any]:
+    return ask(f"{unit}.{part}")

@@ -14,13 +14,15 @@ import torch
 from ...memory.files import read_json
 from ..files.trust import named_class
 from ..staged import Frames, Pictures
-from .stock import needed_inputs
+from .stock import encoding_of, needed_inputs
 
 VIDEOS = frozenset({"video", "mask_video", "control_video"})  # which calls take as a list of frames
 # Pictures that calls take.
 INPUTS = VIDEOS | {
-    "image", "mask_image", "mask", "last_image", "image_reference", "reference_images", "control_image", "control_mask",
+    "image", "images", "mask_image", "mask", "last_image", "image_reference", "reference_images",
+    "control_image", "control_mask",
 }  # fmt: skip
+EDITED = ("image", "images")  # what calls name the pictures that they edit
 _KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo", "VideoToVideo")
 _KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo|VideoToVideo)?Pipeline$")
 _MASKS = ("mask_image", "control_mask", "mask_video", "mask")  # what calls name it, the first that is there
@@ -42,6 +44,8 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
     if reads_pictures(cls) and image:
         raise ValueError(f"{title} reads its pictures with the prompt: give them to encode, and none to sample.")
     ways: list[dict[str, tuple[torch.Tensor, ...]]] = [{"image": image or references}]
+    if references and "image" not in own:
+        ways = [{"images": references}]
     if references and (image or "image_reference" in own):
         ways = [{"image": image, "image_reference": references}]
     if references and "reference_images" in own:
@@ -98,7 +102,8 @@ def parameters(cls: Any) -> dict[str, inspect.Parameter]:
 
 def reads_pictures(cls: Any) -> bool:
     """Whether the text encoder is given pictures with the prompt."""
-    return "image" in inspect.signature(cls.encode_prompt).parameters
+    encode: Any = encoding_of(cls)
+    return "image" in inspect.signature(encode).parameters
 
 
 def edits(cls: Any) -> bool:
@@ -106,7 +111,9 @@ def edits(cls: Any) -> bool:
     call = parameters(cls)
     frames = any("frames" in name or name == "video_length" for name in call)
     return (
-        reads_pictures(cls) or "image_reference" in call or ("image" in call and "strength" not in call and not frames)
+        reads_pictures(cls)
+        or "image_reference" in call
+        or (not call.keys().isdisjoint(EDITED) and "strength" not in call and not frames)
     )
 
 

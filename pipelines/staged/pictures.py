@@ -84,7 +84,7 @@ def as_masks(given: Given) -> tuple[torch.Tensor, ...]:
 
 def as_stock(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a stock pipeline's call: pictures among them become PIL's, which all of them take, in 8 bits."""
-    return {name: _stock_pictures(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+    return {k: _stock_pictures(v, k == "images") if isinstance(v, tuple) else v for k, v in arguments.items()}
 
 
 def handed(given: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -105,11 +105,11 @@ def as_handed(pictures: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
     return [_to_pil(one) for one in pictures] if isinstance(pictures, tuple) else _to_pil(pictures)
 
 
-def _stock_pictures(pictures: Any) -> Any:
+def _stock_pictures(pictures: Any, listed: bool) -> Any:
     if not pictures or not all(isinstance(one, torch.Tensor) for one in pictures):
         return pictures
     made = [_to_pil(one) for one in pictures]
-    return made[0] if len(made) == 1 and not isinstance(pictures, Frames) else made
+    return made[0] if len(made) == 1 and not listed and not isinstance(pictures, Frames) else made
 
 
 def _to_pil(picture: torch.Tensor) -> Image:

@@ -15,6 +15,7 @@ import tiny
 import torch
 from ballast.pipelines.generic import proof, rehearsal
 from ballast.pipelines.generic.echo import Echo
+from diffusers.pipelines.ltx2.image_processor import LTX2VideoHDRProcessor
 from diffusers.pipelines.wan import pipeline_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +76,29 @@ def test_an_echo_hears_what_changes_places() -> None:
     one, tensor = echo(), torch.randn(3, 4)
     assert not torch.allclose(one.face(tensor), one.face(tensor.flip(0)), atol=1e-4)
     assert not torch.allclose(one.face(tensor, tensor + 1), one.face(tensor + 1, tensor), atol=1e-4)
+
+
+def test_an_echo_calls_the_hooks_of_modules_in_it() -> None:
+    """JoyImage takes the words that it draws from a hook in its text encoder. What is hooked follows from all given."""
+    one, heard = echo(), []
+    hooks = [
+        one.face.layer.register_forward_hook(lambda module, args, made: heard.append(made)),
+        one.face.layer.register_forward_hook(lambda module, args, more, made: heard.append(made), with_kwargs=True),
+    ]
+    tensor = torch.ones(2, 3, 4)
+    made = one.face(tensor)
+    assert [each.shape for each in heard] == [(2, 3, 6)] * 2 and torch.equal(*heard)
+    assert not torch.equal(heard[0], made)
+    before = heard.pop()
+    one.face(tensor, tensor)
+    assert not torch.allclose(heard[-1], before, atol=1e-4)
+    for hook in hooks:
+        hook.remove()
+    heard.clear()
+    assert torch.equal(one.face(tensor), made) and not heard
+    one.face.layer.register_forward_hook(lambda module, args, made: made + 1)
+    with pytest.raises(RuntimeError, match="a hook changes what a module gives"):
+        one.face(tensor)
 
 
 def test_large_results_take_no_memory_and_are_heard() -> None:
@@ -188,6 +212,36 @@ WAYS: dict[str, tuple[Callable[[Any], torch.Tensor], str]] = {
 def test_what_differs_is_named(way: str) -> None:
     stock, words = WAYS[way]
     assert verdict(stock, picture).differs.startswith(words)
+
+
+def two(modules: Any) -> torch.Tensor:
+    return torch.cat([picture(modules), picture(modules) * 0.5])
+
+
+@pytest.mark.parametrize("tail", proof.TAILS)
+def test_what_a_call_does_with_what_was_decoded_is_found(tail: str) -> None:
+    way = two if tail == "second of two" else picture
+    assert verdict(lambda modules: proof.TAILS[tail](way(modules)), way) == proof.Verdict(tail=tail)
+
+
+def test_linear_light_is_that_of_diffusers() -> None:
+    images = torch.linspace(0, 1, 1000)
+    linear = proof.TAILS["linear light"](images)
+    torch.testing.assert_close(linear, LTX2VideoHDRProcessor._logc3_decompress(images))
+    assert 50 < linear[-1] < 60
+
+
+def test_the_second_of_each_two_is_kept() -> None:
+    assert proof.TAILS["second of two"](torch.arange(4)).tolist() == [1, 3]
+
+
+def test_pictures_are_found_in_what_a_call_returns() -> None:
+    """Channels first or last, and in a list those of each prompt."""
+    first = torch.rand(2, 3, 8, 16)
+    last = first.movedim(1, -1)
+    layers = diffusers.pipelines.ImagePipelineOutput(images=[first[:1], first[1:]])
+    for made in ((first,), (last,), {"frames": first}, layers):
+        assert torch.equal(rehearsal._pictures_of(made), last)
 
 
 def test_what_makes_no_picture_is_left_out() -> None:

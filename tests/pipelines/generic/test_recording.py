@@ -76,6 +76,14 @@ def test_the_same_question_is_asked_once() -> None:
     assert pipe.runs == 1 and recording.asked == 2
 
 
+@pytest.mark.parametrize(("images", "sees"), [(None, False), (torch.zeros(1), True)])
+def test_pictures_in_a_question_are_seen(images: torch.Tensor | None, sees: bool) -> None:
+    recording, pipe = Recording(), Encoder()
+    recording.listen(pipe)
+    pipe.encode_prompt("a boat", images=images)
+    assert recording.sees is sees
+
+
 def test_what_has_no_digest_is_refused() -> None:
     pipe = Encoder()
     Recording().listen(pipe)

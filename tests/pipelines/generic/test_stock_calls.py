@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,20 @@ def test_no_negative_is_not_an_empty_one(odd_folders: Folders) -> None:
     assert not none.any() and empty.any()
     assert torch.equal(pipe.encode("a cat").tensors["negative_prompt_embeds"], none)
     assert pipe.encode("a cat").info["negative_prompt"] == ""
+
+
+@pytest.mark.long
+def test_a_scale_that_the_stock_call_fails_at_fails_alike(odd_folders: Folders, sim: ModuleType) -> None:
+    """HunyuanDiT's perturbed attention has no way without guidance. With it, it is as stock."""
+    given = {"use_resolution_binning": False, "negative_prompt": "bad"}
+    expected = stock(odd_folders("hunyuandit_pag"), guidance_scale=4.0, **given)
+    pipe = ballast.open_pipeline(odd_folders("hunyuandit_pag"), device="sim")
+    torch.testing.assert_close(staged(pipe, "bad", guidance=4.0), expected, atol=1e-4, rtol=0)
+    with pytest.raises(RuntimeError) as wanted:
+        stock(odd_folders("hunyuandit_pag"), guidance_scale=1.0, **given)
+    with pytest.raises(RuntimeError, match=re.escape(str(wanted.value))):
+        staged(pipe, "bad", guidance=1.0)
+    assert sim.stats().allocated_bytes == 0
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +14,11 @@ import transformers
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from tiny_image import flux, qwenimage, sd3
-from tiny_parts import MULTIMODAL_ROPE, decoder_sizes, tokenizer
+from tiny_parts import MULTIMODAL_ROPE, decoder_sizes, flow, tokenizer
 from tiny_video import cogvideox, hunyuan_video, hunyuan_video15, wan
 from tokenizers import normalizers
+from transformers.models.t5gemma2.configuration_t5gemma2 import T5Gemma2EncoderConfig
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
 
 _VISION = {"num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -104,26 +106,35 @@ def cogvideox_i2v() -> DiffusionPipeline:
 @contextmanager
 def without_videos() -> Iterator[None]:
     """Let Qwen's processor be without its part for videos, which needs torchvision and which no pipeline asks."""
-    kind = transformers.Qwen2_5_VLProcessor
+    kinds = (transformers.Qwen2_5_VLProcessor, transformers.Qwen3VLProcessor)
 
     def made(self: Any, image_processor: Any = None, tokenizer: Any = None, **more: Any) -> None:
-        for name in ("image", "video"):
-            setattr(self, f"{name}_token", f"<|{name}_pad|>")
-            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        for name in ("image", "video", "vision_start", "vision_end"):
+            word = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+            setattr(self, f"{name}_token", word)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(word))
+        kind = next(kind for kind in kinds if isinstance(self, kind))
         super(kind, self).__init__(image_processor, tokenizer, **more)
 
-    with mock.patch.object(kind, "__init__", made):
+    with ExitStack() as exits:
+        for kind in kinds:
+            exits.enter_context(mock.patch.object(kind, "__init__", made))
         yield
 
 
-def qwen_edit(several: bool = False) -> DiffusionPipeline:
-    """The picture goes to the text encoder, too."""
-    parts = _parts(qwenimage())
-    cls = diffusers.QwenImageEditPlusPipeline if several else diffusers.QwenImageEditPipeline
+def _reads_pictures() -> tuple[transformers.PreTrainedTokenizerFast, dict[str, int]]:
+    """A tokenizer with Qwen's words for pictures, and the ids of these by their names in a config."""
     words = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
     read = tokenizer()
     read.add_special_tokens({"additional_special_tokens": words})
-    ids = dict(zip(words, read.convert_tokens_to_ids(words), strict=True))
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    return read, dict(zip(names, read.convert_tokens_to_ids(words), strict=True))
+
+
+def qwen_edit(cls: Any = diffusers.QwenImageEditPipeline) -> DiffusionPipeline:
+    """The picture goes to the text encoder, too."""
+    parts = _parts(qwenimage())
+    read, ids = _reads_pictures()
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
         "patch_size": 14, "spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
@@ -132,16 +143,86 @@ def qwen_edit(several: bool = False) -> DiffusionPipeline:
         text_config=decoder_sizes(rope_parameters=MULTIMODAL_ROPE),
         vision_config=vision,
         vocab_size=128,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **ids,
     )
     parts["text_encoder"] = transformers.Qwen2_5_VLForConditionalGeneration(config)
     seeing = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=4 * 28 * 28)
     with without_videos():
         processor = transformers.Qwen2_5_VLProcessor(image_processor=seeing, tokenizer=read)
     return cls(**parts | {"tokenizer": read, "processor": processor})
+
+
+def qwen_layered() -> DiffusionPipeline:
+    """Gives a list of each picture's layers."""
+    return qwen_edit(diffusers.QwenImageLayeredPipeline)
+
+
+def joy(several: bool = False) -> DiffusionPipeline:
+    """Looks into its text encoder by a hook; with `several` pictures it has no method of the usual name."""
+    read, ids = _reads_pictures()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = transformers.Qwen3VLConfig(
+        text_config={**decoder_sizes(), "head_dim": 8, "rope_parameters": rope},
+        vision_config={
+            "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+            "deepstack_visual_indexes": [1], "num_position_embeddings": 16,
+        },
+        vocab_size=128,
+        **ids,
+    )  # fmt: skip
+    seeing = transformers.Qwen2VLImageProcessor(min_pixels=32 * 32, max_pixels=4 * 32 * 32, patch_size=16)
+    with without_videos():
+        processor = transformers.Qwen3VLProcessor(image_processor=seeing, tokenizer=read)
+    kind = diffusers.JoyImageEditPlusTransformer3DModel if several else diffusers.JoyImageEditTransformer3DModel
+    cls = diffusers.JoyImageEditPlusPipeline if several else diffusers.JoyImageEditPipeline
+    return cls(
+        scheduler=flow(),
+        vae=wan().vae,
+        text_encoder=transformers.Qwen3VLForConditionalGeneration(config),
+        tokenizer=read,
+        transformer=kind(
+            patch_size=[1, 2, 2],
+            in_channels=16,
+            hidden_size=32,
+            num_attention_heads=2,
+            text_dim=16,
+            num_layers=2,
+            rope_dim_list=[4, 6, 6],
+            theta=256,
+        ),
+        processor=processor,
+    )
+
+
+def joy_plus() -> DiffusionPipeline:
+    return joy(several=True)
+
+
+def motif_i2v() -> DiffusionPipeline:
+    """A part of its text encoder sees the first frame."""
+    text = {**decoder_sizes(32), "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 128, "dropout_rate": 0.0}
+    vision = {**_VISION, "hidden_size": 8, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
+    return diffusers.MotifVideoImage2VideoPipeline(
+        scheduler=flow(),
+        vae=wan().vae,
+        text_encoder=T5Gemma2Encoder(T5Gemma2EncoderConfig(text_config=text, vision_config=vision)),
+        tokenizer=tokenizer(),
+        feature_extractor=transformers.SiglipImageProcessor(size={"height": 32, "width": 32}),
+        transformer=diffusers.MotifVideoTransformer3DModel(
+            in_channels=33,
+            out_channels=16,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            num_layers=2,
+            num_single_layers=1,
+            patch_size=1,
+            patch_size_t=1,
+            text_embed_dim=32,
+            image_embed_dim=8,
+            rope_axes_dim=(4, 4, 4),
+        ),
+        guider=diffusers.AdaptiveProjectedGuidance(),
+    )
 
 
 def hunyuan_video15_i2v() -> DiffusionPipeline:
@@ -207,6 +288,10 @@ BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
         wan_ti2v,
         cogvideox_i2v,
         qwen_edit,
+        qwen_layered,
+        joy,
+        joy_plus,
+        motif_i2v,
     )
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from ballast.pipelines.generic.stock import needed_inputs
+from diffusers import AutoencoderKL
 from PIL.Image import Image, fromarray
 from transformers import Gemma2Config, Gemma2Model, PreTrainedModel
 
@@ -120,6 +121,13 @@ def _fit_parts(cls: Any, components: dict[str, Any]) -> None:
     if type(encoder).__name__ == "Gemma2ForCausalLM":  # whose results have the width of the vocabulary
         config = {**encoder.config.to_dict(), "hidden_size": transformer.config.caption_channels}
         components["text_encoder"] = Gemma2Model(Gemma2Config(**config))
+    if cls.__name__.startswith("HunyuanDiT"):  # whose code counts tokens of 16 pixels
+        components["vae"] = AutoencoderKL(
+            block_out_channels=(8,) * 4,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            norm_num_groups=4,
+        )
     if cls.__name__ in _BESIDE:
         channels = transformer.config.in_channels
         config = {**transformer.config, "in_channels": 2 * channels, "out_channels": channels}

@@ -230,8 +230,15 @@ def hunyuandit() -> DiffusionPipeline:
     )
 
 
+def hunyuandit_pag() -> DiffusionPipeline:
+    """Cannot run without guidance."""
+    settings = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return diffusers.HunyuanDiTPAGPipeline(**hunyuandit().components | settings, pag_applied_layers="blocks.0")
+
+
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
-    build.__name__: build for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag, hunyuandit)
+    build.__name__: build
+    for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag, hunyuandit, hunyuandit_pag)
 }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from ballast.pipelines.generic.stock import encoding_of
 from diffusers import DiffusionPipeline
 
 from .building import Built
@@ -32,6 +33,12 @@ class Case:
     frames: int | None = None
     strategy: str = "auto"
     more: dict[str, Any] = field(default_factory=dict)
+
+
+def encoded_with(cls: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the method that encodes prompts."""
+    encode: Any = encoding_of(cls)
+    return inspect.signature(encode).parameters
 
 
 def guidance_name(cls: Any) -> str | None:
@@ -90,7 +97,8 @@ class Stock:
 
 def picture_of(output: Any) -> torch.Tensor:
     if isinstance(output, list):
-        output = np.stack([np.asarray(one) for one in output])
+        parts = [np.asarray(one) for one in output]
+        output = np.concatenate(parts) if parts[0].ndim == 4 else np.stack(parts)  # the layers of each picture
     made = torch.as_tensor(np.asarray(output)) if not isinstance(output, torch.Tensor) else output
     return made.float()
 
@@ -111,13 +119,14 @@ class Staged:
 
     def _run(self, case: Case) -> torch.Tensor:
         inputs = _inputs(self.built, case)
-        encodes = set(inspect.signature(self.built.cls.encode_prompt).parameters)
+        encodes = set(encoded_with(self.built.cls))
         self.stage = "encode"
         encode_options = {k: v for k, v in inputs.items() if k in encodes and k not in _OURS}
         takes = "negative_prompt" in inspect.signature(self.built.cls.__call__).parameters
         negative = {} if case.negative is None or not takes else {"negative_prompt": case.negative}
         pictures = {_NAMES[k]: _tensors(v) for k, v in inputs.items() if k in _NAMES}
-        images = {"images": pictures.pop("image")} if "image" in encodes and "image" in pictures else {}
+        reads = "image" in encodes or "encode_prompt_multiple_images" in dir(self.built.cls)
+        images = {"images": pictures.pop("image")} if reads and "image" in pictures else {}
         strength = {"strength": inputs["strength"]} if "strength" in inputs else {}
         cond = self.pipe.encode(case.prompt, **negative, **images, **encode_options)
         self._check()
@@ -150,12 +159,13 @@ class Staged:
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
     "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
-    "do_classifier_free_guidance", "image", "mask_image", "last_image", "control_image", "strength",
+    "do_classifier_free_guidance", "image", "images", "mask_image", "last_image", "control_image", "strength",
     "video", "mask_video", "control_video", "control_mask",
     "max_area",  # told by width and height
 }  # fmt: skip
 _NAMES = {
     "image": "image",
+    "images": "image",
     "mask_image": "mask",
     "last_image": "last_image",
     "control_image": "control",
@@ -175,7 +185,7 @@ def _tensors(pictures: Any) -> list[torch.Tensor]:
 def _for_sampling(name: str, cls: Any) -> bool:
     if name == "guidance_scale":
         return guidance_name(cls) != name
-    if name in inspect.signature(cls.encode_prompt).parameters:
+    if name in encoded_with(cls):
         return False
     return name not in _OURS and "embeds" not in name and not name.startswith(("prompt_", "negative_prompt"))
 
