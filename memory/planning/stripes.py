@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
+_WORTH = 3  # what copies save must be one part in so many of what they take, or more
 _LEAST_SHARE = 16  # fewer rows on the device than one in so many are not worth the pieces
 
 
@@ -54,12 +55,16 @@ def device_rows(rows: int, row_bytes: int, spare_bytes: int) -> int:
     return fitting if fitting * _LEAST_SHARE >= rows else 0
 
 
-def is_cheaper_made(operations: float, moved_bytes: float, operations_per_byte: float) -> bool:
-    """Whether making a map again takes less than moving so many bytes of it to RAM and back.
+def is_cheaper_made(operations: float, later: float, moved_bytes: float, operations_per_byte: float) -> bool:
+    """Whether making a map again takes less than moving so many bytes of it to RAM in one pass, and back in the next.
 
-    `operations_per_byte`: how many a device does in the time that a byte takes to come.
+    Computing and copies go on at once: what hides behind the `operations` that make the map, or behind those `later`
+    of what follows from it, costs nothing. `operations_per_byte`: how many a device does in the time that a byte takes
+    to come. Moving must save a third of what the copies take: RAM is short, too.
     """
-    return operations < 2 * moved_bytes * operations_per_byte
+    copies = moved_bytes * operations_per_byte
+    saved = 2 * operations + later - max(operations, copies) - max(later, copies)
+    return saved < 2 * copies / _WORTH
 
 
 @dataclass(frozen=True)

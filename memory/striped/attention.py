@@ -1,18 +1,25 @@
-"""Attention over a whole map: a stripe of queries at a time, and of keys and values as many as there is room for."""
+"""Attention over a whole map: a stripe of queries at a time, and of keys and values as many as there is room for.
+
+Where all keys and values lie on the device, and that has a fused kernel, it is the kernel that the whole would take.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..planning.stripes import blocks
 from .calls import NotStripedError, handles, local
 from .keeping import settle
 from .maps import Map
+from .room import stand_in
 
 _SCORE_BYTES = 32 * 2**20  # of one block of queries by keys, where the budget leaves that much
 _BLOCKS = 3  # scores, what softmax makes of them, and either once more in between
+_WHOLES_SHARE = 2  # the part of the room, one in so many, that keys and values take at most that are copied
 _BUDGET_SHARE = 16  # the part of the budget, one in so many, that a block takes at most
 
 
@@ -55,8 +62,25 @@ class _Attention(Map):
         super().__init__(query.room, shape, query.dtype, query.axis, (query, key, value, *masks), work)
         self.wholly = (key, value)
         self._mask, self._scale = mask, scale
+        self._fuses = mask is None and len(shape) == 4 and self._has_kernel()
         self._heads = max(1, query.nbytes // (query.length * query.shape[-1] * query.dtype.itemsize))
         self.grain = query.grain
+
+    def _has_kernel(self) -> bool:
+        fuses = self.room.fuses
+        return fuses is None or fuses(*(stand_in(one.shape, one.dtype) for one in self.inputs), scale=self._scale)
+
+    @functools.cached_property
+    def _is_at_once(self) -> bool:
+        """Whether a stripe of queries looks at all keys in one kernel: they lie on the device, or nearly so."""
+        wholes = self.inputs[1:3]
+        if not self._fuses or any(one.heavy or any(one.needed(0, one.length)) for one in wholes):
+            return False
+        return self._wholes_bytes() <= self.room.free_bytes // _WHOLES_SHARE
+
+    def _wholes_bytes(self) -> int:
+        """What keys and values take that do not lie on the device as the kernel wants them."""
+        return sum(one.peak_bytes(one.length) for one in self.inputs[1:3])
 
     def _block(self, rows: int) -> int:
         """How many keys are looked at together by so many queries."""
@@ -65,6 +89,8 @@ class _Attention(Map):
 
     def _peak_bytes(self, rows: int) -> int:
         query, key, value, *masks = self.inputs
+        if self._is_at_once:  # queries once more where the kernel wants them otherwise
+            return query.peak_bytes(rows) + rows * (query.row_bytes + self.row_bytes) + self._wholes_bytes()
         block = self._block(rows)
         scores = _BLOCKS * 4 * self._heads * rows * block
         both = max(key.passing_bytes(block), block * key.row_bytes + value.passing_bytes(block))
@@ -74,6 +100,9 @@ class _Attention(Map):
 
     def _make(self, start: int, stop: int) -> torch.Tensor:
         query, key, value, *masks = self.inputs
+        if self._is_at_once:
+            keys, values = key.rows(0, key.length), value.rows(0, value.length)
+            return functional.scaled_dot_product_attention(query.rows(start, stop), keys, values, scale=self._scale)
         mask = masks[0].rows(start, stop) if masks else self._mask
         if isinstance(mask, torch.Tensor) and not masks and mask.shape[-2] > 1:
             mask = mask[..., start:stop, :]

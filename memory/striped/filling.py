@@ -75,7 +75,7 @@ class InPieces:
         if not self._share:
             return False
         self._share = self._owed = 0.0
-        self.memory.spill(self._node.length, self._node.room)
+        self.memory.spill(self._node.length, self._node.room, short=True)
         return True
 
     def _to_host(self, start: int, rows: torch.Tensor) -> None:

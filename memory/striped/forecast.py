@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..planning.dry_run import lay_weights
 from ..planning.stripes import Pass, seconds
 from ..rates import ASSUMED, Rates
+from ..simulated.attention import Fuses
 from ..simulated.dry import DEVICE, dry_card
 from .run import Traffic, run
 
@@ -44,13 +45,15 @@ def forecast(
     *tensors: torch.Tensor,
     budget_bytes: int,
     operations_per_byte: float = ASSUMED.operations_per_byte,
+    fuses: Fuses | None = None,
 ) -> tuple[StripedForecast, Any]:
     """Dry run of `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
 
     `module` is the structure, with parameters on `meta`, whose weights `function` uses; it is used up by this.
-    `tensors` are on the CPU; their values do not matter. RuntimeError, among others, where values do matter.
+    `tensors` are on the CPU; their values do not matter. `fuses` tells which attention is one kernel on the real
+    device, by default all. RuntimeError, among others, where values do matter.
     """
-    with torch.inference_mode(), dry_card() as card:
+    with torch.inference_mode(), dry_card(fuses) as card:
         lay_weights(module, card)
         traffic = Traffic()
         result = run(

@@ -16,7 +16,7 @@ from .rows import Piece, Rows
 _DEEPEST = 2  # convolutions one after the other that are made again: with more, stripes have too much of a margin
 _LEAST_ROWS = 8  # of the map at hand, that the device must have room for beside what is put there
 _SPARED = 3  # one part of the budget in so many stays for stripes
-_SPARED_BESIDE_PIECES = 5  # and beside maps that lie in pieces
+_SPARED_BESIDE_PIECES = 8  # and beside maps that lie in pieces
 
 
 def settle(node: Map, with_moments: bool = False) -> None:
@@ -30,8 +30,11 @@ def settle(node: Map, with_moments: bool = False) -> None:
     if not node.heavy:
         return
     operations, depth = _making(node)
-    moved = node.nbytes - _staying(node) * node.row_bytes
-    if 0 < depth <= _DEEPEST and node.operations and is_cheaper_made(operations, moved, node.room.operations_per_byte):
+    later = node.operations * node.nbytes / node.dtype.itemsize  # of what follows: about what the last layer takes
+    # What does not stay whole moves all of its bytes: the rows that do stay take the room of others'.
+    moved = 0 if _staying(node) == node.length else node.nbytes
+    cheaper = is_cheaper_made(operations, later, moved, node.room.operations_per_byte)
+    if 0 < depth <= _DEEPEST and node.operations and cheaper:
         node.remade = True
     else:
         keep(node, with_moments)

@@ -34,7 +34,7 @@ class Lanes:
         self._outgoing: Any = None
         if has_streams:
             self._incoming, self._outgoing = self._both()
-        self._leaving: dict[bool, tuple[torch.Tensor, Any]] = {}  # what is being copied to RAM, of two kinds
+        self._leaving: dict[bool, tuple[Any, Any]] = {}  # what is being copied to RAM, of two kinds
 
     def _both(self) -> tuple[Any, Any]:
         if self._dry:
@@ -61,10 +61,11 @@ class Lanes:
         if self._incoming is not None:
             self._computing().wait_event(self._event(self._incoming))
 
-    def store(self, target: torch.Tensor, rows: torch.Tensor, kind: bool = False) -> Any:
+    def store(self, target: torch.Tensor, rows: torch.Tensor, kind: bool = False, held: Any = None) -> Any:
         """Copy rows, contiguous, to RAM, behind those before. Returns the event that they are there.
 
-        Of each kind one copy at a time is under way: what is computed from now on waits for the one before.
+        Of each kind one copy at a time is under way: what is computed from now on waits for the one before. What is
+        `held` is let go of then.
         """
         self._settle(kind)
         if self._outgoing is None:
@@ -74,7 +75,7 @@ class Lanes:
         with self._on(self._outgoing):
             self._copy("d2h", target, rows)
         left = self._event(self._outgoing)
-        self._leaving[kind] = rows, left
+        self._leaving[kind] = (rows, held), left
         return left
 
     def settle(self) -> None:

@@ -15,6 +15,7 @@ from ..errors import release_frames
 from ..planning.stripes import Pass
 from ..rates import ASSUMED
 from ..simulated import card as state
+from ..simulated.attention import Fuses
 from ..sizes import format_bytes
 from .lanes import Lanes, Pool, view
 
@@ -44,8 +45,10 @@ class Room:
         on_stripe: Callable[[], None] | None = None,
         operations_per_byte: float = ASSUMED.operations_per_byte,
         every: bool = False,
+        fuses: Fuses | None = None,
     ) -> None:
         self.device = device
+        self.fuses = fuses  # which attention is one kernel there; None for all
         self.settle = settle  # see `keeping`: called with a map once several others follow from it
         self._ram_bytes = ram_bytes
         self._on_stripe = on_stripe
@@ -167,8 +170,9 @@ class Room:
     def store(self, target: torch.Tensor, stripe: torch.Tensor, axis: int, spilled: bool = False) -> Any:
         """Write a stripe to its place in RAM, `spilled` if it was kept before. Returns the event that it is there."""
         self.d2h_bytes += stripe.nbytes
-        rows = stripe.movedim(axis, 0)
-        return self.lanes.store(target.movedim(axis, 0), rows.contiguous(), spilled)
+        rows = stripe.movedim(axis, 0).contiguous()
+        held = Buffer(self, rows, True) if spilled else rows  # of the map's own bytes, until they are in RAM
+        return self.lanes.store(target.movedim(axis, 0), rows, spilled, held)
 
 
 class Buffer:

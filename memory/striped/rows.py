@@ -13,7 +13,8 @@ from ..planning.stripes import blocks
 if TYPE_CHECKING:
     from .room import Buffer, Room
 
-_SPILLS = 16  # parts that a piece goes to RAM in
+_SPILLS = 16  # parts that a piece goes to RAM in at least when memory has run out
+_PART = 32  # the part of the budget, one in so many, that goes at once at most
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,17 @@ class Rows:
         """Let go of what lies on the device above a row: nobody will ask for it again."""
         self.pieces = [one for one in self.pieces if not one.on_device or one.stop > start]
 
-    def spill(self, start: int, room: Room) -> None:
-        """Move what lies on the device above a row to RAM."""
+    def spill(self, start: int, room: Room, short: bool = False) -> None:
+        """Move what lies on the device above a row to RAM, in few parts unless memory is `short`.
+
+        Each is copied on the device first, and what is computed from then on waits for the one before.
+        """
         for index, one in enumerate(self.pieces):
             if one.on_device and one.stop <= start:
                 buffer = room.buffer(one.tensor.shape, one.tensor.dtype, self.axis, False)
                 count = one.stop - one.start
-                for low, high in blocks(count, -(-count // _SPILLS)):  # each is copied on the device
+                parts = max(_SPILLS if short else 1, -(-buffer.nbytes * _PART // room.budget_bytes))
+                for low, high in blocks(count, -(-count // parts)):
                     part, target = (each.narrow(self.axis, low, high - low) for each in (one.tensor, buffer.tensor))
                     buffer.stored = room.store(target, part, self.axis, spilled=True)
                 self.pieces[index] = Piece(one.start, one.stop, buffer.tensor, buffer)

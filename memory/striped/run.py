@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..accelerator import Accelerator
 from ..errors import release_frames
 from ..planning.stripes import Pass
 from ..rates import ASSUMED
+from ..simulated import card as state
 from .grids import LargeGrids
 from .keeping import settle, to_host
 from .room import Room
@@ -56,9 +58,9 @@ def run(
 
     `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
     """
-    room = Room(
-        torch.empty(0, device=device).device, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every
-    )
+    found = torch.empty(0, device=device).device
+    fuses = state.card.fuses if found.type == "meta" else Accelerator(found).fuses
+    room = Room(found, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every, fuses)
     try:
         with torch.inference_mode(), LargeGrids(room):
             result = function(*(striped(tensor, room) for tensor in tensors))

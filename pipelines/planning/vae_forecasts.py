@@ -122,6 +122,7 @@ class VaeForecasts:
             return self.call(module, tensor, tensor.device, "stripes")
 
         how: dict[str, Any] = {"budget_bytes": budget_bytes, "operations_per_byte": operations_per_byte}
+        how["fuses"] = self._forecaster.fuses
         return striped.forecast(module, run, sample.float(), **how)[0]
 
     def _key(self, way: str, tensor: torch.Tensor) -> str | None:

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -21,7 +21,7 @@ from ballast.memory.planning.dry_run import dry_run, lay_weights
 from ballast.memory.planning.stripes import Pass, blocks, device_rows, is_cheaper_made, stripe_height, stripes
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.dry import DEVICE, dry_card
-from ballast.memory.striped import grids
+from ballast.memory.striped import attention, grids
 from ballast.memory.striped.moments import Tally
 from host import find_host, host_python
 from places import SUPPORT
@@ -63,8 +63,10 @@ def test_stripes_keep_to_the_grain_where_they_can() -> None:
 
 
 def test_what_is_cheaper_and_how_long_a_pass_takes() -> None:
-    assert is_cheaper_made(199, 1, 100) and not is_cheaper_made(200, 1, 100)
-    assert not is_cheaper_made(1, 0, 100)  # what lies on the device is not moved
+    assert not is_cheaper_made(100, 100, 1, 100)  # copies that hide behind both passes
+    assert is_cheaper_made(274, 250, 3, 100) and not is_cheaper_made(275, 250, 3, 100)  # a third of 600 is saved
+    assert is_cheaper_made(83, 400, 1, 100) and not is_cheaper_made(84, 400, 1, 100)  # what hides is saved
+    assert not is_cheaper_made(1, 5, 0, 100)  # what lies on the device is not moved
     assert [device_rows(64, 10, spare) for spare in (-5, 39, 40, 400, 10**6)] == [0, 0, 4, 40, 64]
     assert Pass(100, 30, 20).seconds(10, 10) == 10
     assert Pass(100, 300, 20).seconds(10, 10) == Pass(100, 30, 300).seconds(10, 10) == 30
@@ -317,6 +319,35 @@ def test_mask_of_all_places_need_not_exist(sim: ModuleType, monkeypatch: pytest.
     assert taken.peak_bytes <= 2 * GB < 4 * (2 * 90 * 160) ** 2
 
 
+@pytest.mark.parametrize("budget", [150_000, 400_000])
+def test_attention_is_one_kernel_where_the_card_has_one_and_all_keys_fit(
+    budget: int, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stripe by stripe of queries, one of keys after the other, where not."""
+    queries: list[int] = []
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        queries.append(query.shape[-2])
+        return torch.nn.functional.scaled_dot_product_attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "functional", SimpleNamespace(scaled_dot_product_attention=attend))
+    for fused in (True, False):
+        sim.enable(total="1GB", fused_attention=fused)
+        vae, latents, whole = on_device("flux", sim)
+        queries.clear()
+        found, peak = peak_of(
+            lambda vae=vae, latents=latents: striped.run(
+                lambda z: striped_vaes.decode(vae, z), latents, device="sim", budget_bytes=budget
+            ),
+            sim,
+        )
+        torch.testing.assert_close(found, whole, rtol=0, atol=2 * PIXELS)
+        assert peak <= budget
+        assert (sum(queries) >= 13 * 9) == fused and (fused or not queries)
+        vae.to("cpu")
+        del vae
+
+
 # What a run takes
 
 
@@ -331,11 +362,13 @@ def flux() -> Any:
     return vae.eval().requires_grad_(False)
 
 
-def flux_decode(pixels: int, budget_bytes: int) -> striped.StripedForecast:
+def flux_decode(
+    pixels: int, budget_bytes: int, operations_per_byte: float = ASSUMED.operations_per_byte
+) -> striped.StripedForecast:
     vae = flux()
     found, picture = striped.forecast(
         vae, lambda z: striped_vaes.decode(vae, z), torch.empty(1, 16, pixels // 8, pixels // 8),
-        budget_bytes=budget_bytes,
+        budget_bytes=budget_bytes, operations_per_byte=operations_per_byte,
     )  # fmt: skip
     assert picture.shape == (1, 3, pixels, pixels)
     return found
@@ -351,7 +384,7 @@ def test_flux_at_published_size() -> None:
     assert large.peak_bytes + weights <= 2.0 * GB
     assert peak_rss_bytes() - before < 300e6, "maps in RAM are only counted"
     assert small.host_peak_bytes < 6 * GB
-    assert large.host_peak_bytes < 24 * GB
+    assert large.host_peak_bytes < 26 * GB
     vae = flux()
     latents = torch.empty(1, 16, 256, 256)
     whole, _ = dry_run({"vae": vae}, lambda device: vae.decode(latents.to(device)).sample.cpu(), method="decode")
@@ -380,23 +413,30 @@ def on_the_clock(pixels: int, budget_bytes: int) -> tuple[float, striped.Traffic
 
 
 @pytest.mark.parametrize(
-    ("pixels", "budget"),
-    [pytest.param(1024, 0.5, marks=pytest.mark.long), pytest.param(2048, 1.3, marks=pytest.mark.soak)],
+    ("pixels", "budget", "times_whole"),
+    [
+        pytest.param(1024, 0.5, 2.1, marks=pytest.mark.long),
+        pytest.param(2048, 1.3, 1.3, marks=pytest.mark.soak),
+        pytest.param(4096, 1.8, None, marks=pytest.mark.soak),
+    ],
 )
-def test_flux_decodes_in_stripes_about_as_fast_as_whole(pixels: int, budget: float) -> None:
+def test_flux_decodes_in_stripes_about_as_fast_as_whole(pixels: int, budget: float, times_whole: float | None) -> None:
     """Copies overlap with computing: 2048 x 2048 in 1.5 GB moved 49.7 GB once, one after the other."""
     clock, traffic = on_the_clock(pixels, int(budget * GB))
-    vae = flux()
-    found, _ = striped.forecast(
-        vae, lambda z: striped_vaes.decode(vae, z), torch.empty(1, 16, pixels // 8, pixels // 8),
-        budget_bytes=int(budget * GB), operations_per_byte=CARD.operations_per_byte,
-    )  # fmt: skip
+    found = flux_decode(pixels, int(budget * GB), CARD.operations_per_byte)
     assert (found.h2d_bytes, found.d2h_bytes) == (traffic.h2d_bytes, traffic.d2h_bytes)
     assert found.operations == pytest.approx(traffic.operations)
     assert found.seconds(CARD) == pytest.approx(clock, rel=0.1)
-    whole = {1024: 7.15e12, 2048: 48.5e12}[pixels] / CARD.float32
-    assert clock <= {1024: 2.2, 2048: 1.5}[pixels] * whole
-    assert found.h2d_bytes + found.d2h_bytes <= 17e9 * (pixels / 2048) ** 2
+    if times_whole:
+        assert clock <= times_whole * {1024: 7.15e12, 2048: 48.5e12}[pixels] / CARD.float32
+        assert found.h2d_bytes + found.d2h_bytes <= 17e9 * (pixels / 2048) ** 2
+
+
+def test_flux_moves_a_third_of_what_it_did() -> None:
+    """The forecast alone of what the test above takes minutes for."""
+    found = flux_decode(2048, int(1.3 * GB), CARD.operations_per_byte)
+    assert found.seconds(CARD) <= 1.3 * 48.5e12 / CARD.float32
+    assert found.h2d_bytes + found.d2h_bytes <= 17e9
 
 
 @pytest.mark.long
