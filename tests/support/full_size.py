@@ -102,6 +102,17 @@ QWEN_VL_7B = {
         "tokens_per_second": 2,
     },
 }
+QWEN3_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 FLUX_VAE = {
     "sample_size": 1024,
     "block_out_channels": [128, 256, 512, 512],
@@ -146,12 +157,27 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "wan": {"text_encoder": UMT5_XXL, "transformer": {}, "vae": {}},
     "qwenimage": {"text_encoder": QWEN_VL_7B, "transformer": {}, "vae": {}},
 }
+# Those that edit pictures, which few tests need.
+EDIT_PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "flux2_klein": {
+        "text_encoder": QWEN3_4B,
+        "transformer": {
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 7680,
+            "guidance_embeds": False,
+        },
+        "vae": {},
+    },
+}
 UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 FULL_SIZE = tuple(PARTS)
 
 SCHEDULERS: dict[str, Callable[[], diffusers.SchedulerMixin]] = {
     "hidream": lambda: diffusers.UniPCMultistepScheduler(**UNIPC_FLOW),
     "flux": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    "flux2_klein": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     "wan": lambda: diffusers.UniPCMultistepScheduler(**UNIPC_FLOW),
     "qwenimage": lambda: diffusers.FlowMatchEulerDiscreteScheduler(
         shift=1.0, use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
@@ -161,7 +187,8 @@ _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write one of FULL_SIZE in the diffusers layout and return the folder."""
+    """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout and return the folder."""
+    parts = (PARTS | EDIT_PARTS)[name]
     pipe: Any = tiny.FAMILIES[name].build()
     pipe.register_modules(scheduler=SCHEDULERS[name]())
     pipe.save_config(folder)
@@ -169,7 +196,7 @@ def build(name: str, folder: Path) -> Path:
         if isinstance(component, nn.Module):
             dtype = torch.float32 if (name, part) == ("wan", "vae") else torch.bfloat16
             shard = "10GB" if (name, part) == ("flux", "transformer") else "5GB"
-            _save(empty(type(component), PARTS[name][part]), folder / part, dtype, shard)
+            _save(empty(type(component), parts[part]), folder / part, dtype, shard)
         elif component is not None:
             component.save_pretrained(folder / part)
     return folder
