@@ -6,6 +6,7 @@ they write more, of odd sizes; with UPDATE_LAYOUTS=1 they write the files anew.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -157,8 +158,11 @@ def test_parts_may_lie_in_different_files(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_damaged_is_refused_in_one_line(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
     def refused(tensors: Tensors, metadata: dict[str, str], match: str) -> None:
-        path = write(tmp_path / "bad.safetensors", tensors, metadata)
+        # A file of its own: one written again at once may have the size and the time of the last, by which it is known.
+        path = write(tmp_path / f"bad-{next(numbers)}.safetensors", tensors, metadata)
         with pytest.raises(ValueError, match=match) as error:
             encoded_weights(path, BF16)
         assert "\n" not in str(error.value) and str(path) in str(error.value)

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import ballast
+import diffusers
 import gguf
 import pytest
 import tiny
@@ -35,6 +36,7 @@ TASKS: dict[str, tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]] = {
     "wan_i2v": ([], FILM, STOCK_FILM),
     "wan_flf": ([], FILM | {"last_image": OTHER}, STOCK_FILM | {"last_image": pil(OTHER)}),
 }
+PLUS = partial(pipelines.qwen_edit, diffusers.QwenImageEditPlusPipeline)
 SOON = ("flux_fill",)  # what the others have beside is tested below
 EACH = [name if name in SOON else pytest.param(name, marks=pytest.mark.long) for name in TASKS]
 Given = Callable[[str], tuple[Path, dict[str, Any]]]
@@ -45,7 +47,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     """The folder of a tiny model, and its parts as files, of which the configs come with the pack."""
 
     def made(name: str) -> tuple[Path, dict[str, Any]]:
-        build = partial(pipelines.qwen_edit, several=True) if name == "qwen_edit_plus" else pipelines.BUILDERS[name]
+        build = PLUS if name == "qwen_edit_plus" else pipelines.BUILDERS[name]
         with pipelines.without_videos():
             tiny.seeded(build)().save_pretrained(folder := tmp_path / name)
         facts_of(name, folder, tmp_path / "facts")
