@@ -1,12 +1,17 @@
-"""Which encoded pieces of a module that fits whole are decoded for good, where there is room. A pure function."""
+"""Which encoded pieces that stay on the device are decoded for good, where there is room. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..codecs.codec import Codec
 from ..codecs.cost import cost_of
+from .tiers import spread
+
+_FEW = 6  # pieces, of which all choices are looked at
 
 
 class Decodable(Protocol):
@@ -18,6 +23,29 @@ class Decodable(Protocol):
     def plain_bytes(self) -> int: ...
     @property
     def codecs(self) -> tuple[Codec, ...]: ...
+
+
+class DecodingLoad(Protocol):
+    """A piece: the seconds of its call, those of decoding in it, and what it takes more if it stays decoded."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def decode_seconds(self) -> float: ...
+    @property
+    def more_bytes(self) -> int: ...
+    @property
+    def moment_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Pieces that stay decoded, the bytes that they take more than as stored, and the seconds of a call that this
+    saves. The bytes count what one of them takes for the moment while it is decoded."""
+
+    pieces: tuple[int, ...] = ()
+    more_bytes: int = 0
+    saved_seconds: float = 0.0
 
 
 def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[frozenset[int], int]:
@@ -39,3 +67,46 @@ def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[froz
         chosen.add(i)
         taken += more[i]
     return frozenset(chosen), taken
+
+
+def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:
+    """The encoded pieces, those first that save most seconds for each byte more; alike ones lie evenly in a call."""
+    alike: dict[float, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        if piece.decode_seconds:
+            worth = float(f"{piece.decode_seconds / max(1, piece.more_bytes):.1e}")
+            alike.setdefault(worth, []).append(i)
+    seconds = [piece.seconds for piece in pieces]
+    return tuple(i for worth in sorted(alike, reverse=True) for i in spread(alike[worth], seconds))
+
+
+def decoded_within(
+    pieces: Sequence[DecodingLoad], order: Sequence[int], streamed: Collection[int], room_bytes: int
+) -> Iterator[Decoded]:
+    """What to decode of the pieces that do not stream, so that it takes no more than the room.
+
+    Of more than a few pieces it is one choice, which has in it that of less room; of few, all that there are.
+    """
+    passing = set(streamed)
+    staying = [i for i in order if i not in passing]
+    if len(pieces) <= _FEW:
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(staying, size) for size in range(len(staying) + 1)
+        )
+        for chosen in subsets:
+            if (decoded := _decoded(pieces, chosen)).more_bytes <= room_bytes:
+                yield decoded
+        return
+    more = most = fitting = 0
+    for i in staying:
+        more, most = more + max(0, pieces[i].more_bytes), max(most, pieces[i].moment_bytes)
+        if more + most > room_bytes:
+            break
+        fitting += 1
+    yield _decoded(pieces, staying[:fitting])
+
+
+def _decoded(pieces: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:
+    more_bytes = sum(max(0, pieces[i].more_bytes) for i in chosen)
+    moment_bytes = max((pieces[i].moment_bytes for i in chosen), default=0)
+    return Decoded(tuple(sorted(chosen)), more_bytes + moment_bytes, sum(pieces[i].decode_seconds for i in chosen))

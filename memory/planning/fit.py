@@ -48,7 +48,10 @@ class Demand:
 
     def call_seconds(self, kind: str, weights_bytes: int) -> float:
         """What a call is planned to take in a placement with so many bytes of weights on the device, all in RAM."""
-        if kind != "streamed":
+        if kind == "resident":
+            decoded = decoded_for_good(self.sizes.pieces, weights_bytes - self.least_weights(kind))[0]
+            return self.loads.compute_seconds - sum(self.loads.pieces[i].decode_seconds for i in decoded)
+        if kind == "cpu":
             return self.loads.compute_seconds
         return arrange(self.loads, weights_bytes - self.sizes.fixed_bytes).step_seconds
 
@@ -64,7 +67,7 @@ class Demand:
         if kind == "resident":
             room = int(self.share * max(0, room_bytes - self.working_bytes - least))
             return least + decoded_for_good(self.sizes.pieces, room)[1]
-        most = max(least, min(self.sizes.resident_bytes, room_bytes - self.working_bytes))
+        most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 
 
@@ -148,6 +151,9 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
     least = least_weights(demand.sizes)
     fitting: list[str] = [kind for kind in least if demand.need_bytes(kind) <= room_bytes]
     last = list(least)[-1]
+    if len(fitting) > 1 and demand.sizes.most_bytes > demand.sizes.resident_bytes:
+        # What is encoded may be faster where some of it streams, and more of the rest is decoded for good.
+        fitting.sort(key=lambda kind: demand.call_seconds(kind, demand.weights_to_hold(kind, room_bytes)))
     if fitting or least[last] > room_bytes:
         return fitting
     # Without a forecast it has run so before, when its working memory was not known yet.

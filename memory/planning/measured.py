@@ -43,7 +43,9 @@ def measured_loads(loads: Loads, measured: Measured | None) -> Loads:
     if measured is None or not _fits(loads, measured):
         return loads
     pairs = zip(loads.pieces, measured.seconds, strict=True)
-    pieces = tuple(replace(piece, seconds=seconds) for piece, seconds in pairs)
+    pieces = tuple(
+        replace(piece, seconds=seconds, decode_seconds=min(seconds, piece.decode_seconds)) for piece, seconds in pairs
+    )
     return replace(loads, pieces=pieces, before_seconds=measured.before_seconds)
 
 

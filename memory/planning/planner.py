@@ -41,6 +41,15 @@ class PieceSize:
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
+    @property
+    def moment_bytes(self) -> int:
+        """What decoding it for good takes beside the results, until the last of the stored bytes leaves."""
+        return max((codec.stored_bytes + codec.workspace_bytes for codec in self.codecs), default=0)
+
+    def decoding(self, rates: Rates) -> tuple[float, int, int]:
+        """The seconds that it saves to stay decoded, what that takes more, and for the moment when it is decoded."""
+        return self.decode_seconds(rates), self.plain_bytes - self.held_bytes, self.moment_bytes
+
 
 @dataclass(frozen=True)
 class UnitSizes:
@@ -68,6 +77,12 @@ class UnitSizes:
         return self.total_bytes - self.table_bytes + self.decoded_bytes
 
     @property
+    def most_bytes(self) -> int:
+        """What is there if, besides, all is decoded for good."""
+        more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
+        return self.resident_bytes + more + max((piece.moment_bytes for piece in self.pieces), default=0)
+
+    @property
     def least_streamed_bytes(self) -> int:
         """The least on the device that the unit can be streamed in."""
         return self.fixed_bytes + least_bytes([PieceLoad(p.packed_bytes, p.held_bytes) for p in self.pieces])
@@ -83,7 +98,8 @@ class UnitSizes:
         call_rate = max(1, work.calls) * rates.operations_per_second
         pieces = zip(self.pieces, operations, strict=True)
         loads = tuple(
-            PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate + p.decode_seconds(rates)) for p, done in pieces
+            PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate + p.decode_seconds(rates), *p.decoding(rates))
+            for p, done in pieces
         )
         return Loads(loads, rate, before / call_rate, from_disk)
 
@@ -227,13 +243,14 @@ def make_plan(
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
-            found, seconds = arrange(loads, room - sizes.fixed_bytes), compute
+            found = arrange(loads, room - sizes.fixed_bytes)
+            seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
             left = room - sizes.fixed_bytes - found.device_bytes
             if placement == "resident":
                 room = max(0, budget_bytes - work.peak_bytes - least)
                 decoded, more_bytes = decoded_for_good(sizes.pieces, room)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
-                seconds -= sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
+                seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
             candidate = _candidate(placement, sizes, work, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
             if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
@@ -252,7 +269,10 @@ def make_plan(
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
     fitting = [c for c in in_ram if not (slow and c.read_bytes)]
     best = fitting or in_ram
-    chosen = best[0] if best else min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
+    if best:  # of equally fast ones the first
+        chosen = min(best, key=lambda c: c.step_seconds)
+    else:
+        chosen = min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
     rejected = tuple(
         replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to, slow))
         for c in made
@@ -271,10 +291,11 @@ def _rooms(
     """The bytes of weights to consider: all that the budget leaves, and the least."""
     if placement == "resident" or strategy == "leafwise":
         return [least]
-    most = min(budget_bytes - work.peak_bytes, sizes.resident_bytes)
+    most = min(budget_bytes - work.peak_bytes, sizes.most_bytes)
     if strategy == "streamed":  # takes what there is, all of it too
         return [most, least] if least < most else [least]
-    return [most, least] if least < most < sizes.resident_bytes else [least]
+    whole = sizes.resident_bytes if sizes.most_bytes == sizes.resident_bytes else sizes.most_bytes + 1
+    return [most, least] if least < most < whole else [least]
 
 
 def _candidate(

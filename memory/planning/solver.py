@@ -1,4 +1,5 @@
-"""Which pieces of a module stay on the device, which stream from RAM and which from disk, and through how large a ring.
+"""Which pieces of a module stay on the device, decoded or as stored, which stream from RAM and which from disk, and
+through how large a ring.
 
 A pure function of what pieces weigh and compute, of the room on the device and in RAM, and of the rates. It looks at
 arrangements that do not depend on the room, and takes the fastest that fits: so it is never over, and more room is
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from .decoded import Decoded, decoded_within, decoding_order
 from .ring import offsets, overwritten, step_seconds
 from .tiers import disk_choices, spread, windows_bytes
 
@@ -26,11 +28,18 @@ _FEW = 10  # pieces, of which all choices are looked at
 
 @dataclass(frozen=True)
 class PieceLoad:
-    """A piece: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes."""
+    """A piece: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes.
+
+    Decoding takes `decode_seconds` of these, which it does not where the piece stays decoded: that takes `more_bytes`
+    than as stored, and `moment_bytes` beside while it is done.
+    """
 
     packed_bytes: int
     held_bytes: int
     seconds: float = 0.0
+    decode_seconds: float = 0.0
+    more_bytes: int = 0
+    moment_bytes: int = 0
 
 
 class HasSizes(Protocol):
@@ -75,7 +84,8 @@ class Loads:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Pieces at the indices `streamed` pass through a ring; the others stay. `step_seconds` are those of one call.
+    """Pieces at the indices `streamed` pass through a ring; the others stay, of which those `decoded` do so decoded.
+    `step_seconds` are those of one call.
 
     `device_bytes` is what they take on the device in all. Each call copies those that are `copied`, of `copied_bytes`
     in all, and reads those `from_disk`, of `read_bytes`, first.
@@ -89,6 +99,7 @@ class Arrangement:
     copied: tuple[int, ...] = ()
     from_disk: tuple[int, ...] = ()
     read_bytes: int = 0
+    decoded: tuple[int, ...] = ()
 
 
 def least_bytes(pieces: Sequence[PieceLoad]) -> int:
@@ -109,34 +120,38 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
     Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that, and less
     RAM than the windows as these. With `ring_bytes` there is a ring already, which stays if it can.
     """
-    pieces, rate = loads.pieces, loads.bytes_per_second
-    compute = loads.compute_seconds
+    pieces, compute = loads.pieces, loads.compute_seconds
     whole = sum(piece.held_bytes for piece in pieces)
-    resident = Arrangement(0, (), whole, 0, compute)
     room = max(room_bytes, least_bytes(pieces))
-    if whole <= room:
-        return resident
+    if whole <= room and not any(piece.decode_seconds for piece in pieces):
+        return Arrangement(0, (), whole, 0, compute)
     ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
+    on_disk = loads.on_disk if loads.ram_bytes is None else frozenset()
+    order = decoding_order(pieces)
+    stay = [(0, _Choice((), whole, 0))] if whole <= room else []
+    streamed = (
+        (ring, choice)
+        for ring in _rings(pieces, room, ring_bytes)
+        for choice in _choices(pieces, loads.bytes_per_second, on_disk, ring)
+        if ring + choice.held_bytes <= room
+    )
+    options = []
+    for ring, choice in itertools.chain(stay, streamed):
+        for decoded in decoded_within(pieces, order, choice.streamed, room - ring - choice.held_bytes):
+            option = _Option(ring, choice, decoded)
+            options.append((option.least_seconds(loads, ram), option.copied_bytes, len(options), option))
+    options.sort()
     best: Arrangement | None = None
-    for ring in _rings(pieces, room, ring_bytes):
-        for choice in _choices(pieces, rate, loads.on_disk if loads.ram_bytes is None else frozenset(), ring):
-            if ring + choice.held_bytes > room:
-                continue
-            # Up to a ring of them may lie there for good; the choices that follow stream more.
-            copied_bytes = choice.streamed_bytes - ring
-            least = max(compute, copied_bytes / rate, (copied_bytes - ram) / loads.disk_bytes_per_second)
-            if best and least > best.step_seconds:
-                break
-            for made in _arranged(loads, choice, ring, best.step_seconds if best else math.inf):
-                if best is None or _rank(made) < _rank(best):
-                    best = made
-            assert best is not None
-            if (
-                best.step_seconds <= compute * (1 + _ROUNDING)
-                and not best.read_bytes
-                and best.copied_bytes <= copied_bytes
-            ):
-                break
+    for least, copied_bytes, _, option in options:
+        if best and least > best.step_seconds:
+            break
+        for made in _arranged(loads, option, best.step_seconds if best else math.inf):
+            if best is None or _rank(made) < _rank(best):
+                best = made
+        assert best is not None
+        near = best.step_seconds <= least + compute * _ROUNDING
+        if near and not best.read_bytes and best.copied_bytes <= copied_bytes:
+            break
     assert best is not None  # all may stream through the least ring
     return best
 
@@ -157,6 +172,27 @@ class _Choice:
     streamed: tuple[int, ...]
     held_bytes: int  # of those that stay
     streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class _Option:
+    ring_bytes: int
+    choice: _Choice
+    decoded: Decoded
+
+    @property
+    def copied_bytes(self) -> int:
+        """The least in each call: up to a ring of them may lie there for good."""
+        return max(0, self.choice.streamed_bytes - self.ring_bytes)
+
+    def least_seconds(self, loads: Loads, ram_bytes: float) -> float:
+        """No arrangement of it is faster."""
+        copied = self.copied_bytes
+        return max(
+            loads.compute_seconds - self.decoded.saved_seconds,
+            copied / loads.bytes_per_second,
+            (copied - ram_bytes) / loads.disk_bytes_per_second,
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,10 +282,13 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
         yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
 
 
-def _arranged(loads: Loads, choice: _Choice, ring: int, within_seconds: float) -> Iterator[Arrangement]:
-    """A choice with each set of pieces that may come from disk, as far as it may take no more than such a time."""
+def _arranged(loads: Loads, option: _Option, within_seconds: float) -> Iterator[Arrangement]:
+    """An option with each set of pieces that may come from disk, as far as it may take no more than such a time."""
     pieces, before, sizes = loads.pieces, loads.before_seconds, loads.sizes
+    ring, choice, decoded = option.ring_bytes, option.choice, option.decoded
     compute = [piece.seconds for piece in pieces]
+    for i in decoded.pieces:
+        compute[i] -= pieces[i].decode_seconds
     transfer = [size / loads.bytes_per_second for size in sizes]
     passing = [sizes[i] for i in choice.streamed]
     ago = overwritten(passing, offsets(passing, ring))
@@ -258,12 +297,21 @@ def _arranged(loads: Loads, choice: _Choice, ring: int, within_seconds: float) -
     def made(from_disk: tuple[int, ...]) -> Arrangement:
         read = {i: sizes[i] / loads.disk_bytes_per_second for i in from_disk}
         seconds = step_seconds(compute, transfer, choice.streamed, ago, before, read)
-        unit = _ROUNDING * loads.compute_seconds
-        if unit > 1e-12 * seconds:
-            seconds = max(loads.compute_seconds, math.ceil(seconds / unit - 1e-6) * unit)
-        device_bytes, read_bytes = choice.held_bytes + ring, sum(sizes[i] for i in from_disk)
+        unit, least = _ROUNDING * loads.compute_seconds, loads.compute_seconds - decoded.saved_seconds
+        if not copied:
+            seconds = least
+        elif unit > 1e-12 * seconds:
+            seconds = max(least, math.ceil(seconds / unit - 1e-6) * unit)
         return Arrangement(
-            ring, choice.streamed, device_bytes, sum(copied.values()), seconds, tuple(copied), from_disk, read_bytes
+            ring_bytes=ring,
+            streamed=choice.streamed,
+            device_bytes=choice.held_bytes + ring + decoded.more_bytes,
+            copied_bytes=sum(copied.values()),
+            step_seconds=seconds,
+            copied=tuple(copied),
+            from_disk=from_disk,
+            read_bytes=sum(sizes[i] for i in from_disk),
+            decoded=decoded.pieces,
         )
 
     if loads.ram_bytes is None:

@@ -188,7 +188,7 @@ class Placement:
     def _move_rest(self) -> None:
         """Bring what is in no piece, and decode it for good: who reads it is not known."""
         self._move(self._rest)
-        self.resident_bytes += _decode(self._rest) - nbytes_of([slot for slot, _ in encoded(self._rest)])
+        self.resident_bytes += decode_for_good(self._rest) - nbytes_of([slot for slot, _ in encoded(self._rest)])
 
     def _decode_calls(self) -> None:
         """Let the calls of modules with encoded weights see these decoded."""
@@ -238,7 +238,7 @@ class Placement:
         piece.resident = piece.decoded = False
 
 
-def _decode(slots: Sequence[Slot]) -> int:
+def decode_for_good(slots: Sequence[Slot]) -> int:
     """Decode for good what of the encoded parameters is on the device. Returns the bytes of the plain tensors."""
     decoded: dict[int, nn.Parameter] = {}
     for slot, codec in encoded(slots):
@@ -286,7 +286,7 @@ class Resident(Placement):
         called = [piece for piece in self._pieces if piece.called]
         for i in sorted(decoded_for_good(called, self._weights_bytes - self.resident_bytes)[0]):
             before = called[i].resident_bytes
-            _decode(called[i].slots)
+            decode_for_good(called[i].slots)
             called[i].decoded = True
             self.resident_bytes += called[i].resident_bytes - before
 
@@ -329,7 +329,7 @@ class Cpu(Placement):
     def _place(self) -> None:
         for slot, _ in encoded(self.host_slots):
             slot.here = slot.tensor
-        self._decoded_bytes = _decode(self._rest)
+        self._decoded_bytes = decode_for_good(self._rest)
         self._tables = [table for table in self._tables if encoded(table.slots)]
         self._place_tables()
         self._decode_calls()

@@ -27,7 +27,7 @@ from ..units.encoding import Source
 from ..units.pieces import CallOrder, Owner, plain_bytes_of
 from ..units.reader import Reading
 from .order import Order
-from .placement import Placement, outside_inference
+from .placement import Placement, decode_for_good, outside_inference
 from .ring import Piece, Place, Ring
 from .stopwatch import Stopwatch
 
@@ -165,7 +165,9 @@ class Streamed(Placement):
             if set(found) != {None, *self._called}:
                 return None
             sizes = tuple(piece.packed_bytes for piece in self._called)
-            return Measured(sizes, tuple(found[piece] for piece in self._called), found[None])
+            pairs = list(zip(self._called, self._loads.pieces, strict=True))
+            seconds = tuple(found[piece] + load.decode_seconds * piece.decoded for piece, load in pairs)
+            return Measured(sizes, seconds, found[None])
 
     # Putting in place and taking away
 
@@ -198,7 +200,8 @@ class Streamed(Placement):
             self._placed = self._unsettled = self._steady = False
             self._owing.clear()
             for piece in self._pieces:
-                piece.resident, piece.place = False, None
+                piece.resident = piece.decoded = False
+                piece.place = None
                 piece.owed, piece.coming, piece.arrived = [], [], None
 
     # The gates at each call
@@ -322,6 +325,21 @@ class Streamed(Placement):
         self._owing.append(piece)
         self.resident_bytes += sum(tensor.nbytes for tensor in fresh.values())
 
+    def _keep_decoded(self, piece: Piece) -> None:
+        """Let a piece that stays do so decoded."""
+        if piece.owed:
+            self._send(piece)
+        if piece.coming:
+            self._queues.wait(piece.arrived)
+            piece.coming, piece.arrived = [], None
+        try:
+            decode_for_good(piece.slots)
+        except BaseException:
+            self._give_up(piece)
+            raise
+        self.resident_bytes += piece.plain_bytes - piece.held_bytes
+        piece.decoded = True
+
     def _give_up(self, piece: Piece) -> None:
         if piece.coming and piece.arrived:
             self._queues.finish()  # the copies into what is freed here
@@ -372,14 +390,20 @@ class Streamed(Placement):
             self._watch = None  # pieces move meanwhile
         with outside_inference():
             streaming = self._streaming()
+            decoded = [self._called[i] for i in self._arrangement.decoded]
+            stored_again = [piece for piece in self._called if piece.decoded and piece not in decoded]
             leaving = [piece for piece in streaming if piece.resident]
-            for piece in leaving:
+            for piece in (*leaving, *(piece for piece in stored_again if piece not in leaving)):
                 if piece is not self._current:
-                    self._supply.prepare([piece])
+                    if piece in leaving:
+                        self._supply.prepare([piece])
                     self._give_up(piece)
-            # The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it.
+            # The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it, or be
+            # decoded for good while its modules see it decoded for their calls.
             self._unsettled = self._current is not None and (
-                self._current.place is not None or self._current in leaving
+                self._current.place is not None
+                or self._current in (*leaving, *stored_again)
+                or (self._current in decoded and not self._current.decoded)
             )
             if self._unsettled:
                 return
@@ -388,6 +412,9 @@ class Streamed(Placement):
                 for piece in self._called:
                     if not (piece.resident or piece.place):
                         self._bring(piece)
+                for piece in decoded:
+                    if not piece.decoded:
+                        self._keep_decoded(piece)
             except Exception as error:
                 if not is_out_of_memory(error) or not self._placed:
                     raise

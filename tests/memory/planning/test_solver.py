@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,7 @@ def test_never_over_the_room_and_the_same_each_time(
     arrange.cache_clear()
     assert arrange(loads, room) == found
     compute = before + sum(piece.seconds for piece in loads.pieces)
+    assert not found.decoded, "nothing is encoded"
     assert found.step_seconds >= 0.999999 * max(compute, found.copied_bytes)
     assert (whole <= room) == (not found.streamed) or not found.copied_bytes
 
@@ -143,6 +145,106 @@ def test_as_good_as_all_choices_of_up_to_eight(pieces: list[tuple[int, int, floa
             compute, transfer = [p.seconds for p in loads.pieces], [float(p.packed_bytes) for p in loads.pieces]
             best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
     assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+
+
+# Bytes as stored, its times as plain, the share of its seconds that decoding takes, and a moment's bytes.
+PIECE = st.tuples(SIZES, st.integers(0, 7), st.floats(0, 3), st.floats(0.5, 4), st.floats(0, 1), st.integers(0, 50))
+ENCODED = st.lists(PIECE, min_size=1, max_size=24)
+
+
+def encoded_loads(pieces: list[tuple[int, int, float, float, float, int]], before: float = 0.0) -> Loads:
+    """Pieces some of which are encoded: those that decoding takes seconds of."""
+    made = []
+    for size, gap, times, plain, share, moment in pieces:
+        seconds = (size + gap) * times
+        more = int(size * (plain - 1))
+        made.append(PieceLoad(size + gap, size, seconds, share * seconds * (share > 0.2), more, moment))
+    return Loads(tuple(made), 1.0, before)
+
+
+def more_bytes(loads: Loads, decoded: Sequence[int]) -> int:
+    """What pieces take more that stay decoded, with the moment when the last of them is."""
+    moment = max((loads.pieces[i].moment_bytes for i in decoded), default=0)
+    return sum(max(0, loads.pieces[i].more_bytes) for i in decoded) + moment
+
+
+@settings(max_examples=200)
+@given(ENCODED, st.floats(-0.1, 4), st.floats(0, 100))
+def test_what_stays_decoded_is_within_the_room_and_saves_its_seconds(
+    pieces: list[tuple[int, int, float, float, float, int]], share: float, before: float
+) -> None:
+    loads = encoded_loads(pieces, before)
+    room = int(share * sum(piece.held_bytes for piece in loads.pieces))
+    found = arrange(loads, room)
+    assert not set(found.decoded) & set(found.streamed)
+    assert all(loads.pieces[i].decode_seconds for i in found.decoded)
+    taken = held(loads, found) + found.ring_bytes + more_bytes(loads, found.decoded)
+    assert found.device_bytes == taken <= max(room, least_bytes(loads.pieces))
+    arrange.cache_clear()
+    assert arrange(loads, room) == found
+    # As if decoding were not there for those pieces.
+    plain = replace(
+        loads,
+        pieces=tuple(
+            replace(piece, seconds=piece.seconds - piece.decode_seconds * (i in found.decoded), decode_seconds=0.0)
+            for i, piece in enumerate(loads.pieces)
+        ),
+    )
+    if found.ring_bytes:
+        assert replay(plain, found) * (1 - 1e-6) <= found.step_seconds
+        assert found.step_seconds <= replay(plain, found) + 1.001e-3 * loads.compute_seconds + 1e-6
+    else:
+        assert found.step_seconds == pytest.approx(plain.compute_seconds, rel=2e-3, abs=1e-6)
+    every = [i for i, piece in enumerate(loads.pieces) if piece.decode_seconds]
+    if room >= sum(piece.held_bytes for piece in loads.pieces) + more_bytes(loads, every):
+        assert found.step_seconds <= plain.compute_seconds * 1.001 + 1e-6
+
+
+@settings(max_examples=60)
+@given(ENCODED, st.lists(st.floats(0, 4), min_size=2, max_size=6))
+def test_more_room_is_never_slower_with_decoding(
+    pieces: list[tuple[int, int, float, float, float, int]], shares: list[float]
+) -> None:
+    loads = encoded_loads(pieces)
+    whole = sum(piece.held_bytes for piece in loads.pieces)
+    seconds = [arrange(loads, int(share * whole)).step_seconds for share in sorted(shares)]
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
+
+
+@settings(max_examples=25)
+@given(st.lists(PIECE, min_size=2, max_size=5), st.floats(0, 3))
+def test_as_good_as_all_choices_with_decoding(
+    pieces: list[tuple[int, int, float, float, float, int]], share: float
+) -> None:
+    loads = encoded_loads(pieces)
+    count = len(loads.pieces)
+    room = max(int(share * sum(piece.held_bytes for piece in loads.pieces)), least_bytes(loads.pieces))
+    best = float("inf")
+    for ways in itertools.product(("decoded", "stored", "streamed"), repeat=count):
+        streamed = tuple(i for i in range(count) if ways[i] == "streamed")
+        decoded = [i for i in range(count) if ways[i] == "decoded"]
+        if not all(loads.pieces[i].decode_seconds for i in decoded):
+            continue
+        for times in (0, *RINGS):
+            ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
+            taken = held(loads, Arrangement(ring, streamed, 0, 0, 0.0)) + ring + more_bytes(loads, decoded)
+            if taken > room or (streamed and not ring):
+                continue
+            packed = [loads.sizes[i] for i in streamed]
+            ago = overwritten(packed, offsets(packed, ring))
+            compute = [p.seconds - p.decode_seconds * (i in decoded) for i, p in enumerate(loads.pieces)]
+            transfer = [float(size) for size in loads.sizes]
+            best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
+    assert arrange(loads, room).step_seconds <= best + 1.001e-3 * loads.compute_seconds + 1e-9
+
+
+def test_of_many_alike_those_decoded_lie_among_those_that_stream() -> None:
+    # Twenty blocks of 100 bytes that compute 100 s, of which decoding takes half, and are four times as large plain.
+    loads = Loads(tuple(PieceLoad(100, 100, 100.0, 50.0, 300, 0) for _ in range(20)), 1.0)
+    rooms = {room: arrange(loads, room) for room in (400, 800, 1200, 2000, 4000, 8000)}
+    seconds = [found.step_seconds for found in rooms.values()]
+    assert seconds == pytest.approx([2000, 1950, 1900, 1800, 1550, 1000], rel=2e-3)
+    assert [len(found.decoded) for found in rooms.values()] == [0, 1, 2, 4, 9, 20]
 
 
 def in_ram(loads: Loads, share: float, disk: float) -> Loads:

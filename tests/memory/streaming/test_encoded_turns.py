@@ -44,7 +44,7 @@ class Bench:
         self.size = pipe.denoisers[0].size_bytes
 
     def open(self, vram_share: float, ram_share: float, keep: bool) -> Any:
-        vram = int(self.least + vram_share * 1.1 * (self.whole - self.least))
+        vram = int(self.least + vram_share * 1.6 * (self.whole - self.least))
         ram = None if ram_share > 0.9 else int(self.windows + ram_share * self.size)
         return self.pair.open(vram=vram, ram=ram, keep=keep)
 

@@ -1,0 +1,170 @@
+"""Encoded pieces that stay decoded while others stream: the same results, bytes as planned, nothing left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from ballast.memory import manager, simulated
+from ballast.memory.errors import is_out_of_memory
+from ballast.memory.planning.fit import sizes_of
+from ballast.memory.planning.measured import Measured
+from ballast.memory.planning.solver import Loads, PieceLoad
+from ballast.memory.streaming.stream import Streamed
+from encoded_folders import Pair
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamed_models import rests
+from torch.utils._pytree import tree_map_only
+
+SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
+SIM = "sim:0"
+
+
+class Model:
+    """A tiny Flux transformer in Q8_0 whose decoding is most of its work, and what a call of it gives."""
+
+    def __init__(self, folder: Path, where: Path) -> None:
+        pipe = self.pipe = Pair(folder, ["transformer"], "q8_0", where).open()
+        (self.unit,) = pipe.denoisers
+        self.arguments: dict[str, Any] = {}
+        noted = self.unit.module.register_forward_pre_hook(
+            lambda _, given, named: self.arguments.update(tree_map_only(torch.Tensor, torch.Tensor.cpu, named)),
+            with_kwargs=True,
+        )
+        pipe.sample(pipe.encode("a red boat"), **SIZE)
+        noted.remove()
+        manager("sim").free()
+        self.unit.load()
+        self.pieces = sizes_of(self.unit).pieces
+        more = [piece.plain_bytes - piece.held_bytes for piece in self.pieces]
+        self.loads = Loads(
+            tuple(
+                PieceLoad(p.packed_bytes, p.held_bytes, 10.0, 8.0 * bool(p.codecs), extra, p.moment_bytes)
+                for p, extra in zip(self.pieces, more, strict=True)
+            ),
+            bytes_per_second=sum(p.packed_bytes for p in self.pieces) / 20.0,
+        )
+        self.least = Streamed.least_bytes(self.unit.module, self.unit.calls)
+        fixed = Streamed(self.unit.module, torch.device("cpu"), calls=self.unit.calls)._fixed_bytes
+        moment = max(piece.moment_bytes for piece in self.pieces)
+        self.all_decoded = fixed + sum(piece.plain_bytes for piece in self.pieces) + moment
+        placement = self.put(self.all_decoded)
+        self.expected = self.call()
+        placement.remove()
+
+    def put(self, weights_bytes: int) -> Streamed:
+        placement = Streamed(self.unit.module, torch.device(SIM), weights_bytes, calls=self.unit.calls, loads=self.loads)
+        placement.place()
+        rests(placement)
+        return placement
+
+    def call(self) -> torch.Tensor:
+        with torch.inference_mode():
+            arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(SIM), self.arguments)
+            return self.unit.module(**arguments)[0].cpu()
+
+    def budget(self, share: float) -> int:
+        return int(self.least + share * (self.all_decoded - self.least))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+    simulated.enable(total="1GB", h2d_gbps=25)
+    return Model(tiny_folders("flux"), tmp_path_factory.mktemp("decoded"))
+
+
+def decoded(placement: Streamed) -> list[Any]:
+    return [piece for piece in placement._pieces if piece.decoded]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_what_stays_is_decoded_once(model: Model, sim: ModuleType, share: float) -> None:
+    sim.take_interval_peak()
+    placement = model.put(model.budget(share))
+    assert sim.take_interval_peak() <= model.budget(share)
+    assert placement.resident_bytes == sim.stats().allocated_bytes
+    assert placement.resident_bytes <= placement._planned_bytes() <= model.budget(share)
+    assert bool(decoded(placement)) == (share > 0)
+    assert bool(placement.streamed_bytes) or share > 0.5
+    for _ in range(2):
+        assert torch.equal(model.call(), model.expected)
+    placement.remove()
+    assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(["grow", "shrink", "refit"]), st.floats(0, 1)), min_size=1, max_size=8))
+def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[str, float]]) -> None:
+    """Between calls and in the middle of one: books are bytes, what a call gives is the same."""
+    placement = model.put(model.budget(0.5))
+    inside: list[Callable[[], Any]] = []
+    blocks = [module for path, module in model.unit.module.named_modules() if path.endswith(".0.attn")]
+    hooks = [block.register_forward_pre_hook(lambda *_: inside.pop()() if inside else None) for block in blocks]
+    for i, (change, share) in enumerate(changes):
+        amount = int(share * (model.all_decoded - model.least))
+
+        def do(change: str = change, amount: int = amount) -> None:
+            if change == "refit":
+                placement.refit(model.least + amount, model.loads)
+            else:
+                getattr(placement, change)(amount)
+
+        if i % 2:
+            inside.append(do)
+        else:
+            do()
+        assert torch.equal(model.call(), model.expected)
+        inside.clear()
+        assert placement.resident_bytes == sim.stats().allocated_bytes
+        assert placement.resident_bytes <= max(placement._planned_bytes(), model.least)
+        assert {placement._called.index(piece) for piece in decoded(placement)} == set(placement._arrangement.decoded)
+    for hook in hooks:
+        hook.remove()
+    placement.remove()
+    assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
+
+
+def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
+    for at in range(1, 400):
+        placement, failed = None, True
+        try:
+            with sim.fail_after(at):
+                placement = model.put(model.budget(0.6))
+                placement.refit(model.budget(0.9), model.loads)
+                assert torch.equal(model.call(), model.expected)
+            failed = False
+        except Exception as error:
+            assert is_out_of_memory(error)
+        if placement is not None:
+            gc.collect()
+            assert placement.resident_bytes == sim.stats().allocated_bytes
+            assert torch.equal(model.call(), model.expected)
+            placement.remove()
+        assert sim.stats().allocated_bytes == 0
+        if not failed:
+            return
+    raise AssertionError("there are more allocations than were tried")
+
+
+def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
+    placement = model.put(model.budget(0.5))
+    found = [10.0 - 8.0 * piece.decoded for piece in placement._called]
+
+    class Watch:
+        runs = False
+
+        def seconds(self) -> dict[Any, float]:
+            return {None: 0.5, **dict(zip(placement._called, found, strict=True))}
+
+    placement._watch = Watch()  # type: ignore[assignment]
+    measured = placement.take_seconds()
+    placement.remove()
+    assert isinstance(measured, Measured) and measured.before_seconds == 0.5
+    codecs = [bool(piece.codecs) for piece in model.pieces]
+    assert list(measured.seconds) == [10.0 for _ in codecs]
