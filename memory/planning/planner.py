@@ -131,7 +131,8 @@ def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[float, l
 class Candidate:
     """One way to run a unit. `streamed` are the indices of the `pieces` that pass through the ring of `ring_bytes`.
 
-    Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device. `peak_vram_bytes` is the most
+    Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device, where those that are decoded for
+    good take `decoded_bytes` more. `peak_vram_bytes` is the most
     there, weights and work together; `ram_bytes` what the weights hold in RAM.
     The first step brings the weights, the others do not; no step can be faster than `bound_seconds`, and its copies
     alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the weights that a call copies
@@ -154,6 +155,7 @@ class Candidate:
     whole_bytes: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
+    decoded_bytes: int = 0
     why_not: str = ""
 
     @property
@@ -330,6 +332,7 @@ def _candidate(
         transfer_seconds=copied * calls_per_step,
         ring_bytes=found.ring_bytes,
         stay_bytes=stay_bytes,
+        decoded_bytes=sum(sizes.pieces[i].plain_bytes - sizes.pieces[i].held_bytes for i in found.decoded),
         whole_bytes=whole,
     )
 
@@ -408,9 +411,12 @@ def _reason(
         copies_first = chosen.transfer_seconds >= 0.99 * chosen.bound_seconds
         cost = "the copies set the pace" if copies_first else "the copies hide behind the computing"
         why = how if asked else f"{whole} of weights do not fit {budget}"
+        if not asked and sizes.resident_bytes + chosen.peak_vram_bytes - chosen.weights_bytes <= budget_bytes:
+            why = f"{whole} of weights fit {budget} only as they are stored, which is slower"
         stay, passing = chosen.stay_bytes, chosen.whole_bytes - chosen.stay_bytes
+        more = f" (and {format_bytes(chosen.decoded_bytes)} more, decoded for good)" if chosen.decoded_bytes else ""
         reason = (
-            f"{why}: {format_bytes(stay)} stay, {format_bytes(passing)} pass through a ring of "
+            f"{why}: {format_bytes(stay)} stay{more}, {format_bytes(passing)} pass through a ring of "
             f"{format_bytes(chosen.ring_bytes)}, and {cost}"
         )
     if chosen.read_bytes:

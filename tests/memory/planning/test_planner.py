@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import ballast
 import pytest
 import tiny
+import torch
+from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
 from ballast.memory.rates import Rates
@@ -18,6 +21,7 @@ from ballast.memory.sizes import parse_bytes
 GB = 2**30
 RATES = Rates(25e9, 10e9, 3e9, 100e12, "measured")
 PIECE = GB // 16
+Q4_K = next(kind for kind in TYPES.values() if kind.name == "Q4_K")
 SIZES = UnitSizes(11 * GB, GB, tuple(PieceSize(PIECE, PIECE, (f"m{i}",)) for i in range(160)))
 CALL = 40 * 0.25e12
 WORK = UnitForecast(GB // 16, GB // 2, GB // 2, 56, 56 * CALL, tuple((f"m{i}", 56 * CALL / 160) for i in range(160)))
@@ -44,6 +48,31 @@ def test_choice_follows_the_budget() -> None:
     assert plans["1.69GB"].ring_bytes == 2 * PIECE
     seconds = [plan.step_seconds for plan in plans.values()]
     assert all(more >= 0.999999 * less for less, more in itertools.pairwise(seconds))
+
+
+def test_more_vram_is_never_slower_for_encoded_weights() -> None:
+    """Where all fits as it is stored, more may still stream so that the rest stays decoded."""
+    codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    pieces = tuple(replace(piece, paths=(f"m{i}",)) for i in range(160))
+    sizes = UnitSizes(160 * codec.stored_bytes + GB // 16, GB // 16, pieces)
+    rates = replace(RATES, memory_bytes_per_second=300e9)
+    whole, plans = sizes.most_bytes + WORK.peak_bytes, []
+    for share in range(30, 105, 3):
+        plan = make_plan("dit", sizes, WORK, rates, whole * share // 100, 64 * GB, steps=28)
+        assert plan.fits and plan.peak_vram_bytes <= whole * share // 100
+        assert plan.step_seconds <= 1.05 * plan.bound_seconds
+        plans.append(plan)
+    seconds = [plan.step_seconds for plan in plans]
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
+    fits = [plan for plan in plans if plan.budget_bytes >= sizes.resident_bytes + WORK.peak_bytes]
+    assert {plan.placement for plan in fits} == {"streamed", "resident"}
+    (stored,) = (other for other in fits[0].rejected if other.placement == "resident")
+    assert fits[0].step_seconds < 0.9 * stored.step_seconds and "as slow" in stored.why_not
+    assert "decoded for good" in fits[0].reason
+    # With room for all it computes as if nothing were encoded.
+    assert plans[-1].placement == "resident"
+    assert plans[-1].step_seconds == pytest.approx(CALL / RATES.operations_per_second * WORK.calls / 28)
 
 
 def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:

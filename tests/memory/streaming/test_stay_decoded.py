@@ -59,7 +59,9 @@ class Model:
         placement.remove()
 
     def put(self, weights_bytes: int) -> Streamed:
-        placement = Streamed(self.unit.module, torch.device(SIM), weights_bytes, calls=self.unit.calls, loads=self.loads)
+        placement = Streamed(
+            self.unit.module, torch.device(SIM), weights_bytes, calls=self.unit.calls, loads=self.loads
+        )
         placement.place()
         rests(placement)
         return placement
