@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +67,11 @@ def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[froz
         chosen.add(i)
         taken += more[i]
     return frozenset(chosen), taken
+
+
+def moment_bytes(codecs: Iterable[Codec]) -> int:
+    """What decoding tensors for good takes beside the results, one after the other: until its stored bytes leave."""
+    return max((codec.stored_bytes + codec.workspace_bytes for codec in codecs), default=0)
 
 
 def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
-from .decoded import decoded_for_good
+from .decoded import decoded_for_good, moment_bytes
 from .forecast import HeldBytes, UnitForecast
 from .measured import Measured, measured_loads
 from .ring import WINDOWS
@@ -41,14 +41,9 @@ class PieceSize:
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
-    @property
-    def moment_bytes(self) -> int:
-        """What decoding it for good takes beside the results, until the last of the stored bytes leaves."""
-        return max((codec.stored_bytes + codec.workspace_bytes for codec in self.codecs), default=0)
-
     def decoding(self, rates: Rates) -> tuple[float, int, int]:
         """The seconds that it saves to stay decoded, what that takes more, and for the moment when it is decoded."""
-        return self.decode_seconds(rates), self.plain_bytes - self.held_bytes, self.moment_bytes
+        return self.decode_seconds(rates), self.plain_bytes - self.held_bytes, moment_bytes(self.codecs)
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class UnitSizes:
     def most_bytes(self) -> int:
         """What is there if, besides, all is decoded for good."""
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
-        return self.resident_bytes + more + max((piece.moment_bytes for piece in self.pieces), default=0)
+        return self.resident_bytes + more + max((moment_bytes(piece.codecs) for piece in self.pieces), default=0)
 
     @property
     def least_streamed_bytes(self) -> int:

@@ -8,7 +8,8 @@ import torch
 from ballast.memory.codecs import int8
 from ballast.memory.codecs.codec import Codec
 from ballast.memory.codecs.gguf import TYPES, codec_of
-from ballast.memory.planning.decoded import decoded_for_good
+from ballast.memory.planning.decoded import decoded_for_good, decoding_order
+from ballast.memory.planning.solver import PieceLoad
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,3 +50,11 @@ def test_what_costs_most_for_its_bytes_comes_first() -> None:
     room = found[1].plain_bytes - found[1].held_bytes
     assert decoded_for_good(found, room)[0] == {1}, "a block of Q4_K takes a dozen kernels, int8 one"
     assert decoded_for_good(found, 10 * room)[0] == {0, 1}
+
+
+def test_those_that_save_most_come_first_and_alike_ones_lie_evenly() -> None:
+    alike = [PieceLoad(10, 10, 1.0, 0.5, 30) for _ in range(8)]
+    better, plain = PieceLoad(10, 10, 1.0, 0.5, 10), PieceLoad(10, 10, 1.0)
+    assert decoding_order(alike) == (0, 4, 2, 6, 1, 5, 3, 7)
+    assert decoding_order([*alike[:4], better, *alike[4:], plain])[0] == 4
+    assert 9 not in decoding_order([*alike[:4], better, *alike[4:], plain])

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.planning.fit import Demand, fitting_placements
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
 from ballast.memory.rates import Rates
@@ -69,7 +70,14 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     assert {plan.placement for plan in fits} == {"streamed", "resident"}
     (stored,) = (other for other in fits[0].rejected if other.placement == "resident")
     assert fits[0].step_seconds < 0.9 * stored.step_seconds and "as slow" in stored.why_not
-    assert "decoded for good" in fits[0].reason
+    assert "decoded for good" in fits[0].reason and "only as they are stored" in fits[0].reason
+    # The run chooses what was planned.
+    demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, has_forecast=True)
+    for plan in plans:
+        (kind, *_) = fitting_placements(demand, plan.budget_bytes, plan.budget_bytes, stated=True)
+        assert kind == plan.placement
+        seconds_of_call = demand.call_seconds(kind, demand.weights_to_hold(kind, plan.budget_bytes))
+        assert seconds_of_call * WORK.calls / 28 == pytest.approx(plan.step_seconds)
     # With room for all it computes as if nothing were encoded.
     assert plans[-1].placement == "resident"
     assert plans[-1].step_seconds == pytest.approx(CALL / RATES.operations_per_second * WORK.calls / 28)

@@ -45,6 +45,11 @@ def test_measured_seconds_take_the_place_of_forecast_ones_and_nothing_else_does(
     assert measured_loads(LOADS, None) is LOADS
 
 
+def test_decoding_takes_no_more_of_a_piece_than_was_measured() -> None:
+    loads = replace(LOADS, pieces=tuple(replace(piece, decode_seconds=1.5) for piece in LOADS.pieces))
+    assert [piece.decode_seconds for piece in measured_loads(loads, SOUND).pieces] == [1.5, 1.0, 1.5]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
