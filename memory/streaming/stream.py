@@ -393,10 +393,11 @@ class Streamed(Placement):
             decoded = [self._called[i] for i in self._arrangement.decoded]
             stored_again = [piece for piece in self._called if piece.decoded and piece not in decoded]
             leaving = [piece for piece in streaming if piece.resident]
+            for piece in streaming:
+                if not piece.place and piece is not self._current:
+                    self._supply.prepare([piece])
             for piece in (*leaving, *(piece for piece in stored_again if piece not in leaving)):
                 if piece is not self._current:
-                    if piece in leaving:
-                        self._supply.prepare([piece])
                     self._give_up(piece)
             # The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it, or be
             # decoded for good while its modules see it decoded for their calls.
