@@ -19,7 +19,9 @@ from .hostbuffer import allocate, bytes_of
 if sys.platform != "win32":
     import fcntl
 
-CHUNK_BYTES = 4 * 2**20  # of each reader, beside the buffers that are filled
+CHUNK_BYTES = 4 * 2**20  # of each reader at most, beside the buffers that are filled
+_LEAST_CHUNK_BYTES = 2**20  # less is slower by half
+_SHARE = 256  # of all that is read; of less than 1 GB large chunks would be more than a tenth of it
 SECTOR_BYTES = 4096  # where direct reads begin and end: no disk has larger sectors
 _PLACES = 5  # of a chunk that are looked for in the cache, where the system does not tell of all
 _UNFIT = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that have no direct reads
@@ -69,6 +71,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def chunk_bytes(read_bytes: int) -> int:
+    """How large the chunk of each reader is where so much is read in all: whole sectors."""
+    share = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, read_bytes // _SHARE))
+    return share // SECTOR_BYTES * SECTOR_BYTES
+
+
 def read_nothing_ahead(file: BinaryIO) -> None:
     """Let only what is read of a file come to the page cache. Holds for this opening of it."""
     if hasattr(os, "posix_fadvise"):
@@ -82,16 +90,16 @@ def forget(file: BinaryIO, begin: int, end: int) -> None:
         os.posix_fadvise(file.fileno(), first, -(-end // SECTOR_BYTES) * SECTOR_BYTES - first, os.POSIX_FADV_DONTNEED)
 
 
-def read_chunk(file: BinaryIO, begin: int, end: int) -> memoryview | None:
-    """Those bytes of a file, by a direct read: CHUNK_BYTES at most, with whole sectors around them.
+def read_chunk(file: BinaryIO, begin: int, end: int, room: int) -> memoryview | None:
+    """Those bytes of a file, by a direct read: with whole sectors around them at most `room` bytes.
 
     They are this thread's until its next call. Shorter if the file ends before. None where the system has no direct
     reads; where the file system has none, the bytes come through the cache.
     """
     if not hasattr(os, "O_DIRECT"):
         return None
-    if not hasattr(_of_thread, "chunk"):
-        _of_thread.chunk = allocate(CHUNK_BYTES)
+    if getattr(_of_thread, "room", 0) != room:
+        _of_thread.chunk, _of_thread.room = allocate(room), room
     first = begin // SECTOR_BYTES * SECTOR_BYTES
     target = bytes_of(_of_thread.chunk)[: -(-end // SECTOR_BYTES) * SECTOR_BYTES - first]
     flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0

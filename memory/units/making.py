@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from ..codecs.codec import Codec, Encoded
+from . import direct
 from .encoding import Encoding, Source, extents, part_spans
 from .hostbuffer import allocate, layout, pack, place_of
 from .reader import batches, fill_batch, pieces_of
@@ -73,8 +74,10 @@ def _make(
             continue
         for at, begin in extents(found[id(tensor)]):
             jobs += [(piece, buffer) for piece in pieces_of(at, like.dtype, offset + begin)]
-    for batch in batches(jobs):
-        fill_batch(batch)
+    work = batches(jobs)
+    room = direct.chunk_bytes(sum(piece.stored_bytes for batch in work for piece, _ in batch))
+    for batch in work:
+        fill_batch(batch, room)
     views = [place_of(buffer, offset, like) for like, offset in zip(plain, offsets, strict=True)]
     codecs: list[Codec | None] = []
     for i, tensor in enumerate(tensors):

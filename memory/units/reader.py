@@ -105,11 +105,11 @@ def batches(jobs: Iterable[Job]) -> list[list[Job]]:
     return made
 
 
-def chunks(batch: list[Job]) -> list[list[Job]]:
-    """The jobs of a batch, split and put together so that each list lies in one chunk of direct reads."""
+def chunks(batch: list[Job], room: int) -> list[list[Job]]:
+    """The jobs of a batch, split and put together so that each list lies in one direct read of at most `room` bytes."""
     made: list[list[Job]] = []
     begin = end = 0
-    most = direct.CHUNK_BYTES - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
+    most = room - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
     split = [(part, buffer) for piece, buffer in batch for part in piece.split(most)]
     for part, buffer in sorted(split, key=lambda job: job[0].offset):
         stop = part.offset + part.stored_bytes
@@ -128,22 +128,22 @@ def read_batch(batch: list[Job]) -> None:
             _read_piece(file, piece, buffer)
 
 
-def fill_batch(batch: list[Job]) -> bool:
+def fill_batch(batch: list[Job], room: int) -> bool:
     """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does.
 
-    Returns whether all came from the disk.
+    By way of `room` bytes of this thread's, as `direct.chunk_bytes` has it. Returns whether all came from the disk.
     """
     from_disk = True
     with _opened(batch) as file:
         direct.read_nothing_ahead(file)
-        for jobs in chunks(batch):
+        for jobs in chunks(batch, room):
             begin, end = jobs[0][0].offset, max(piece.offset + piece.stored_bytes for piece, _ in jobs)
             was_cached = direct.is_cached(file, begin, end)
             from_disk = from_disk and not was_cached
-            held = None if was_cached else direct.read_chunk(file, begin, end)
+            held = None if was_cached else direct.read_chunk(file, begin, end, room)
             for piece, buffer in jobs:
                 if held is None:
-                    _read_piece(file, piece, buffer)
+                    _read_piece(file, piece, buffer, room)
                 else:
                     _put(held[piece.offset - begin :][: piece.stored_bytes], piece, buffer)
             if not was_cached:  # what reads that were not direct have brought, or looking for it
@@ -196,9 +196,10 @@ class Reading:
         self._disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
         for batch in work:
             self._left.update(_buffers(batch))
+        room = direct.chunk_bytes(sum(piece.stored_bytes for batch in work for piece, _ in batch))
         self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
         for batch in work:
-            self._pool.submit(self._fill, batch)
+            self._pool.submit(self._fill, batch, room)
         self._pool.shutdown(wait=False)  # the threads go when all is read
 
     @property
@@ -245,11 +246,11 @@ class Reading:
         self._pool.shutdown(cancel_futures=True)
         self._look = lambda read: None
 
-    def _fill(self, batch: list[Job]) -> None:
+    def _fill(self, batch: list[Job], room: int) -> None:
         try:
             if self._closed or self._error:
                 return
-            from_disk = fill_batch(batch)
+            from_disk = fill_batch(batch, room)
         except BaseException as error:
             release_frames(error)
             with self._changed:
@@ -280,13 +281,14 @@ def _buffers(batch: list[Job]) -> set[int]:
     return {_address(buffer) for _, buffer in batch}
 
 
-def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor) -> None:
+def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor, room: int = CAST_BYTES) -> None:
     file.seek(piece.offset)
     if piece.stored == piece.dtype:
         _read_exactly(file, bytes_of(buffer)[piece.at : piece.at + piece.stored_bytes], piece.path)
         return
-    staging = memoryview(bytearray(min(CAST_BYTES, piece.stored_bytes)))
-    for part in piece.split(CAST_BYTES):
+    room = min(CAST_BYTES, room)
+    staging = memoryview(bytearray(min(room, piece.stored_bytes)))
+    for part in piece.split(room):
         _read_exactly(file, staging[: part.stored_bytes], part.path)
         _put(staging[: part.stored_bytes], part, buffer)
 

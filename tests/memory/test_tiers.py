@@ -230,7 +230,7 @@ def test_a_reader_that_fails_leaves_what_was_there(
     assert len(dit.held) > len(held)
 
 
-def fails(batch: Any) -> None:
+def fails(*batch: Any) -> None:
     raise OSError("no such luck")
 
 

@@ -509,8 +509,8 @@ def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch
     monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
     whole, done = reader.fill_batch, []
 
-    def then_stop(batch: list) -> None:
-        whole(batch)
+    def then_stop(batch: list, room: int) -> None:
+        whole(batch, room)
         done.append(batch)
         time.sleep(0.01)
         comfy.model_management.interrupt_current_processing(True)
@@ -533,7 +533,7 @@ def test_reading_moves_a_bar(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     reference = load()
     fill = reader.fill_batch
     monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
-    monkeypatch.setattr(reader, "fill_batch", lambda batch: (time.sleep(0.01), fill(batch))[1])
+    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (time.sleep(0.01), fill(*batch))[1])
     monkeypatch.setattr(running, "_SECONDS", 0.0)
     with page() as recorded:
         encode(reference, "a boat that is read")

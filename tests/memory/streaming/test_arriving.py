@@ -65,11 +65,11 @@ class Slow:
         fill = reader.fill_batch
         monkeypatch.setattr(reader, "FILLERS", 1)
 
-        def filled(batch: list[Job]) -> bool:
+        def filled(batch: list[Job], room: int) -> bool:
             assert self.allowed.acquire(timeout=SECONDS), "it waits for what nothing asks for"
             if self.over:
                 raise OSError("unplugged")
-            done = fill(batch)
+            done = fill(batch, room)
             self.read.append(sum(piece.stored_bytes for piece, _ in batch))
             return done
 
@@ -110,7 +110,7 @@ def test_results_and_books_whatever_comes_when(
 ) -> None:
     chance = random.Random(seed)
     fill = reader.fill_batch
-    monkeypatch.setattr(reader, "fill_batch", lambda batch: (time.sleep(chance.random() / 100), fill(batch))[1])
+    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (time.sleep(chance.random() / 100), fill(*batch))[1])
     size = nbytes(Blocks(COUNT))
     expected: torch.Tensor | None = None
     dit = unit(tmp_path)

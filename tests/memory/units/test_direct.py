@@ -111,7 +111,8 @@ def test_cache_is_looked_at_chunk_by_chunk(file: Path) -> None:
     buffer = hostbuffer.allocate(SIZE)
     read([(piece_of(Stored(file, 0, torch.uint8, (SIZE,)), torch.uint8, 0), buffer)])
     pages = cached_pages(file)
-    kept = (direct.CHUNK_BYTES - 2 * direct.SECTOR_BYTES) // mmap.PAGESIZE
+    chunk = direct.chunk_bytes(SIZE) - 2 * direct.SECTOR_BYTES
+    kept = 4 * MB // chunk * chunk // mmap.PAGESIZE
     assert all(pages[: kept - 1])
     assert not any(pages[kept + 1 :])
     assert bytes(hostbuffer.bytes_of(buffer)) == file.read_bytes()
@@ -148,13 +149,14 @@ def test_file_system_without_direct_reads(refused: str, file: Path, monkeypatch:
     forget(file)
     read(jobs)
     assert asked
-    assert sum(cached_pages(file)) <= (2 * len(chunks(jobs)) if refused == "the reads" else 0), "pages at the edges"
+    assert sum(cached_pages(file)) <= (2 * len(chunks(jobs, MB)) if refused == "the reads" else 0), "pages at the edges"
     assert_read(file, jobs)
 
 
 def test_file_is_read_as_usual_after_a_direct_read(file: Path) -> None:
     with file.open("rb", buffering=0) as opened:
-        assert direct.read_chunk(opened, 16, 1016) in (None, file.read_bytes()[16:1016])
+        assert direct.read_chunk(opened, 16, 1016, 8192) in (None, file.read_bytes()[16:1016])
+        assert direct.read_chunk(opened, 16, MB, 2 * MB) in (None, file.read_bytes()[16:MB]), "with more room"
         assert opened.seek(3) == 3
         assert opened.read(2) == file.read_bytes()[3:5]
 
@@ -192,12 +194,11 @@ def test_casts_are_those_of_torch_wherever_the_bytes_lie(start: int, stored: tor
         assert torch.equal(buffer[: 8 * piece.count].view(torch.int64), truth.view(torch.int64))
 
 
-def test_each_chunk_takes_one_read_and_each_byte_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_takes_one_read_and_each_byte_is_read_once(file: Path) -> None:
     for most in (3 * 4096, 5 * 4096, MB):
-        monkeypatch.setattr(direct, "CHUNK_BYTES", most)
         jobs, _ = jobs_of(file)
         for batch in batches(jobs):
-            made = chunks(batch)
+            made = chunks(batch, most)
             flat = [piece for chunk in made for piece, _ in chunk]
             assert sum(piece.stored_bytes for piece in flat) == sum(piece.stored_bytes for piece, _ in batch)
             assert flat == sorted(flat, key=lambda piece: piece.offset)
@@ -208,6 +209,31 @@ def test_each_chunk_takes_one_read_and_each_byte_is_read_once(file: Path, monkey
                 assert all(
                     after[0] - before[1] <= reader._GAP_BYTES for before, after in zip(spans, spans[1:], strict=False)
                 )
+
+
+@pytest.mark.parametrize("size", [1, SIZE, 20 * MB, 128 * MB, 259_236_032, 2**30, 23 * 10**9])
+def test_chunks_are_a_small_part_of_what_is_read(size: int) -> None:
+    """Of all readers together, however many batches there are for them; those of large files are large."""
+    chunk = direct.chunk_bytes(size)
+    readers = min(reader.FILLERS, -(-size // reader.BATCH_BYTES))
+    assert chunk % direct.SECTOR_BYTES == 0 and chunk >= MB
+    assert chunk == direct.CHUNK_BYTES if size >= 2**30 else readers * chunk <= max(MB, size // 8)
+    assert size < 128 * MB or readers * chunk <= size // 16
+
+
+@can_forget
+def test_readers_take_chunks_of_that_size(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, allocate = [], hostbuffer.allocate
+    monkeypatch.setattr(direct, "allocate", lambda nbytes: (taken.append(nbytes), allocate(nbytes))[1])
+    jobs, _ = jobs_of(file)
+    for size in (3 * MB, 2 * MB):
+        taken.clear()
+        monkeypatch.setattr(direct, "chunk_bytes", lambda read_bytes, size=size: size)
+        forget(file)
+        read(jobs)
+        assert set(taken) == {size}
+        assert len(taken) <= len(batches(jobs))
+    assert_read(file, jobs)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted as Linux shows them")

@@ -293,7 +293,7 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     write(Odd(), path)
     monkeypatch.setattr(reader, "BATCH_BYTES", 512)
     whole, batches_read, seen = reader.fill_batch, [], []
-    monkeypatch.setattr(reader, "fill_batch", lambda batch: (batches_read.append(1), time.sleep(0.01), whole(batch)))
+    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (batches_read.append(1), time.sleep(0.01), whole(*batch)))
 
     def stop(read: int) -> None:
         seen.append(read)

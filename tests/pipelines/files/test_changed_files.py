@@ -148,8 +148,8 @@ def test_embedding_of_files_that_change_while_it_is_made_is_not_kept(
     words = next(path for path in sorted(folder.rglob("tokenizer_config.json")))
     read = reader.fill_batch
 
-    def changing(batch: Any) -> None:
-        read(batch)
+    def changing(*batch: Any) -> None:
+        read(*batch)
         words.write_text(json.dumps(json.loads(words.read_text("utf-8")) | {"note": "new"}), "utf-8")
 
     with monkeypatch.context() as patch:

@@ -13,8 +13,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from ballast.memory.units.direct import CHUNK_BYTES
-from ballast.memory.units.reader import FILLERS
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from places import ROOT
@@ -108,7 +106,7 @@ def peak(what):
         if line.startswith(what):
             return int(line.split()[1]) * 1024
 def run(pipe):
-    pipe.sample(pipe.encode("a boat"), steps=2, width=64, height=64)
+    pipe.sample(pipe.encode("a boat", max_sequence_length=32), steps=2, width=64, height=64)
 base, small, path = Path({base!r}), Path({small!r}), Path({path!r})
 run(ballast.open_pipeline(small, base=base, device="cpu"))  # all that is imported, and the caches of a run
 before = peak("VmRSS")
@@ -121,11 +119,18 @@ print(peak("VmHWM") - before, max(unit.size_bytes for unit in pipe.manager.units
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_opening_and_running_takes_the_ram_of_the_file(tiny_folders: Folders, tmp_path: Path) -> None:
-    """A file of 200 MB, most of it in joined projections: a tenth more than that, and the buffers of the readers."""
+    """A file of 259 MB, most of it in joined projections, read from the disk: a tenth more than that, all counted.
+
+    The text is short: 512 tokens of this width take 50 MB of activations, in diffusers' own call as well.
+    """
     base = base_of(tiny_folders("flux"), tmp_path / "base")
     small, _ = variant("flux", {}, tiny_folders("flux"), tmp_path / "small.safetensors")
     sizes = {"num_attention_heads": 36, "num_layers": 4}
     path, _ = variant("flux", sizes, tiny_folders("flux"), tmp_path / "m.safetensors")
+    for file in (path, path):  # a page that is still being written stays
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     script = MEASURE.format(support=str(ROOT / "tests" / "support"), base=str(base), small=str(small), path=str(path))
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     ran = subprocess.run(
@@ -134,5 +139,4 @@ def test_opening_and_running_takes_the_ram_of_the_file(tiny_folders: Folders, tm
     assert ran.returncode == 0, ran.stderr
     peak, size = map(int, ran.stdout.split())
     assert size > 150e6
-    buffers = FILLERS * CHUNK_BYTES
-    assert peak <= 1.1 * path.stat().st_size + buffers, f"{peak / 1e6:.0f} MB for {path.stat().st_size / 1e6:.0f} MB"
+    assert peak <= 1.1 * path.stat().st_size, f"{peak / 1e6:.0f} MB for {path.stat().st_size / 1e6:.0f} MB"
