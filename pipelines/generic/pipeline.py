@@ -6,6 +6,7 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from .seeing import SeeingPipeline
 from .stand_ins import DecodeCalledError, keeping_processors
 from .stock import check_frames, encode_defaults, guides, returned_names, text_options
 from .stock_parts import FRAMES, HOST
-from .tails import TAILS
+from .tails import OF_ONE, TAILS
 from .tasks import INPUTS, reads_pictures
 
 _AREA = "max_area"
@@ -29,6 +30,7 @@ _WORDS = {
     "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
     "control_mask": "mask",
 }  # fmt: skip
+_AT_ONCE = "decode_chunk_size"  # how many frames a VAE of pictures decodes at once
 _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
 # Arguments that the stages set themselves.
@@ -36,7 +38,7 @@ _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *FRAMES, "guidance_scale",
     "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
     "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
-    *INPUTS, "strength", _AREA, "padding_mask_crop", "masked_image_latents", "image_embeds",
+    *INPUTS, "strength", _AREA, _AT_ONCE, "padding_mask_crop", "masked_image_latents", "image_embeds",
 }  # fmt: skip
 
 
@@ -135,6 +137,8 @@ class GenericPipeline(SeeingPipeline):
             arguments["strength"] = self.strength
         if _BINNING in self._call:
             arguments[_BINNING] = False
+        if _AT_ONCE in self._call:
+            arguments[_AT_ONCE] = sys.maxsize  # all reach the VAE together, and the decoder's stage divides them
         for key in ("prompt", "negative_prompt"):
             if key in self._call:
                 arguments[key] = None
@@ -176,6 +180,10 @@ class GenericPipeline(SeeingPipeline):
         if scale > 1:
             return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
         return no_effect(scale, guidance is None)
+
+    def check_count(self, count: int) -> None:
+        if count > 1 and self.tail in OF_ONE:
+            raise ValueError(f"{self.title} draws one at a time. Encode one prompt, and leave batch out.")
 
     def _denoise(
         self,

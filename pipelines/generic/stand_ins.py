@@ -160,11 +160,11 @@ def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
-        if given.get("do_classifier_free_guidance") is False:
-            given.update({name: None for name in names if name.startswith("negative_") and name in given})
-        made = encode(*bound.args, **bound.kwargs)
+        made = encode(*bound.args, **bound.kwargs)  # Latte's does without an attention mask where it has both
         values = made if isinstance(made, tuple) else (made,)
         kept = [value if given.get(name) is None else given[name] for name, value in zip(names, values, strict=True)]
+        if given.get("do_classifier_free_guidance") is False:
+            kept = [None if name.startswith("negative_") else value for name, value in zip(names, kept, strict=True)]
         return tuple(kept) if isinstance(made, tuple) else kept[0]
 
     return encode_prompt

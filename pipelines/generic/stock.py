@@ -25,6 +25,7 @@ _FROM_PICTURES = re.compile(
     "Img2Img|ImageToImage|Inpaint|Edit|Upscale|Control|ImageToVideo|VideoToVideo|VideoToWorld|Adapter|Pix2Pix|Redux"
     "|Fill|Layered|Refiner"
 )
+_FIXED = "video_length"  # what Latte's transformer calls the only number of frames that it takes beside 1
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 
@@ -141,9 +142,11 @@ def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSize
 def fewest_frames(pipe: Any) -> int:
     """The least number of frames that make more than one of latents."""
     step = _attribute(pipe, _TEMPORAL, 1)
-    chunks = getattr(getattr(pipe, "transformer", None), "config", {}).get("chunk_partition")
-    if chunks:  # of AnyFlow, whose transformer takes so many alone
+    config = getattr(getattr(pipe, "transformer", None), "config", {})
+    if chunks := config.get("chunk_partition"):  # of AnyFlow, whose transformer takes so many alone
         return 1 + (sum(chunks) - 1) * step
+    if fixed := config.get(_FIXED):
+        return int(fixed)
     return 1 + step if _first_alone(pipe) else 2 * step
 
 
@@ -155,6 +158,9 @@ def _first_alone(pipe: Any) -> bool:
 def check_frames(pipe: Any, title: str, frames: int) -> None:
     """Raise ValueError for a number of frames that the VAE cannot decode."""
     step = _attribute(pipe, _TEMPORAL, 1)
+    fixed = getattr(getattr(pipe, "transformer", None), "config", {}).get(_FIXED, frames)
+    if frames not in (1, fixed):
+        raise ValueError(f"frames is {frames}; {title} takes {fixed} frames, or 1.")
     if not _first_alone(pipe):
         if frames < step or frames % step:
             near = max(1, round(frames / step)) * step

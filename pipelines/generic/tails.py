@@ -18,10 +18,13 @@ def _in_linear_light(images: torch.Tensor) -> torch.Tensor:
     return torch.where(images >= 5.367655 * 0.010591 + 0.092809, bright, (images - 0.092809) / 5.367655)
 
 
+OF_ONE = ("frames", "second of two")  # of which several latents make one result
+
 # Pictures [B,(F),H,W,3] in 0..1, as `decode` gives them.
 TAILS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "": lambda images: images,
     "8 bits": _in_8_bits,
     "linear light": _in_linear_light,
+    "frames": lambda images: images[None],  # of one video, which a VAE of pictures decodes
     "second of two": lambda images: images[1::2],  # JoyImage decodes what it edits before what it made
 }

@@ -164,6 +164,10 @@ class ModelFamily(ABC):
         """
         return ""
 
+    def check_count(self, count: int) -> None:
+        """Raise ValueError, in one line, for more results of one run than this pipeline tells apart."""
+        return
+
     @abstractmethod
     def _denoise(
         self,

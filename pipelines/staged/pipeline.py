@@ -87,6 +87,7 @@ class StagedPipeline(ManyRuns):
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
         prompts = prompts_of(cond, self.cond_dims) if cond else len(as_list(prompt))
         whole = batch_of(batch, 0, None, prompts, arguments, pipe.own)
+        pipe.check_count(max(prompts, whole.count))
         stated = self.vram_bytes if vram is None else parse_bytes(vram)
         if not stated and self.manager.accelerator.is_cpu:
             raise NoBudgetError("vram='8GB'")

@@ -130,7 +130,9 @@ class SampleStage(StageRunner):
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
-        whole = batch_of(batch, seed, noise, prompts_of(cond, self.cond_dims), arguments, pipe.own)
+        prompts = prompts_of(cond, self.cond_dims)
+        whole = batch_of(batch, seed, noise, prompts, arguments, pipe.own)
+        pipe.check_count(max(prompts, whole.count))
         check_attention(attention, [unit.module for unit in pipe.denoisers] if attention != AUTO else ())
         pipe.check_cards(cards, compile=compile, attention=attention)
         if cards > 1:

@@ -113,10 +113,33 @@ def test_a_scale_that_the_stock_call_fails_at_fails_alike(odd_folders: Folders, 
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.parametrize("strategy", ["auto", "leafwise"])
+def test_a_vae_of_pictures_decodes_the_frames_of_a_video(strategy: str, odd_folders: Folders, sim: ModuleType) -> None:
+    """Latte's call gives its VAE 14 of the 16 at once, and then the rest. Its transformer takes 16, or one."""
+    pipe, cond = ballast.open_pipeline(odd_folders("latte"), device="sim"), None
+    for frames, scale in ((16, 4.0), (16, 1.0), (1, 4.0)):
+        given = {"negative_prompt": "bad", "guidance_scale": scale, "clean_caption": False}
+        expected = stock(odd_folders("latte"), video_length=frames, **given)
+        cond = pipe.encode("a cat", "bad", clean_caption=False)
+        latents = pipe.sample(cond, steps=2, width=SIDE, height=SIDE, frames=frames, guidance=scale, strategy=strategy)
+        made = pipe.decode(latents)
+        assert made.shape == (1, frames, SIDE, SIDE, 3)
+        torch.testing.assert_close(made, expected, atol=1e-4, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+    with pytest.raises(ValueError, match=r"^frames is 9; \S+ takes 16 frames, or 1\.$"):
+        pipe.sample(cond, steps=2, width=SIDE, height=SIDE, frames=9)
+    two = pipe.encode(["a cat", "a dog"], "bad", clean_caption=False)
+    several = rf"^{pipe.title} draws one at a time\. Encode one prompt, and leave batch out\.$"
+    for wrong, more in ((two, {}), (cond, {"batch": 2})):
+        for refuse in (pipe.sample, pipe.plan):
+            with pytest.raises(ValueError, match=several):
+                refuse(**{"cond": wrong, "steps": 2, "width": SIDE, "height": SIDE, "frames": 16, **more})
+
+
 @pytest.mark.long
-def test_latte_decodes_more_than_once(odd_folders: Folders) -> None:
-    with pytest.raises(ValueError, match=r"^LattePipeline cannot be staged: [^\n]+$"):
-        ballast.open_pipeline(odd_folders("latte"), device="cpu")
+def test_a_vae_that_is_told_how_many_frames_there_are_is_refused(odd_folders: Folders) -> None:
+    with pytest.raises(ValueError, match=r"^LattePipeline cannot be staged: [^\n]+num_frames[^\n]+$"):
+        ballast.open_pipeline(odd_folders("latte_temporal"), device="cpu")
 
 
 @pytest.mark.parametrize("name", ["sana", "pixart_sigma"])

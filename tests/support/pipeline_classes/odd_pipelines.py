@@ -35,17 +35,24 @@ def cogview3() -> DiffusionPipeline:
     )
 
 
+def latte_temporal() -> DiffusionPipeline:
+    """Tells its VAE how many frames it decodes."""
+    parts = latte().components
+    parts["vae"] = diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        latent_channels=4,
+        layers_per_block=1,
+        sample_size=16,
+    )
+    return diffusers.LattePipeline(**parts)
+
+
 def latte() -> DiffusionPipeline:
-    """Decodes 14 frames at a time."""
+    """Decodes the frames of a video as pictures, 14 at a time."""
     return diffusers.LattePipeline(
         scheduler=diffusers.DDIMScheduler(),
-        vae=diffusers.AutoencoderKLTemporalDecoder(
-            block_out_channels=(32, 32),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            latent_channels=4,
-            layers_per_block=1,
-            sample_size=16,
-        ),
+        vae=autoencoder(shift_factor=None, latent_channels=4),
         text_encoder=t5(),
         tokenizer=tokenizer(),
         transformer=diffusers.LatteTransformer3DModel(
@@ -238,7 +245,7 @@ def hunyuandit_pag() -> DiffusionPipeline:
 
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
     build.__name__: build
-    for build in (cogview3, latte, sdxl, sana_video, anyflow, krea2, pag, hunyuandit, hunyuandit_pag)
+    for build in (cogview3, latte, latte_temporal, sdxl, sana_video, anyflow, krea2, pag, hunyuandit, hunyuandit_pag)
 }
 
 

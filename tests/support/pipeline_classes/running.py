@@ -137,7 +137,7 @@ class Staged:
             cond,
             width=None if self.pipe.own_size else inputs.get("width"),
             height=None if self.pipe.own_size else inputs.get("height"),
-            frames=inputs.get("num_frames", inputs.get("frames")),
+            frames=next((inputs[name] for name in _FRAMES if name in inputs), None),
             steps=inputs["num_inference_steps"],
             guidance=case.guidance if guidance_name(self.built.cls) else None,
             strategy=case.strategy,
@@ -156,9 +156,10 @@ class Staged:
             self.left[self.stage] = count
 
 
+_FRAMES = ("num_frames", "frames", "video_length")
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "num_frames", "guidance_scale",
-    "true_cfg_scale", "frames", "generator", "latents", "output_type", "return_dict", "device",
+    "true_cfg_scale", "frames", "video_length", "generator", "latents", "output_type", "return_dict", "device",
     "do_classifier_free_guidance", "image", "images", "mask_image", "last_image", "control_image", "strength",
     "video", "mask_video", "control_video", "control_mask",
     "max_area",  # told by width and height
