@@ -2,11 +2,13 @@
 
 The layouts are ComfyUI's (QUANTIZATION.md in its repository): a layer's `weight` with `weight_scale`, and what it is
 told by a tensor `comfy_quant` beside it or by `_quantization_metadata` in the header; before that `scale_weight`, in
-files that hold a tensor `scaled_fp8`.
+files that hold a tensor `scaled_fp8`. What one of these marks as scaled has a scale for each matrix of fp8:
+one without is refused. Files without any mark or scale hold fp8 that was cast, which is read as it is.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +24,12 @@ METADATA = "_quantization_metadata"
 NOTE = ".comfy_quant"
 
 _WEIGHT_SCALES = ("weight_scale", "scale_weight")
+MARK = "scaled_fp8"  # the end of the name of a tensor that says nothing else
+# The models that a whole pipeline's file holds, each of which may be scaled or not.
+_PART = re.compile(
+    r"(?:(?:model\.)?diffusion_model|transformer|vae|first_stage_model|cond_stage_model|conditioner"
+    r"|text_encoders?\.\w+)\."
+)
 SCALES = tuple(f".{end}" for end in _WEIGHT_SCALES)
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # that the metadata of some writers leaves out
 
@@ -31,6 +39,7 @@ def layers(
 ) -> dict[str, Recognised]:
     """The quantised weights of a file, by name, which become `dtype`. Raises ValueError in one line that names them."""
     told = _told(header, metadata, notes)
+    _check_scaled(header, told)
     return {f"{layer}.weight": _layer(header, layer, config, dtype) for layer, config in told.items()}
 
 
@@ -51,6 +60,27 @@ def _told(header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes
                 raise ValueError(f"{name}: nothing tells how {layer}.weight ({kind}) was quantised. Get another file.")
             told[layer] = {"format": "float8_e4m3fn" if kind == "F8_E4M3" else "float8_e5m2"}
     return told
+
+
+def _check_scaled(header: Header, told: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for a matrix of fp8 without a scale in a model that a mark, or others of it, tell is scaled."""
+    marks = tuple(name.removesuffix(MARK) for name in header if name.rpartition(".")[2] == MARK)
+    scaled = {_part(layer) for layer in told if header.get(f"{layer}.weight", {}).get("dtype") in FP8}
+    for name, entry in header.items():
+        layer, _, end = name.rpartition(".")
+        if end != "weight" or layer in told or entry["dtype"] not in FP8 or len(entry["shape"]) < 2:
+            continue
+        if name.startswith(marks) or _part(name) in scaled:
+            raise ValueError(
+                f"{name}: it is fp8 in a model that is marked as scaled, and its scale {layer}.scale_weight or "
+                f"{layer}.weight_scale is missing. Download the file again, or get another one."
+            )
+
+
+def _part(name: str) -> str:
+    """The prefix of the model that a name belongs to."""
+    found = _PART.match(name)
+    return found[0] if found else ""
 
 
 def _of_metadata(header: Header, text: str | None) -> Iterator[tuple[str, dict[str, Any]]]:

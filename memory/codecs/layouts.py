@@ -57,7 +57,7 @@ def recognise(
     )
     spent = {name for weight in found.values() for name in weight.sources}
     for name, entry in header.items():
-        if name not in spent and not name.endswith((*NOTES, *_OF_ACTIVATIONS)) and name.split(".")[-1] != "scaled_fp8":
+        if name not in spent and not name.endswith((*NOTES, *_OF_ACTIVATIONS)) and name.split(".")[-1] != comfy.MARK:
             found[name] = _plain(name, entry, dtype)
     return found
 

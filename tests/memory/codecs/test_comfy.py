@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -115,14 +116,59 @@ def test_the_older_layout_is_recognised_by_its_scales(marker: str | None) -> Non
         "a.weight": entry("F8_E4M3", 64, 256),
         "a.scale_weight": entry("F32", 1),
         "a.scale_input": entry("F32", 1),
-        "b.weight": entry("F8_E4M3", 8, 8),
+        "b.weight": entry("F8_E4M3", 8),
         "c.weight": entry("F32", 8),
     } | ({marker: entry("F8_E4M3", 2)} if marker else {})
     assert read(header) == {
         "a.weight": Recognised(Fp8((64, 256), BF16, E4M3, 1), ("a.weight", "a.scale_weight")),
-        "b.weight": Recognised(Raw((8, 8), BF16, E4M3), ("b.weight",)),
+        "b.weight": Recognised(Raw((8,), BF16, E4M3), ("b.weight",)),
         "c.weight": Recognised(Raw((8,), F32, F32), ("c.weight",)),
     }
+
+
+MODEL = "model.diffusion_model."
+TEXT = "text_encoders.t5xxl.transformer."
+SCALELESS = {"a.weight": entry("F8_E4M3", 64, 256), "a.bias": entry("F8_E4M3", 64)}
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+@pytest.mark.parametrize("prefix", ["", MODEL, TEXT])
+@pytest.mark.parametrize("mark", ["scaled_fp8", "a note", "the metadata", "another's scale"])
+def test_fp8_without_its_scale_is_refused_where_the_model_is_marked(mark: str, prefix: str, kind: str) -> None:
+    header = {prefix + "a.weight": entry(kind, 64, 256), prefix + "c.weight": entry("BF16", 4, 4)}
+    notes: dict[str, bytes] = {}
+    metadata: dict[str, Any] = {}
+    other = {prefix + "b.weight": entry("F8_E4M3", 8, 8), prefix + "b.weight_scale": entry("F32", 1)}
+    if mark == "scaled_fp8":
+        header[prefix + "scaled_fp8"] = entry("F8_E4M3", 2)
+    else:
+        header |= other
+    if mark == "a note":
+        header[prefix + "b.comfy_quant"], notes = entry("U8", 40), {prefix + "b.comfy_quant": note(**FP8)}
+    if mark == "the metadata":
+        metadata = {"layers": {prefix + "b": FP8}}
+    name = re.escape(f"{prefix}a.weight")
+    refused(header, rf"^{name}: .* marked as scaled, .*{name}_scale is missing\. Download", notes, **metadata)
+    own = {prefix + "a.weight_scale": entry("F32", 1)}
+    assert read(header | own, notes, **metadata)[prefix + "a.weight"].codec.name == "fp8"
+
+
+@pytest.mark.parametrize("format", [FP8, INT8])
+def test_a_layer_that_is_told_to_be_scaled_lacks_its_scale(format: dict[str, Any]) -> None:
+    header = {"a.weight": entry("F8_E4M3" if format is FP8 else "I8", 64, 256), "a.comfy_quant": entry("U8", 40)}
+    refused(header, r"^a\.weight: its scale a\.weight_scale is missing\. Download", {"a.comfy_quant": note(**format)})
+    del header["a.comfy_quant"]
+    refused(header, r"^a\.weight: its scale a\.weight_scale is missing\. Download", layers={"a": format})
+
+
+def test_fp8_that_was_cast_is_read_as_it_is() -> None:
+    """In a file without a mark, and in a model whose neighbour in the file is scaled."""
+    wanted = Recognised(Raw((64, 256), BF16, E4M3), ("a.weight",))
+    assert read(SCALELESS)["a.weight"] == wanted
+    encoder = {TEXT + "b.weight": entry("F8_E4M3", 8, 8), TEXT + "b.scale_weight": entry("F32", 1)}
+    beside = encoder | {TEXT + "scaled_fp8": entry("F8_E4M3", 2), MODEL + "a.weight": entry("F8_E4M3", 64, 256)}
+    assert read(beside)[MODEL + "a.weight"].codec == wanted.codec
+    assert read(SCALELESS | beside)["a.weight"] == wanted
 
 
 def test_a_plain_file_is_raw_throughout() -> None:

@@ -101,6 +101,23 @@ def test_another_model_than_the_base(other: str, base: Path, tiny_folders: Folde
     assert "FluxTransformer2DModel" in said and str(path) in said and str(base) in said
 
 
+def test_scaled_fp8_that_lacks_a_scale(base: Path, tiny_folders: Folders, tmp_path: Path) -> None:
+    """One line names the tensor; the same weights without the mark are fp8 that was cast, and open."""
+    fp8 = torch.float8_e4m3fn
+
+    def cast(state: State) -> State:
+        return {name: tensor.to(fp8) if tensor.ndim == 2 else tensor for name, tensor in state.items()}
+
+    def marked(state: State) -> State:
+        return cast(state) | {"scaled_fp8": torch.zeros(2).to(fp8)}
+
+    path = transformer_file("flux", tiny_folders("flux"), tmp_path / "marked.safetensors", change=marked)
+    said = refusal(path, base=base)
+    assert said.startswith(f"{path}: ") and ".weight_scale is missing" in said and "Download the file again" in said
+    path = transformer_file("flux", tiny_folders("flux"), tmp_path / "cast.safetensors", change=cast)
+    assert ballast.open_pipeline(path, base=base, device="cpu").denoisers
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(
     "names",
