@@ -1,5 +1,6 @@
 """The names of text encoders in GGUF files, which are llama.cpp's, as transformers has them.
 
+Those of CLIP are clip.cpp's, or transformers' own, under whatever architecture: llama.cpp has none for it.
 Of architectures whose weights llama.cpp stores as they are; with rows in another order, as Llama's queries and keys,
 where the two halves of each head take turns; or with 1 added, as Gemma's norms.
 """
@@ -50,8 +51,21 @@ _GEMMA = (
     (".ffn_norm.", ".pre_feedforward_layernorm."),
     (".post_ffw_norm.", ".post_feedforward_layernorm."),
 )
+_CLIP = (
+    ("t.token_embd.", "embeddings.token_embedding."),
+    ("t.position_embd.", "embeddings.position_embedding."),
+    ("t.post_ln.", "final_layer_norm."),
+    ("t.blk.", "encoder.layers."),
+    ("v.", "vision_model."),
+    *((f".ln{at}.", f".layer_norm{at}.") for at in (1, 2)),
+    *((f".attn_{part}.", f".self_attn.{part}_proj.") for part in ("q", "k", "v", "out")),
+    (".ffn_down.", ".mlp.fc1."),  # its names are the other way round
+    (".ffn_up.", ".mlp.fc2."),
+)
+_CLIP_WORDS = ("t.token_embd.weight", "embeddings.token_embedding.weight")  # ends of their names in either
 _ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN, "llama": _QWEN}
 _ARCHITECTURES |= {"gemma2": _GEMMA, "gemma3": _GEMMA}
+_CLIPS = "clip"
 _ADDED = ("gemma2", "gemma3")
 _MIXED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
 
@@ -68,12 +82,22 @@ class LessOne(Raw):
 
 
 def architecture_of(path: Path) -> str:
-    """What a GGUF file of a text encoder is of. ValueError, in one line, for what is not known."""
-    what = str(read_gguf_header(path).facts.get("general.architecture"))
-    if what not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ValueError(f"{path} is GGUF of {what[:40]!r}; of text encoders these are read: {known}. Get safetensors.")
-    return what
+    """What a GGUF file of a text encoder is of; empty if it has transformers' names.
+
+    ValueError, in one line, for what is not known.
+    """
+    header = read_gguf_header(path)
+    what = str(header.facts.get("general.architecture"))
+    if what in _ARCHITECTURES:
+        return what
+    if any(name.endswith(_CLIP_WORDS[1]) for name in header.tensors):
+        return ""
+    if what == _CLIPS and _CLIP_WORDS[0] in header.tensors:
+        return what
+    if what == _CLIPS:
+        raise ValueError(f"{path} is GGUF of a tower for pictures, and reads no text. Get the text encoder's own file.")
+    known = ", ".join((*_ARCHITECTURES, "CLIP"))
+    raise ValueError(f"{path} is GGUF of {what[:40]!r}; of text encoders these are read: {known}. Get safetensors.")
 
 
 def names_in_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
@@ -81,7 +105,7 @@ def names_in_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
     made = {}
     for full in names:
         name = full
-        for theirs, ours in _ARCHITECTURES[architecture]:
+        for theirs, ours in _CLIP if architecture == _CLIPS else _ARCHITECTURES[architecture]:
             at_start = not theirs.startswith(".")
             if at_start and name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)

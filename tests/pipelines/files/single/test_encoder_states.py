@@ -27,7 +27,7 @@ CLIP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num
 T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 TEXT = decoder_sizes(64, 2, intermediate_size=64, num_key_value_heads=1) | {"head_dim": 32, "sliding_window": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-# The class, its config, and the architecture and prefix of its GGUF, if that is read.
+# The class, its config, and the architecture and prefix of its GGUF; llama.cpp has none for CLIP.
 KINDS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "CLIP-L": ("CLIPTextModel", "CLIPTextConfig", CLIP | {"eos_token_id": 2}, "", ""),
     "CLIP-G": ("CLIPTextModelWithProjection", "CLIPTextConfig", CLIP | {"projection_dim": 32, "hidden_act": "gelu"}, "",
@@ -107,19 +107,64 @@ def in_gguf(kind: str, state: State, at: Path) -> tuple[Path, State]:
     return path, values
 
 
+def clip_in_gguf(names: Callable[[str], str], architecture: str) -> Callable[[str, State, Path], tuple[Path, State]]:
+    """CLIP as tools of other names than llama.cpp's write it."""
+
+    def write(kind: str, state: State, at: Path) -> tuple[Path, State]:
+        writer, values = gguf.GGUFWriter(path := at / "c.gguf", architecture), dict(state)
+        for name, value in state.items():
+            if is_matrix(value):
+                packed = quants.quantize(value.numpy(), Q8)
+                writer.add_tensor(names(name), packed, raw_dtype=Q8)
+                values[name] = torch.from_numpy(quants.dequantize(packed, Q8))
+            else:
+                writer.add_tensor(names(name), value.numpy())
+        if architecture == "clip":  # which sees, too
+            writer.add_tensor("v.post_ln.weight", torch.ones(64).numpy())
+            writer.add_tensor("visual_projection.weight", torch.ones(64, 64).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, values
+
+    return write
+
+
+def clip_cpp(name: str) -> str:
+    """As the converter of clip.cpp names a tensor, in its own order."""
+    if "projection" in name:
+        return name
+    name = name if name.startswith("text_model.") else f"text_model.{name}"
+    for theirs, ours in (
+        ("text_model", "t"), ("encoder.layers", "blk"), ("embeddings.", ""), ("_proj", ""), ("self_attn.", "attn_"),
+        ("layer_norm", "ln"), ("mlp.fc1", "ffn_down"), ("mlp.fc2", "ffn_up"), ("embedding", "embd"), ("final", "post"),
+    ):  # fmt: skip
+        name = name.replace(theirs, ours)
+    return name
+
+
+def as_transformers(name: str) -> str:
+    return name if name.startswith("text_") else f"text_model.{name}"
+
+
 FORMS: dict[str, Callable[[str, State, Path], tuple[Path, State]]] = {"fp16": halved, "fp8": scaled, "gguf": in_gguf}
+OF_CLIP = {
+    "gguf, transformers' names": clip_in_gguf(as_transformers, "pig"),
+    "gguf of clip.cpp": clip_in_gguf(clip_cpp, "clip"),
+}
+CASES = [
+    (kind, form) for kind, sizes in KINDS.items() for form in (FORMS if sizes[3] else [*list(FORMS)[:2], *OF_CLIP])
+]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "form"), CASES)
 def test_states_are_those_of_transformers(kind: str, form: str, tmp_path: Path, sim: ModuleType) -> None:
-    if form == "gguf" and not KINDS[kind][3]:
-        pytest.skip("CLIP is not read in GGUF")
     module = made(kind)
     module.config.save_pretrained(tmp_path / "text_encoder")
     seen = {id(value): name for name, value in reversed(list(module.named_parameters(remove_duplicate=False)))}
     state = {name: dict(module.named_parameters(remove_duplicate=False))[name].clone() for name in seen.values()}
-    path, values = FORMS[form](kind, state, tmp_path)
+    path, values = (FORMS | OF_CLIP)[form](kind, state, tmp_path)
     expected_model = copy.deepcopy(module)
     with torch.no_grad():
         for name, parameter in expected_model.named_parameters(remove_duplicate=False):
@@ -142,3 +187,28 @@ def test_states_are_those_of_transformers(kind: str, form: str, tmp_path: Path, 
         del placed, one
         manager("sim").free()
         assert sim.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "words"),
+    [
+        (
+            "clip",
+            "v.blk.0.attn_q.weight",
+            r"is GGUF of a tower for pictures, and reads no text\. Get the text encoder's",
+        ),
+        ("pig", "blk.0.attn_q.weight", r"is GGUF of 'pig'; of text encoders these are read: t5, .*, CLIP\. Get safe"),
+    ],
+)
+def test_gguf_that_is_no_text_encoder(architecture: str, tensor: str, words: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(path := tmp_path / "c.gguf", architecture)
+    writer.add_tensor(tensor, torch.ones(64, 64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    module = made("CLIP-L")
+    base = Component("text_encoder", tmp_path, type(module), torch.float32, module.config.to_dict())
+    with pytest.raises(ValueError, match=words) as caught:
+        encoder_component(base, path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
