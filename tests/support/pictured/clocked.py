@@ -1,0 +1,87 @@
+"""FLUX.2 Klein 4B of full size by diffusers' own call on the clock of a simulated card, where no weight has values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import full_size
+import torch
+from ballast.memory.planning.dry_run import lay_weights
+from ballast.memory.rates import Rates
+from ballast.memory.simulated.clock import Event, Stream, current_stream
+from ballast.memory.simulated.dry import DEVICE, dry_card
+from torch import nn
+
+from .pictures import picture, pil
+
+SIDE, WORDS = 1024, 512
+
+
+def klein_step_seconds(references: int, rates: Rates, streamed: bool = False) -> float:
+    """Seconds of a step of one picture of a megapixel with as many references of that size.
+
+    All weights are there or, `streamed`, come to the card block by block, each while the one before computes.
+    """
+    parts, ends = full_size.EDIT_PARTS["flux2_klein"], []
+    transformer = full_size.empty(diffusers.Flux2Transformer2DModel, parts["transformer"]).to(torch.bfloat16)
+    vae = full_size.empty(diffusers.AutoencoderKLFlux2, parts["vae"])
+    with torch.inference_mode(), dry_card() as card:
+        copies = rates.pinned_bytes_per_second
+        card.configure(None, 0, copies, copies, rates.operations_per_second)
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in _blocks(transformer)]
+        for module in (transformer, vae):
+            lay_weights(module, card)
+        if streamed:
+            _stream(_blocks(transformer), sizes)
+        stock = diffusers.Flux2KleinPipeline
+        there = property(lambda self: DEVICE)
+        cls: Any = type(stock.__name__, (stock,), {"__module__": stock.__module__, "_execution_device": there})
+        pipe = cls(
+            scheduler=full_size.SCHEDULERS["flux2_klein"](),
+            vae=vae,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=transformer,
+        )
+        pipe.set_progress_bar_config(disable=True)
+        pipe(
+            image=[pil(picture(SIDE, SIDE))] * references or None,
+            prompt_embeds=torch.zeros(1, WORDS, 7680, dtype=torch.bfloat16).to(DEVICE),
+            width=SIDE,
+            height=SIDE,
+            num_inference_steps=3,
+            guidance_scale=1.0,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+            callback_on_step_end=lambda *_: ends.append(card.stats().clock_seconds) or {},
+            callback_on_step_end_tensor_inputs=[],
+        )
+    return ends[2] - ends[1]
+
+
+def _blocks(transformer: Any) -> list[nn.Module]:
+    return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+
+
+def _stream(blocks: list[nn.Module], sizes: list[int]) -> None:
+    """Copy each block's bytes on a stream of its own: two are there at once, the one that computes and the next."""
+    copying, arrived, done = Stream(), dict[int, Event](), dict[int, Event]()
+
+    def fetch(i: int) -> None:
+        if (before := done.get((i - 2) % len(blocks))) is not None:
+            copying.wait_event(before)
+        with copying:
+            target = torch.empty(sizes[i], dtype=torch.uint8, device=DEVICE)
+            target.copy_(torch.empty(sizes[i], dtype=torch.uint8), non_blocking=True)
+            arrived[i] = copying.record_event()
+
+    def enter(i: int) -> None:
+        if i not in arrived:
+            fetch(i)
+        fetch((i + 1) % len(blocks))
+        current_stream().wait_event(arrived.pop(i))
+
+    for i, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: enter(i))
+        block.register_forward_hook(lambda *_, i=i: done.__setitem__(i, current_stream().record_event()))
