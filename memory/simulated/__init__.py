@@ -4,10 +4,12 @@ Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memor
 byte by byte, copies are counted, and a virtual clock (see `card`) says how long work would take at
 stated rates. What a test may rely on, and what not:
 
-- Sizes are exact bytes of storages: no rounding, caching or fragmentation, and no workspace inside a kernel.
+- Sizes are exact bytes of storages: no rounding, and no workspace, fragmentation or context of a driver but what
+  `enable` is told of (see `Overhead`).
 - Values are the CPU's. Kernels and copies run at once, in the order of the calls, on whatever stream; only
   the clock and `Stats.hazards` know of streams.
-- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not.
+- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not, save on a card that
+  `pins_by_torch`.
   `Tensor.pin_memory()` makes a plain copy that says it is pinned; `torch.empty(..., pin_memory=True)` is
   refused by torch.
 - Random numbers come from the CPU's generators; `torch.Generator("sim")` does not exist. Nor do
@@ -35,11 +37,11 @@ from . import card as state
 from . import clock as clock
 from . import kernels as kernels
 from .attention import never
-from .card import Stats, Transfer
+from .card import Overhead, Stats, Transfer
 from .clock import Event, Stream
 
 __all__ = [
-    "DEVICE_TYPE", "Event", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
+    "DEVICE_TYPE", "Event", "Overhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
     "reset_stats", "stats", "supported", "take_interval_peak", "watch",
 ]  # fmt: skip
 
@@ -93,6 +95,8 @@ def enable(
     fused_attention: bool = True,
     pages_above: int | str | None = None,
     unified: bool = False,
+    overhead: Overhead | None = None,
+    pins_by_torch: bool = False,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
@@ -102,8 +106,10 @@ def enable(
     no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time. A card
     in another `slot` is another one of the same name; one without `fused_attention` makes the matrices of scores.
     One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
-    system's memory holds; one that is `unified` has no other. Tensors already on the device stay, and count. Raises
-    RuntimeError where torch cannot do it (see `supported`), and ValueError for a size or a rate that makes no sense.
+    system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. To one
+    that `pins_by_torch`, as XPU does, copies block the host unless they come from what `Tensor.pin_memory()` made.
+    Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and
+    ValueError for a size or a rate that makes no sense.
     """
     global _enabled
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
@@ -114,9 +120,10 @@ def enable(
         raise RuntimeError(reason)
     flops = None if tflops is None else tflops * 1e12
     disk = None if disk_gbps is None else disk_gbps * 1e9
-    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot)
+    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot, overhead)
     state.card.fuses = None if fused_attention else never
     state.card.unified = unified
+    state.card.pins_by_torch = pins_by_torch
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 
@@ -187,7 +194,8 @@ def _properties() -> DeviceProperties:
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     total = _total_bytes()
-    return max(0, total - state.card.reserved_bytes - state.card.allocated_bytes()), total
+    card = state.card
+    return max(0, total - card.reserved_bytes - card.outside_bytes() - card.pool_bytes()), total
 
 
 def _set_device(device: Any) -> None:
@@ -231,12 +239,12 @@ def _backend() -> types.ModuleType:
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "synchronize": lambda device=None: state.card.wait_until(state.card.latest),
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: state.card.empty_pool(),
         "ipc_collect": lambda: None,
         "memory_allocated": lambda device=None: state.card.allocated_bytes(),
         "max_memory_allocated": lambda device=None: state.card.peak_bytes(),
-        "memory_reserved": lambda device=None: state.card.allocated_bytes(),
-        "max_memory_reserved": lambda device=None: state.card.peak_bytes(),
+        "memory_reserved": lambda device=None: state.card.pool_bytes(),
+        "max_memory_reserved": lambda device=None: state.card.pool_peak_bytes(),
         "reset_peak_memory_stats": lambda device=None: state.card.reset_peak(),
         "mem_get_info": _mem_get_info,
         "manual_seed": _manual_seed,

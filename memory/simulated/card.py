@@ -7,16 +7,19 @@ real card. There is one host clock for all threads.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..sizes import format_bytes
 from .attention import Fuses
+
+KernelKind = Literal["product", "attention", "other"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Stats:
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
     are how long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts
     operations that touched a storage before work queued on another stream was done with it: on a real card, a
-    data race. `total_bytes` is 0 without a cap.
+    data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the
+    most that the driver counted: tensors and the card's `Overhead`.
     """
 
     allocated_bytes: int
@@ -57,6 +61,25 @@ class Stats:
     compute_seconds: float
     allocation_count: int
     hazards: int
+    driver_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a card takes beyond tensors, and how much longer than by its stated rate it computes.
+
+    The driver counts `context_bytes` from the start, `library_bytes` from the first large kernel on, and the
+    allocator's pool, which is a share of `fragmentation` larger than the tensors that lay in it since it was last
+    emptied. Each large kernel takes `workspace_bytes` from the allocator for a moment. Products and attention take so
+    many `times` as long as their operations say.
+    """
+
+    context_bytes: int = 0
+    library_bytes: int = 0
+    workspace_bytes: int = 0
+    fragmentation: float = 0.0
+    product_times: float = 1.0
+    attention_times: float = 1.0
 
 
 class Times(NamedTuple):
@@ -93,10 +116,14 @@ class Card:
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fuses: Fuses | None = None  # which attention is one kernel; None for all
         self.unified = False  # its memory is the system's
+        self.pins_by_torch = False  # copies from other memory block the host
         self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False
+        self.overhead = Overhead()
+        self._library = 0  # of its bytes, those that are there
         self._allocated = self._peak = self._interval_peak = 0
+        self._pool = self._pool_peak = self._interval_pool = self._driver_peak = 0
         self.host = self.latest = 0.0
         self._engines = {"h2d": 0.0, "d2h": 0.0, "disk": 0.0}
         self.configure(total_bytes, 0, 25e9, 25e9, None)
@@ -110,11 +137,14 @@ class Card:
         flops: float | None,
         disk: float | None = None,
         slot: int = 0,
+        overhead: Overhead | None = None,
     ) -> None:
         """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew."""
+        self.overhead, self._library = overhead or Overhead(), 0
         self.total_bytes, self.reserved_bytes, self.flops, self.disk, self.slot = total, reserved, flops, disk, slot
         self._rates = {"h2d": h2d, "d2h": d2h}
-        self.timed = self.timed or flops is not None
+        self.timed = self.timed or flops is not None or self.overhead != Overhead()
+        self.empty_pool()
         self.reset()
 
     def reset(self) -> None:
@@ -122,6 +152,8 @@ class Card:
         with self.lock:
             self._settle()
             self._peak = self._interval_peak = self._allocated
+            self._pool_peak = self._interval_pool = self._pool_now()
+            self._driver_peak = self._driver_bytes()
             # Streams and events keep absolute times, so the clock is not turned back: its zero moves.
             self.host = self._zero = self.latest
             self._moved = {"h2d": 0, "d2h": 0}
@@ -143,20 +175,68 @@ class Card:
                 self.fail_in -= 1
                 if not self.fail_in:
                     raise self._out_of_memory(nbytes)
-            held = self._allocated + nbytes
-            if self.total_bytes is not None and held + self.reserved_bytes > self.total_bytes:
-                raise self._out_of_memory(nbytes)
-            self._allocated = held
+            self._hold(nbytes)
+            self._allocated += nbytes
             self._allocations += 1
-            if held > self._interval_peak:
-                self._interval_peak = held
-                if held > self._peak:
-                    self._peak = held
         return Allocation(self, nbytes, self.freed)
+
+    def _hold(self, nbytes: int) -> None:
+        """Count the peaks with so many bytes more. Raises torch.OutOfMemoryError where they do not fit."""
+        held = self._allocated + nbytes
+        pool = held + math.ceil(self.overhead.fragmentation * held)
+        if self.total_bytes is not None and pool + self._gone_bytes() > self.total_bytes:
+            raise self._out_of_memory(nbytes)
+        if held > self._interval_peak:
+            self._interval_peak = held
+            if held > self._peak:
+                self._peak = held
+        # Where the rest of the pool is in the way, an allocator gives it back.
+        full = self.total_bytes is not None and self._pool + self._gone_bytes() > self.total_bytes
+        self._pool = pool if full or not self.overhead.fragmentation else max(self._pool, pool)
+        self._interval_pool = max(self._interval_pool, self._pool)
+        self._pool_peak = max(self._pool_peak, self._pool)
+        self._driver_peak = max(self._driver_peak, self._pool + self.outside_bytes())
+
+    def _gone_bytes(self) -> int:
+        """What no tensor of this process can have."""
+        return self.reserved_bytes + self.outside_bytes()
+
+    def outside_bytes(self) -> int:
+        """What the driver counts for this process beside the allocator's pool."""
+        return self.overhead.context_bytes + self._library
+
+    def _driver_bytes(self) -> int:
+        return self._pool_now() + self.outside_bytes()
+
+    def _pool_now(self) -> int:
+        return self._pool if self.overhead.fragmentation else self._allocated
+
+    def pool_bytes(self) -> int:
+        """What the allocator has of the driver: no more than tensors, where a card has no fragmentation."""
+        with self.lock:
+            self._settle()
+            return self._pool_now()
+
+    def pool_peak_bytes(self) -> int:
+        """Highest `pool_bytes` since the last reset of the peak."""
+        return self._pool_peak
+
+    def take_interval_pool(self) -> int:
+        """Highest `pool_bytes` since the last call of this."""
+        with self.lock:
+            self._settle()
+            peak, self._interval_pool = self._interval_pool, self._pool_now()
+            return peak
+
+    def empty_pool(self) -> None:
+        """Give back to the driver what no tensor lies in, but for what lies between them."""
+        with self.lock:
+            self._settle()
+            self._pool = self._allocated + math.ceil(self.overhead.fragmentation * self._allocated)
 
     def _out_of_memory(self, nbytes: int) -> torch.OutOfMemoryError:
         total = self._allocated if self.total_bytes is None else self.total_bytes
-        free = max(0, total - self.reserved_bytes - self._allocated)
+        free = max(0, total - self._gone_bytes() - self._allocated)
         return torch.OutOfMemoryError(
             f"sim out of memory. Tried to allocate {format_bytes(nbytes)}. sim:0 has a total capacity of "
             f"{format_bytes(total)} of which {format_bytes(free)} is free. This process has "
@@ -178,6 +258,7 @@ class Card:
         with self.lock:
             self._settle()
             self._peak = self._interval_peak = self._allocated
+            self._pool_peak = self._interval_pool = self._pool_now()
 
     def take_interval_peak(self) -> int:
         """Highest `allocated_bytes` since the last call of this; leaves `peak_bytes` alone."""
@@ -194,7 +275,7 @@ class Card:
                 self._allocated, self._peak, self.total_bytes if self.total_bytes is not None else 0,
                 self._moved["h2d"], self._moved["d2h"], self._counts["h2d"], self._counts["d2h"],
                 self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["compute"],
-                self._allocations, self._hazards,
+                self._allocations, self._hazards, self._driver_peak,
             )  # fmt: skip
 
     def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool, stream: Any) -> None:
@@ -235,9 +316,17 @@ class Card:
             self.latest = max(self.latest, end)
         return end
 
-    def compute(self, operations: int, reads: list[Span], writes: list[Span], stream: Any) -> None:
-        """Put a kernel of so many operations on a stream."""
+    def compute(
+        self, operations: int, reads: list[Span], writes: list[Span], stream: Any, kind: KernelKind = "other"
+    ) -> None:
+        """Put a kernel of so many operations on a stream. Raises torch.OutOfMemoryError for its workspace."""
         with self.lock:
+            if kind != "other" and self.overhead != Overhead():
+                self._settle()
+                self._library = self.overhead.library_bytes
+                self._hold(self.overhead.workspace_bytes)
+                slower = self.overhead.attention_times if kind == "attention" else self.overhead.product_times
+                operations = round(operations * slower)
             start = max(self.host, stream.ready)
             for span in reads:
                 self._check(span, start, False)

@@ -140,6 +140,8 @@ def _sum_and_product(args: tuple, out: Any) -> int:
     return 2 * out.numel() * args[1].shape[-1]
 
 
+ATTENTION = "aten::scaled_dot_product_attention"
+
 # Operations done by (arguments, result), for the operators that take time.
 OPERATIONS: dict[str, Callable[[tuple, Any], int]] = {
     "aten::mm": _product,
@@ -152,5 +154,5 @@ OPERATIONS: dict[str, Callable[[tuple, Any], int]] = {
     "aten::conv1d": _convolution,
     "aten::conv2d": _convolution,
     "aten::conv3d": _convolution,
-    "aten::scaled_dot_product_attention": _attention,
+    ATTENTION: _attention,
 }

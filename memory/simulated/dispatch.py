@@ -9,7 +9,7 @@ import torch
 from . import card as state
 from . import shapes
 from .attention import by_parts, softmax_by_parts
-from .clock import OPERATIONS, current_stream
+from .clock import ATTENTION, OPERATIONS, current_stream
 from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 
 
@@ -119,6 +119,8 @@ def copy_between(target: Any, source: Any, blocking: bool) -> None:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     shapes.copy(target.raw if to_sim else target, source.raw if from_sim else source)
     direction = "d2d" if to_sim and from_sim else "h2d" if to_sim else "d2h"
+    if state.card.pins_by_torch and direction != "d2d":
+        blocking = blocking or not (source if to_sim else target).is_pinned()
     device_side = target if to_sim else source
     state.card.transfer(direction, target, device_side, blocking, current_stream())
     if state.card.timed and direction == "d2d":
@@ -229,9 +231,11 @@ def _clock(func: Any, args: tuple, out: Any, written: Any) -> None:
     made = _spans((out,))
     if made and any(made[0].allocation is span.allocation for span in reads):
         return  # a view: no kernel
-    formula = OPERATIONS.get(func._schema.name) if state.card.flops else None
-    operations = formula(args, out) if formula else 0
-    state.card.compute(operations, reads, made + _spans(written), current_stream())
+    formula = OPERATIONS.get(func._schema.name)
+    operations = formula(args, out) if formula and state.card.flops else 0
+    large: state.KernelKind = "attention" if func._schema.name == ATTENTION else "product"
+    kind: state.KernelKind = large if formula else "other"
+    state.card.compute(operations, reads, made + _spans(written), current_stream(), kind)
 
 
 def _spans(values: Any) -> list[state.Span]:
