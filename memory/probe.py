@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import platform
@@ -26,7 +27,7 @@ COPY_BYTES = 256 * 2**20
 _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
 _MUCH_FASTER = 1.5
 _CHANNELS, _SIDE = 512, 128  # of the maps of a VAE
-_KEYS = ("pinned", "paged", "operations", "memory", "float32")
+_KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16")
 
 _lock = threading.Lock()
 
@@ -41,7 +42,8 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
         card = simulated_card.card
         h2d = card._rates["h2d"]
         from_disk = card.disk or ASSUMED.disk_bytes_per_second
-        return Rates(h2d, h2d, from_disk, card.flops or math.inf, "simulated", math.inf, 0.0)  # it times products only
+        flops = card.flops or math.inf  # in any type; it times products only
+        return Rates(h2d, h2d, from_disk, flops, "simulated", math.inf, 0.0, float32=flops)
     if device.type not in ("cuda", "xpu"):
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
     key = card_of(device)
@@ -57,11 +59,11 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
 
 
 def card_of(device: torch.device) -> str:
-    """What measurements of a device are kept under: this machine, and what tells the device from others."""
+    """What measurements of a device are kept under: this machine, what tells the device from others, and torch."""
     name = Accelerator(device).identity
     if device.type == simulated.DEVICE_TYPE:
         name += f" of {simulated_card.card.flops:g} FLOPS" if simulated_card.card.flops else ""
-    return f"{platform.node()}, {name}"
+    return f"{platform.node()}, {name}, torch {torch.__version__}"
 
 
 def known_rates(device: torch.device, disk: int | None = None) -> Rates:
@@ -83,6 +85,7 @@ def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
         "measured",
         found["memory"],
         float32=found["float32"],
+        float16=found["float16"],
     )
 
 
@@ -103,18 +106,18 @@ def _try_to_measure(device: torch.device) -> dict[str, float] | None:
 
 def _measure(device: torch.device) -> dict[str, float]:
     accelerator = Accelerator(device)
-    host = hostbuffer.allocate(COPY_BYTES).fill_(1)
+    host, source = hostbuffer.allocate(COPY_BYTES).fill_(1), hostbuffer.window(COPY_BYTES, device).fill_(1)
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
 
-    def copy() -> None:
-        target.copy_(host, non_blocking=True)
+    def copy(of: torch.Tensor) -> None:
+        target.copy_(of, non_blocking=True)
 
-    found = {"paged": COPY_BYTES / _seconds(copy, accelerator)}
+    found = {"paged": COPY_BYTES / _seconds(lambda: copy(host), accelerator)}
     if not hostbuffer.wants_pinned(device):
         found["pinned"] = found["paged"]  # nothing is pinned for it
-    elif hostbuffer.pin(host, device):
-        found["pinned"] = COPY_BYTES / _seconds(copy, accelerator)
-        hostbuffer.unpin(host)
+    elif hostbuffer.pin(source, device):
+        found["pinned"] = COPY_BYTES / _seconds(lambda: copy(source), accelerator)
+        hostbuffer.unpin(source)
     first, second = target.chunk(2)
     found["memory"] = COPY_BYTES / _seconds(lambda: first.copy_(second), accelerator)  # half is read, half written
     # Of random values: of equal ones a card computes faster, since fewer of its wires switch.
@@ -123,9 +126,9 @@ def _measure(device: torch.device) -> dict[str, float]:
     def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=random).sub_(0.5).to(device, dtype)
 
-    x, weight = values(torch.bfloat16, _TOKENS, _WIDTH), values(torch.bfloat16, _INNER, _WIDTH)
-    seconds = _seconds(lambda: functional.linear(x, weight), accelerator)
-    found["operations"] = 2 * _TOKENS * _WIDTH * _INNER / seconds
+    for name, dtype in (("operations", torch.bfloat16), ("float16", torch.float16)):
+        product = functools.partial(functional.linear, values(dtype, _TOKENS, _WIDTH), values(dtype, _INNER, _WIDTH))
+        found[name] = 2 * _TOKENS * _WIDTH * _INNER / _seconds(product, accelerator)
     maps, kernel = values(torch.float32, 1, _CHANNELS, _SIDE, _SIDE), values(torch.float32, _CHANNELS, _CHANNELS, 3, 3)
     seconds = _seconds(lambda: functional.conv2d(maps, kernel, padding=1), accelerator)
     return found | {"float32": 2 * 9 * (_CHANNELS * _SIDE) ** 2 / seconds}

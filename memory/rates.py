@@ -9,10 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second to the device and from disk, and operations per second of a transformer's large products.
+    """Bytes per second to the device and from disk, and operations per second of large products in bfloat16.
 
     Decoding weights goes by the bytes per second of the device's own memory, read and written, and the least that a
-    kernel takes. A VAE computes in float32, which is slower by far than bfloat16; 0 stands for a quarter of that.
+    kernel takes. A VAE computes in float32, which is slower by far than bfloat16; 0 stands for a quarter of that, and
+    for as much as that in float16.
     """
 
     pinned_bytes_per_second: float
@@ -23,6 +24,13 @@ class Rates:
     memory_bytes_per_second: float = 300e9
     kernel_seconds: float = 4e-6
     float32: float = 0.0
+    float16: float = 0.0
+
+    def operations_in(self, dtype: str) -> float:
+        """Operations per second of what computes in a type, named as in safetensors."""
+        if dtype == "F32":
+            return self.float32_operations_per_second
+        return (self.float16 if dtype == "F16" else 0.0) or self.operations_per_second
 
     @property
     def float32_operations_per_second(self) -> float:

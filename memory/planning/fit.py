@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..sizes import format_bytes
 from ..units.branches import keys_of
@@ -110,9 +113,20 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
             ),
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
             is_estimate=any(map(_is_estimate, places)),
+            dtype=_dtype_of(places),
         )
         known = _sizes[unit] = (made_by, sizes)
     return known[1]
+
+
+def _dtype_of(places: Iterable[Slot]) -> str:
+    """What most of the weights are in where they are computed with, as safetensors names it."""
+    elements: Counter[torch.dtype] = Counter()
+    for slot in places:
+        plain = slot.tensor if slot.shown is None else slot.shown
+        elements[plain.dtype] += plain.numel()
+    most = max(elements, key=lambda each: elements[each], default=torch.bfloat16)
+    return {torch.float32: "F32", torch.float16: "F16"}.get(most, "BF16")
 
 
 def _is_estimate(slot: Slot) -> bool:

@@ -71,7 +71,8 @@ class Stager:
     def __init__(self, queues: Queues, nbytes: int) -> None:
         self.nbytes = nbytes
         self._queues = queues
-        self._windows = [_Window(hostbuffer.allocate(nbytes), queues.event(waited_for=True)) for _ in range(WINDOWS)]
+        memory = [hostbuffer.window(nbytes, queues.device) for _ in range(WINDOWS)]
+        self._windows = [_Window(each, queues.event(waited_for=True)) for each in memory]
         self._changed = threading.Condition()
         self._closed = False
         self._coming: list[Piece] = []

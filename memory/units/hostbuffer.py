@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .. import ram
+from .. import ram, simulated
 from ..host import management as host
+from ..simulated import card as simulated_card
 from ..sizes import format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -168,8 +169,10 @@ def _map(nbytes: int) -> _Pages:
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a buffer made by `allocate` or `pack`, to read files into."""
-    pages = _pages[flat.data_ptr()]
+    """The memory of a buffer made by `allocate`, `window` or `pack`, to read files into."""
+    pages = _pages.get(flat.data_ptr())
+    if pages is None:  # it is torch's
+        return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")
     return memoryview(pages)[pages.first : pages.first + pages.nbytes]
 
 
@@ -207,9 +210,25 @@ def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> 
     return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,), (1,))]
 
 
+def pins_by_torch(device: torch.device) -> bool:
+    """Whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
+    return device.type == "xpu" or (device.type == simulated.DEVICE_TYPE and simulated_card.card.pins_by_torch)
+
+
 def wants_pinned(device: torch.device) -> bool:
     """Whether copies to a device are asynchronous, and fast, only from pinned memory."""
-    return device.type == "cuda" and device not in _left_paged
+    return (device.type == "cuda" or pins_by_torch(device)) and device not in _left_paged
+
+
+def window(nbytes: int, device: torch.device) -> torch.Tensor:
+    """As `allocate`, of memory that can be pinned for a device as it is, where that is to be had.
+
+    Torch takes up to twice as much RAM for it, so this is for small buffers that are used again and again.
+    """
+    if pins_by_torch(device) and wants_pinned(device):
+        with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # it stays paged then, which works
+            return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+    return allocate(nbytes)
 
 
 def leave_paged(device: torch.device) -> None:
@@ -225,6 +244,8 @@ def unpin(flat: torch.Tensor) -> None:
 
 def pin(flat: torch.Tensor, device: torch.device) -> bool:
     """Pin a buffer made here for copies to a device. False where it stays paged, which is slower but works."""
+    if pins_by_torch(device):
+        return wants_pinned(device) and flat.is_pinned()
     pages = _pages.get(flat.data_ptr())
     if not wants_pinned(device) or pages is None:
         return False

@@ -75,7 +75,8 @@ class StepCheck:
         event = queues.event()
         found = latents.sum(dtype=torch.float32)  # no tensor of their size is made for it
         if event:
-            on_host = torch.empty_like(found, device="cpu", pin_memory=hostbuffer.wants_pinned(found.device))
+            on_host = torch.empty_like(found, device="cpu")
+            on_host = on_host.pin_memory() if hostbuffer.wants_pinned(found.device) else on_host
             found = on_host.copy_(found, non_blocking=True)
             queues.mark(event)
         self._asked = found, event, f"step {step} of {steps} made"

@@ -22,7 +22,7 @@ from ballast.memory.units.weights import stored_tensors
 from safetensors.torch import save_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
-FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9, "float32": 12e12}
+FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9, "float32": 12e12, "float16": 45e12}
 DISK, OTHER = 2049, 2065  # device numbers
 
 
@@ -55,10 +55,16 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_simulated_card_is_as_fast_as_it_was_made(sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=12, tflops=3)
-    expected = Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated", math.inf, 0.0)
+    expected = Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated", math.inf, 0.0, 3e12)
     assert probe.rates(torch.device("sim:0")) == expected
     sim.enable(total="1GB")
     assert probe.rates(torch.device("sim:0")).operations_per_second == math.inf
+
+
+def test_each_type_has_a_rate_of_its_own() -> None:
+    rates = Rates(1e9, 1e9, 1e9, 50e12, float32=12e12, float16=45e12)
+    assert [rates.operations_in(each) for each in ("F32", "F16", "BF16", "F8_E4M3")] == [12e12, 45e12, 50e12, 50e12]
+    assert [ASSUMED.operations_in(each) for each in ("F32", "F16", "BF16")] == [15e12, 60e12, 60e12]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
@@ -67,7 +73,7 @@ def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
 
 
 def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, float32=12e12)
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, float32=12e12, float16=45e12)
     assert probe.rates(CUDA) == probe.rates(CUDA) == expected
     another_process(monkeypatch)
     assert probe.rates(CUDA) == expected
@@ -91,6 +97,18 @@ def test_damaged_file_is_measured_again(
     assert len(card) == 2
     another_process(monkeypatch)
     probe.rates(CUDA)
+    assert len(card) == 2
+
+
+def test_another_torch_is_measured_anew(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is known of each stays."""
+    probe.rates(CUDA)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9.0")
+        assert probe.known_rates(CUDA) == ASSUMED
+        probe.rates(CUDA)
+    another_process(monkeypatch)
+    assert probe.rates(CUDA).source == probe.known_rates(CUDA).source == "measured"
     assert len(card) == 2
 
 
@@ -145,7 +163,7 @@ def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.
         monkeypatch.setattr(probe, name, 64)
     found = probe._try_to_measure(torch.device("sim:0"))
     assert found is not None
-    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32"}
+    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32", "float16"}
     assert all(value > 0 for value in found.values())
     assert sim.stats().allocated_bytes == 0
 
@@ -211,6 +229,8 @@ def test_cards_of_one_name_are_told_apart(sim: ModuleType, monkeypatch: pytest.M
     assert Accelerator(device).identity == "Simulated accelerator, simulated-3, ffff:03:00.0, x4"
     sim.enable(total="1GB")
     assert probe.card_of(device) == first
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
+    assert probe.card_of(device) not in (first, second), "another torch has other kernels"
     assert Accelerator(CPU).identity == "CPU"
 
 
