@@ -374,6 +374,11 @@ def flux_decode(
     return found
 
 
+def facts(found: striped.StripedForecast) -> tuple[float, ...]:
+    """What the choices of what is kept, where, and in which stripes come to."""
+    return found.operations, found.h2d_bytes, found.d2h_bytes, found.host_peak_bytes
+
+
 def test_flux_at_published_size() -> None:
     """2048 x 2048 in 1.5 GB with its weights, where the whole takes eight times that; 4096 x 4096 in 2 GB."""
     weights = sum(parameter.nbytes for parameter in flux().decoder.parameters())
@@ -383,6 +388,8 @@ def test_flux_at_published_size() -> None:
     assert small.peak_bytes + weights <= 1.5 * GB
     assert large.peak_bytes + weights <= 2.0 * GB
     assert peak_rss_bytes() - before < 300e6, "maps in RAM are only counted"
+    # As each choice adds to it: a change of one shows here, and is to be meant.
+    assert facts(small) == pytest.approx((4.728e13, 16.95e9, 16.53e9, 5.293e9), rel=0.01)
     assert small.host_peak_bytes < 6 * GB
     assert large.host_peak_bytes < 26 * GB
     vae = flux()
@@ -437,6 +444,7 @@ def test_flux_moves_a_third_of_what_it_did() -> None:
     found = flux_decode(2048, int(1.3 * GB), CARD.operations_per_byte)
     assert found.seconds(CARD) <= 1.3 * 48.5e12 / CARD.float32
     assert found.h2d_bytes + found.d2h_bytes <= 17e9
+    assert facts(found) == pytest.approx((5.760e13, 7.936e9, 8.005e9, 4.274e9), rel=0.01)
 
 
 @pytest.mark.long
