@@ -7,11 +7,11 @@ import sys
 import weakref
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from . import ram, simulated
+from . import nvml, ram, simulated
 from .host.flags import host_flags
 from .simulated import card as simulated_card
 from .simulated.attention import Fuses, never
@@ -26,6 +26,17 @@ def is_wddm(kind: str, platform: str = sys.platform) -> bool:
     return kind == "cuda" and platform == "win32"
 
 
+class Peaks(NamedTuple):
+    """The most in tensors, and the most that the allocator had of the driver for them."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    def over(self, other: Peaks) -> Peaks:
+        """The higher of each."""
+        return Peaks(*map(max, self, other))
+
+
 class Accelerator:
     """Memory counters of one torch device, in bytes.
 
@@ -35,6 +46,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cpu = device.type == "cpu"
+        self._outside: int | None = None
         self._module: ModuleType | None = None if self.is_cpu else torch.get_device_module(device)
 
     @property
@@ -76,19 +88,46 @@ class Accelerator:
             return torch.mps.current_allocated_memory()
         return self._count("memory_allocated")
 
+    def outside_bytes(self) -> int:
+        """What the driver counts for this process beside the allocator: a context, libraries; 0 where it is not told.
+
+        On a real card it is asked once; `ask_driver` asks anew.
+        """
+        if self.device.type == simulated.DEVICE_TYPE:
+            return simulated_card.card.outside_bytes()
+        if self._outside is None:
+            self.ask_driver()
+        return self._outside or 0
+
+    def driver_bytes(self) -> int:
+        """What the driver counts for this process, as far as it tells: the allocator's memory, and what is outside."""
+        return max(self._count("memory_reserved"), self.allocated_bytes()) + self.outside_bytes()
+
+    def ask_driver(self) -> None:
+        """Ask the driver what it counts for this process, where it tells that."""
+        if self.device.type != "cuda" or not torch.cuda.is_initialized():  # there is nothing yet to be told
+            return
+        used = nvml.used_bytes(str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")))
+        self._outside = 0 if used is None else max(0, used - self._count("memory_reserved"))
+
     def take_peak_bytes(self) -> int:
-        """Highest `allocated_bytes` since the last call of this; the present value where the backend keeps no peak.
+        """Highest `allocated_bytes` since the last call of this; see `take_peaks`."""
+        return self.take_peaks().allocated_bytes
+
+    def take_peaks(self) -> Peaks:
+        """Highest figures since the last call of this; the present ones where the backend keeps no peak.
 
         On the simulated device this leaves `torch.sim.max_memory_allocated()` alone; elsewhere the backend has only
         one peak, which starts anew.
         """
         if self.device.type == simulated.DEVICE_TYPE:
-            return simulated.take_interval_peak()
+            return Peaks(simulated.take_interval_peak(), simulated_card.card.take_interval_pool())
         peak = max(self._count("max_memory_allocated"), self.allocated_bytes())
+        reserved = max(self._count("max_memory_reserved"), self._count("memory_reserved"), peak)
         reset = getattr(self._module, "reset_peak_memory_stats", None)
         if reset and getattr(self._module, "is_initialized", lambda: True)():
             reset(self.device)
-        return peak
+        return Peaks(peak, reserved)
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver."""
@@ -202,22 +241,22 @@ def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class PeakMeter:
-    """The highest allocation on a device since it was last taken here, whoever else takes the device's one peak."""
+    """The highest figures of a device since they were last taken here, whoever else takes the device's one peak."""
 
     _all: ClassVar[weakref.WeakSet[PeakMeter]] = weakref.WeakSet()
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._seen = 0
+        self._seen = Peaks()
         self._all.add(self)
 
-    def take(self) -> int:
-        """That peak in bytes, which starts anew."""
-        peak = self._accelerator.take_peak_bytes()
+    def take(self) -> Peaks:
+        """Those peaks, which start anew."""
+        peaks = self._accelerator.take_peaks()
         for meter in list(self._all):
             if meter._accelerator.device == self._accelerator.device:
-                meter._seen = max(meter._seen, peak)
-        seen, self._seen = self._seen, 0
+                meter._seen = meter._seen.over(peaks)
+        seen, self._seen = self._seen, Peaks()
         return seen
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from . import ram
 from .accelerator import Accelerator
 from .host import management as host
+from .planning.overhead import Overhead
 from .units.unit import ManagedModel
 from .vocabulary import Role
 
@@ -44,6 +45,7 @@ class Budget:
         self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
         self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
         self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
+        self.overhead = Overhead()  # that the present stage is to have
         self._others = 0  # of those, what is counted in it though it brought none of it: what other units keep
 
     @property
@@ -54,12 +56,17 @@ class Budget:
 
     @property
     def vram_bytes(self) -> int:
-        """VRAM that weights may hold: what they hold and what is free, less the reserve, within the stated limit."""
-        held = self._held_bytes()
-        available = max(0, held + self._accelerator.free_bytes() - self.reserve_bytes)
-        if self.vram_limit is None:
-            return available
-        return min(available, max(0, self.vram_limit - self.stage_bytes))
+        """VRAM that weights may hold: what they hold and what is free, less the reserve, within the stated limit.
+
+        Both are less what goes to others than tensors: the limit is for what the driver counts for this process.
+        """
+        stage, outside = self.stage_bytes, self._accelerator.outside_bytes()
+        overhead = self.overhead.outside(outside)
+        free = self._accelerator.free_bytes() - self.reserve_bytes
+        available = overhead.tensors_within(self._held_bytes() + stage + free + outside)
+        if self.vram_limit is not None:
+            available = min(available, overhead.tensors_within(self.vram_limit))
+        return max(0, available - stage)
 
     @property
     def stage_bytes(self) -> int:
@@ -109,6 +116,15 @@ class Budget:
         finally:
             self._left = max(0, self._beside_bytes() - min(foreign, self._not_ours))
             self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others = before
+
+    @contextmanager
+    def leaves(self, overhead: Overhead) -> Iterator[None]:
+        """Leave room for what a stage takes beyond tensors, until it ends."""
+        before, self.overhead = self.overhead, overhead
+        try:
+            yield
+        finally:
+            self.overhead = before
 
     @contextmanager
     def forgets_strays(self) -> Iterator[None]:

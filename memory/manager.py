@@ -436,6 +436,7 @@ class MemoryManager:
                 device_bytes_in=self.device_bytes_in,
                 units=tuple(UnitReport.of(unit) for unit in units),
                 guests=guest_reports(self.device),
+                driver_bytes=self.accelerator.driver_bytes(),
             )
 
     def _tell_host(self, unit: ManagedModel) -> None:

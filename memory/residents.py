@@ -31,6 +31,7 @@ from .sizes import format_bytes
 from .streaming.choice import make_placement
 from .streaming.placement import Resident
 from .streaming.stream import Streamed
+from .timing import CallTimes
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
 from .work import Work, WorkBook
@@ -62,6 +63,7 @@ class Residents:
         # What is being read to RAM while something runs.
         self._coming_bytes: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
+        self._whole: CallTimes[Work] = CallTimes(self.device)
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
@@ -103,6 +105,8 @@ class Residents:
         learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
         if learns and isinstance(placement, Streamed) and placement.time_call():
             self._timed[unit] = work
+        elif learns and isinstance(placement, Resident):
+            self._whole.begins(unit, work)
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
@@ -113,6 +117,8 @@ class Residents:
                 self.work.took(unit, peak - before, held_bytes)
         if unit.placement is not None:
             unit.placement.rest(failed)
+            if isinstance(unit.placement, Resident):
+                self._whole.ended(unit, failed)
             self._learn(unit)
         self._has_come(unit)
 
@@ -122,6 +128,7 @@ class Residents:
             return 0
         freed = unit.placement.shrink(bytes)
         if freed:
+            self._whole.forget(unit)
             self._called.pop(unit, None)  # what the call under way takes cannot be told any more
             self.timeline.record("evict", unit, freed)
         return freed
@@ -132,6 +139,7 @@ class Residents:
             return
         self._leaving.discard(unit)
         self._learn(unit)
+        self._whole.forget(unit)
         with self.budget.forgets_strays():
             placement, unit.placement = unit.placement, None
             left = placement.resident_bytes
@@ -225,6 +233,8 @@ class Residents:
         """Note what the call that was timed computed, if the device is done with it."""
         if isinstance(unit.placement, Streamed) and (measured := unit.placement.take_seconds()):
             self.work.computed(unit, self._timed[unit], measured)
+        if isinstance(unit.placement, Resident) and (timed := self._whole.take(unit)):
+            self.work.computed_whole(unit, *timed, unit.placement.decoded)
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]

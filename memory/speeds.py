@@ -13,7 +13,7 @@ from typing import Any
 from .files import cache_home, read_json, replace_file
 from .rates import ASSUMED
 
-MAX_LISTS = 200  # of pieces
+MAX_LISTS = 400  # of pieces, and of what runs took beyond their forecast
 OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
 
 _lock = threading.RLock()
@@ -56,7 +56,10 @@ def disk_rate(disk: int | None, otherwise: float = ASSUMED.disk_bytes_per_second
 
 
 def pieces(key: str) -> Any:
-    """What was noted of the pieces of a model under a key, as plain data; None if nothing was. It may be damaged."""
+    """What was noted of the pieces or runs of a model under a key, as plain data; None if nothing was.
+
+    It may be damaged.
+    """
     with _lock:
         known = path, _ = _pieces_file(), key
         return _pieces[known] if known in _pieces else _lists(path).get(key)

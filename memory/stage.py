@@ -19,9 +19,10 @@ from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.ladder import Attempt, describe, next_attempt, next_share
+from .planning.overhead import Overhead
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
-from .reports.timeline import Timeline
+from .reports.timeline import StageRecord, Timeline
 from .sizes import format_bytes
 from .streaming.pace import Pace
 from .units.batch import batch_of, in_parts, joined, shapes_of
@@ -76,6 +77,7 @@ def run_stage(
     """See `MemoryManager.stage`."""
     flags = host_flags()
     keep, ended = flags.keeps(keep), False
+    outside = Overhead(outside_bytes=manager.accelerator.outside_bytes())
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
@@ -85,17 +87,22 @@ def run_stage(
             attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
-            manager.work.begin(unit, Work(work, found, attempt, rates, card=card, pages=pages))
+            doing = Work(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
+            manager.work.begin(unit, doing)
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
+        overhead = manager.work.overheads(units)
+        exits.enter_context(manager.budget.leaves(overhead))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
-        record = manager.timeline.begin(name, units, manager.budget_bytes)
+        record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
+        learn = exits.enter_context(ExitStack())  # when the record is closed
         exits.callback(manager.timeline.finish, record, units)  # whatever happens as the units leave
         record.planned = planned
         try:
             with torch.inference_mode():
                 yield
             ended = True
+            learn.callback(_learn, manager, record, units)
         except BaseException as error:
             keep = False
             record.ended_by(error)
@@ -106,6 +113,12 @@ def run_stage(
             if not ended:
                 manager.stop_reading()
             manager.accelerator.empty_cache()
+
+
+def _learn(manager: Device, record: StageRecord, units: Sequence[ManagedModel]) -> None:
+    """Keep what a stage took beyond tensors, unless others had their share of it."""
+    if not record.has_others:
+        manager.work.took_in_all(units, record.overhead)
 
 
 class _Calls:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
 from .planning.ladder import Attempt, is_slow
-from .planning.measured import Measured, differs, measured_loads
+from .planning.measured import Measured, differs, measured_loads, spread
+from .planning.overhead import Overhead
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
 from .units.unit import ManagedModel
@@ -25,6 +27,7 @@ class Work:
 
     On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
     its calls are of the same `shapes`. One that `pages` silently is believed only as far as it cannot be paging.
+    `overhead` is what it is to take beyond the forecast.
     """
 
     kind: Hashable = None
@@ -36,6 +39,7 @@ class Work:
     learns: bool = False
     shapes: Hashable = None
     pages: bool = False
+    overhead: Overhead = field(default_factory=Overhead)
 
 
 @dataclass
@@ -61,7 +65,8 @@ class WorkBook:
         """Note what a unit is going to do. What was measured of it before, in whatever process, is recalled."""
         if work.card and work.forecast:
             found = learned.recall(work.card, sizes_of(unit), work.forecast)
-            work = replace(work, measured=found, learns=True)
+            overhead = learned.recall_overhead(work.card, sizes_of(unit), work.forecast, work.overhead.outside_bytes)
+            work = replace(work, measured=found, learns=True, overhead=overhead)
         self._now[unit] = work
 
     def called(self, unit: ManagedModel, shapes: Hashable) -> None:
@@ -87,7 +92,7 @@ class WorkBook:
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
         expected = work.forecast.with_decoding(sizes_of(unit).decoding)
-        peak_bytes = expected.peak_bytes + seen.above.get(work.kind, 0)
+        peak_bytes = expected.peak_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0) -> None:
@@ -103,6 +108,18 @@ class WorkBook:
             seen.above[work.kind] = max(0, held_bytes + measured_bytes - first.live_bytes - first.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
+    def overheads(self, units: Iterable[ManagedModel]) -> Overhead:
+        """What a stage of these units is to take beyond their forecasts."""
+        return functools.reduce(Overhead.over, (self.of(unit).overhead for unit in units), Overhead())
+
+    def took_in_all(self, units: Iterable[ManagedModel], seen: Overhead) -> None:
+        """Note what a stage of these units took beyond tensors. What its calls took is known by now."""
+        for unit in units:
+            work, above = self.of(unit), self._seen.get(unit, _Seen()).above
+            if work.card and work.forecast and work.kind in above and work.attempt.parts == 1:
+                seen = replace(seen, workspace_bytes=above[work.kind])
+                learned.keep_overhead(work.card, sizes_of(unit), work.forecast, seen)
+
     def computed(self, unit: ManagedModel, work: Work, measured: Measured) -> None:
         """Note what the pieces of a call computed, which was of this work. What is as expected changes nothing."""
         now = self.of(unit)
@@ -115,6 +132,13 @@ class WorkBook:
             measured = learned.keep(work.card, sizes_of(unit), work.forecast, measured) or measured
             now = replace(now, measured=measured)
         self._now[unit] = replace(now, learns=False)
+
+    def computed_whole(self, unit: ManagedModel, work: Work, seconds: float, decoded: Iterable[int]) -> None:
+        """Note what a call took of a unit of which all was on the device, these pieces decoded for good."""
+        pieces, loads = sizes_of(unit).pieces, self._loads(unit)
+        spared = sum(pieces[i].decode_seconds(work.rates) for i in decoded)
+        if measured := spread(loads, seconds + spared):
+            self.computed(unit, work, measured)
 
     def _loads(self, unit: ManagedModel) -> Loads:
         work = self.of(unit)

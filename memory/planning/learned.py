@@ -1,14 +1,13 @@
-"""Measured seconds of pieces, kept from run to run for each card, model, shape and torch."""
+"""What runs were measured to take, kept from run to run for each card (see `probe.card_of`), model and shape."""
 
 from __future__ import annotations
 
 import hashlib
 
-import torch
-
 from .. import speeds
 from .forecast import UnitForecast
 from .measured import Measured
+from .overhead import Overhead
 from .planner import UnitSizes
 
 
@@ -26,8 +25,46 @@ def keep(card: str, sizes: UnitSizes, work: UnitForecast, measured: Measured | N
     return measured and Measured.from_dict(measured.to_dict())
 
 
-def _key(card: str, sizes: UnitSizes, work: UnitForecast) -> str:
+def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, outside_bytes: int = 0) -> Overhead:
+    """What runs took beyond their forecast, in this process or an earlier one, and at least `outside_bytes` outside.
+
+    Of a card on which others ran, what the driver counts outside is known also for what did not run there yet.
+    """
+    found = _overhead(_key(card, sizes, work, "overhead"))
+    return found.outside(max(outside_bytes, recall_outside(card)))
+
+
+def recall_outside(card: str) -> int:
+    """What the driver was seen to count of a card for a process, beside the allocator."""
+    return _overhead(_outside_key(card)).outside_bytes
+
+
+def keep_overhead(card: str, sizes: UnitSizes, work: UnitForecast, seen: Overhead) -> None:
+    """Keep what one more run took beyond its forecast."""
+    _keep_overhead(_key(card, sizes, work, "overhead"), seen)
+    _keep_overhead(_outside_key(card), Overhead(outside_bytes=seen.outside_bytes))
+
+
+def _overhead(key: str) -> Overhead:
+    try:
+        return Overhead.from_dict(speeds.pieces(key))
+    except (KeyError, TypeError, ValueError):
+        return Overhead()
+
+
+def _keep_overhead(key: str, seen: Overhead) -> None:
+    known = _overhead(key)
+    found = known.seen_again(seen)
+    if found != known:
+        speeds.note_pieces(key, found.to_dict())
+
+
+def _outside_key(card: str) -> str:
+    return f"{card}, outside"
+
+
+def _key(card: str, sizes: UnitSizes, work: UnitForecast, what: str = "") -> str:
     calls = max(1, work.calls)
     done = [(path, f"{operations / calls:.6g}") for path, operations in work.modules]
     digest = hashlib.sha256(repr((sizes.pieces, f"{work.operations / calls:.6g}", done)).encode())
-    return f"{card}, torch {torch.__version__}, {digest.hexdigest()[:24]}"
+    return ", ".join(filter(None, (card, digest.hexdigest()[:24], what)))

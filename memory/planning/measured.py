@@ -49,6 +49,15 @@ def measured_loads(loads: Loads, measured: Measured | None) -> Loads:
     return replace(loads, pieces=pieces, before_seconds=measured.before_seconds)
 
 
+def spread(loads: Loads, seconds: float) -> Measured | None:
+    """The seconds of a whole call, over its pieces as the loads have them; None where these tell of none."""
+    if not 0 < loads.compute_seconds < math.inf:
+        return None
+    times = seconds / loads.compute_seconds
+    each = tuple(times * piece.seconds for piece in loads.pieces)
+    return Measured(loads.sizes, each, times * loads.before_seconds)
+
+
 def differs(loads: Loads, measured: Measured) -> bool:
     """Whether what was measured says something else than the loads: by 5 % of the computing, pieces taken apart.
 

@@ -18,6 +18,7 @@ from ..vocabulary import PlacementName
 from .decoded import decoded_for_good, moment_bytes
 from .forecast import HeldBytes, UnitForecast
 from .measured import Measured, measured_loads
+from .overhead import Overhead
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
 from .tiers import held_in_ram
@@ -54,7 +55,8 @@ class UnitSizes:
     `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
     which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
     `decoding` takes so much for a moment when each of these modules is called, "" when the unit is put in place.
-    With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say.
+    With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
+    computes in `dtype`, as safetensors names it.
     """
 
     total_bytes: int
@@ -65,6 +67,7 @@ class UnitSizes:
     decoded_bytes: int = 0
     decoding: HeldBytes = ()
     is_estimate: bool = False
+    dtype: str = "BF16"
 
     @property
     def resident_bytes(self) -> int:
@@ -90,7 +93,7 @@ class UnitSizes:
             seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
             return Loads(seconds, rate, disk_bytes_per_second=from_disk)
         before, operations = _by_piece(self.pieces, work)
-        call_rate = max(1, work.calls) * rates.operations_per_second
+        call_rate = max(1, work.calls) * rates.operations_in(self.dtype)
         pieces = zip(self.pieces, operations, strict=True)
         loads = tuple(
             PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate + p.decode_seconds(rates), *p.decoding(rates))
@@ -127,8 +130,8 @@ class Candidate:
     """One way to run a unit. `streamed` are the indices of the `pieces` that pass through the ring of `ring_bytes`.
 
     Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device, where those that are decoded for
-    good take `decoded_bytes` more. `peak_vram_bytes` is the most
-    there, weights and work together; `ram_bytes` what the weights hold in RAM.
+    good take `decoded_bytes` more. `peak_vram_bytes` is the most there, weights and work together, beside which the
+    driver counts `overhead_bytes`; `ram_bytes` what the weights hold in RAM.
     The first step brings the weights, the others do not; no step can be faster than `bound_seconds`, and its copies
     alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the weights that a call copies
     `read_bytes` are read for it, in `read_seconds` of each step. `why_not` is empty for the one that was chosen.
@@ -151,7 +154,13 @@ class Candidate:
     read_bytes: int = 0
     read_seconds: float = 0.0
     decoded_bytes: int = 0
+    overhead_bytes: int = 0
     why_not: str = ""
+
+    @property
+    def driver_bytes(self) -> int:
+        """The most that the driver counts for this process, as far as it tells: what a budget is for."""
+        return self.peak_vram_bytes + self.overhead_bytes
 
     @property
     def label(self) -> str:
@@ -217,34 +226,36 @@ def make_plan(
     from_disk: bool = False,
     whole_in_ram: bool = False,
     measured: Measured | None = None,
+    overhead: Overhead | None = None,
 ) -> Plan:
     """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
-    `budget_bytes` is what the device may hold in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
+    `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
     than the whole, where that is asked for, is resident. Of the weights `in_ram_bytes` need not be read first;
     `from_disk` says that they can be streamed from there, `whole_in_ram` that RAM must hold them all. What the pieces
-    were `measured` to compute counts for more than operations and rates. When nothing fits, the plan is the one that
-    wants least, with `fits` false.
+    were `measured` to compute counts for more than operations and rates; what is beside tensors is `overhead`. When
+    nothing fits, the plan is the one that wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
     forecast = sizes.loads(work, rates)
     loads = measured_loads(forecast, measured)
-    compute = work.operations / max(1, work.calls) / rates.operations_per_second
+    compute = work.operations / max(1, work.calls) / rates.operations_in(sizes.dtype)
     compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
-    work = work.with_decoding(sizes.decoding)
+    overhead = overhead or Overhead()
+    work, tensor_bytes = overhead.on(work.with_decoding(sizes.decoding)), overhead.tensors_within(budget_bytes)
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
     made = []
     for placement, least in least_weights(sizes).items():
-        for room in _rooms(placement, least, sizes, work, budget_bytes, strategy):
+        for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
             found = arrange(loads, room - sizes.fixed_bytes)
             seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
             left = room - sizes.fixed_bytes - found.device_bytes
             if placement == "resident":
-                room = max(0, budget_bytes - work.peak_bytes - least)
+                room = max(0, tensor_bytes - work.peak_bytes - least)
                 decoded, more_bytes = decoded_for_good(sizes.pieces, room)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
@@ -257,11 +268,15 @@ def make_plan(
                 if streams_from_disk
                 else candidate
             )
-    made = [c for i, c in enumerate(made) if c not in made[:i]]
+    made = [
+        replace(c, overhead_bytes=overhead.driver_bytes(c.peak_vram_bytes) - c.peak_vram_bytes)
+        for i, c in enumerate(made)
+        if c not in made[:i]
+    ]
     allowed = [c for c in made if c.placement in bound_to]
     # Where it is not known whether RAM must hold all, weights that exceed its budget are a matter of the run.
     ram_bytes_allowed = ram_bytes if streams_from_disk or whole_in_ram else sizes.total_bytes
-    on_device = [c for c in allowed if c.peak_vram_bytes <= budget_bytes]
+    on_device = [c for c in allowed if c.driver_bytes <= budget_bytes]
     in_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
     fitting = [c for c in in_ram if not (slow and c.read_bytes)]
@@ -269,7 +284,7 @@ def make_plan(
     if best:  # of equally fast ones the first
         chosen = min(best, key=lambda c: c.step_seconds)
     else:
-        chosen = min(allowed, key=lambda c: (c.peak_vram_bytes, c.ram_bytes))
+        chosen = min(allowed, key=lambda c: (c.driver_bytes, c.ram_bytes))
     rejected = tuple(
         replace(c, why_not=_why_not(c, chosen, budget_bytes, ram_bytes_allowed, bound_to, slow))
         for c in made
@@ -356,8 +371,8 @@ def _why_not(
 ) -> str:
     if candidate.placement not in bound_to:
         return "not what was asked for"
-    if candidate.peak_vram_bytes > budget_bytes:
-        return f"{format_bytes(candidate.peak_vram_bytes)} do not fit {format_bytes(budget_bytes)}"
+    if candidate.driver_bytes > budget_bytes:
+        return f"{format_bytes(candidate.driver_bytes)} do not fit {format_bytes(budget_bytes)}"
     if candidate.ram_bytes > ram_bytes:
         return f"{format_bytes(candidate.ram_bytes)} do not fit {format_bytes(ram_bytes)} of RAM"
     if slow and candidate.read_bytes:
@@ -379,13 +394,13 @@ def _reason(
 ) -> str:
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
-    if not fits and chosen.peak_vram_bytes <= budget_bytes and chosen.ram_bytes <= ram_bytes:
+    if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_bytes:
         rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.read_bytes)
         return (
             f"A disk of {rate:.2f} GB/s is too slow to read {read} of weights from in each step, which takes "
             f"{chosen.read_seconds:.0f} s."
         )
-    if not fits and chosen.peak_vram_bytes <= budget_bytes:
+    if not fits and chosen.driver_bytes <= budget_bytes:
         ram = format_bytes(ram_bytes)
         if not chosen.from_disk:
             return f"{whole} of weights do not fit {ram} of RAM, which must hold all that is encoded when it is read."
@@ -395,9 +410,9 @@ def _reason(
             f"Nothing fits {ram} of RAM: {chosen.placement} from disk wants {format_bytes(chosen.ram_bytes, up=True)}."
         )
     if not fits and asked:
-        return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.peak_vram_bytes, up=True)}."
+        return f"{how}, does not fit {budget}: it wants {format_bytes(chosen.driver_bytes, up=True)}."
     if not fits:
-        least = format_bytes(chosen.peak_vram_bytes, up=True)
+        least = format_bytes(chosen.driver_bytes, up=True)
         return f"Nothing fits {budget}: {chosen.placement} wants least, {least}."
     if not chosen.streamed:
         reason = f"{how}: all" if asked else "All"
@@ -406,7 +421,7 @@ def _reason(
         copies_first = chosen.transfer_seconds >= 0.99 * chosen.bound_seconds
         cost = "the copies set the pace" if copies_first else "the copies hide behind the computing"
         why = how if asked else f"{whole} of weights do not fit {budget}"
-        if not asked and sizes.resident_bytes + chosen.peak_vram_bytes - chosen.weights_bytes <= budget_bytes:
+        if not asked and sizes.resident_bytes + chosen.driver_bytes - chosen.weights_bytes <= budget_bytes:
             why = f"{whole} of weights fit {budget} only as they are stored, which is slower"
         stay, passing = chosen.stay_bytes, chosen.whole_bytes - chosen.stay_bytes
         more = f" (and {format_bytes(chosen.decoded_bytes)} more, decoded for good)" if chosen.decoded_bytes else ""

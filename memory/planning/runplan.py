@@ -40,6 +40,11 @@ class StagePlan:
         return max((plan.peak_vram_bytes for plan in self.units), default=self.idle_bytes)
 
     @property
+    def driver_bytes(self) -> int:
+        """The most that the driver counts for this process in this stage, as far as it tells."""
+        return max((plan.driver_bytes for plan in self.units), default=self.idle_bytes)
+
+    @property
     def main(self) -> Plan:
         """The unit that takes most of the time."""
         return max(self.units, key=lambda plan: (plan.step_seconds, plan.peak_vram_bytes))
@@ -119,6 +124,17 @@ class RunPlan:
         return max(stage.peak_vram_bytes for stage in self.stages)
 
     @property
+    def driver_bytes(self) -> int:
+        """The most that the driver counts for this process, as far as it tells: what the budget is for."""
+        return max(stage.driver_bytes for stage in self.stages)
+
+    @property
+    def _peak_words(self) -> str:
+        """The peak, and where the driver counts more, that."""
+        peak, driver = format_bytes(self.peak_vram_bytes), format_bytes(self.driver_bytes)
+        return peak if peak == driver else f"{peak} ({driver} by the driver)"
+
+    @property
     def ram_bytes(self) -> int:
         """What the largest unit holds in RAM."""
         return max(plan.ram_bytes for stage in self.stages for plan in stage.units)
@@ -161,14 +177,16 @@ class RunPlan:
         return all(plan.fits for stage in self.stages for plan in stage.units)
 
     def __str__(self) -> str:
+        told = ("driver",) * any(plan.overhead_bytes for stage in self.stages for plan in stage.units)
         rows: list[tuple[str, ...]] = [
-            ("stage", "unit", "placement", "weights", "peak VRAM", "RAM", "per step", "first")
+            ("stage", "unit", "placement", "weights", "peak VRAM", *told, "RAM", "per step", "first")
         ]
         for stage in self.stages:
             for i, plan in enumerate(stage.units):
                 per_step = seconds(plan.step_seconds) if stage.name == "sample" else ""
                 first = seconds(plan.first_step_seconds)
-                sizes = map(format_bytes, (plan.weights_bytes, plan.peak_vram_bytes, plan.ram_bytes))
+                driver = (plan.driver_bytes,) * len(told)
+                sizes = map(format_bytes, (plan.weights_bytes, plan.peak_vram_bytes, *driver, plan.ram_bytes))
                 label = f"{plan.label}, {stage.note}" if stage.note else plan.label
                 rows.append(("" if i else stage.name, plan.unit, label, *sizes, per_step, first))
         others: list[tuple[str, ...]] = [("not", "weights", "peak VRAM", "per step", "because")]
@@ -186,7 +204,7 @@ class RunPlan:
         total = seconds(self._sample.seconds)
         card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
         where = f"{card}with {format_bytes(self.budget_bytes)}"
-        peak, step = format_bytes(self.peak_vram_bytes), seconds(self.step_seconds)
+        peak, step = self._peak_words, seconds(self.step_seconds)
         takes = f"peak {peak}; {step} a step, {total} for {self.steps}"
         doubt = "" if self.fits else " IT DOES NOT FIT."
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
@@ -194,7 +212,7 @@ class RunPlan:
     def brief(self) -> str:
         """A shorter line: the budget, what becomes of the transformer, the peak, and the time."""
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
-        peak = f"peak {format_bytes(self.peak_vram_bytes)}{'' if self.fits else ' DOES NOT FIT'}"
+        peak = f"peak {self._peak_words}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def batch_words(self) -> str:

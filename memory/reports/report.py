@@ -59,6 +59,7 @@ class Report:
     device_bytes_in: int
     units: tuple[UnitReport, ...]
     guests: tuple[UnitReport, ...] = ()  # models of the host
+    driver_bytes: int = 0  # what the driver counts for this process, as far as it tells
 
     @property
     def resident_bytes(self) -> int:
@@ -81,6 +82,8 @@ class Report:
                 f"{self.device}: {format_bytes(self.resident_bytes)} of weights in a budget of "
                 f"{format_bytes(self.budget_bytes)}, {free}; RAM: {format_bytes(self.host_bytes)} of weights"
             )
+            if self.driver_bytes > self.allocated_bytes:
+                head += f"; the driver counts {format_bytes(self.driver_bytes)}"
             if self.guests:
                 head += f"; ComfyUI's models: {there} there, {kept} in RAM"
         rows: list[tuple[str, ...]] = [("unit", "role", "tier", "placement", "size", "on device", "in RAM", "")]

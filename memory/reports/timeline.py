@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
+from ..planning.overhead import Overhead
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
 from ..tables import format_table
@@ -43,7 +44,7 @@ class OnDevice:
 class Event:
     """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours.
 
-    Of the latter `guests` are models of the host.
+    Of the latter `guests` are models of the host. For the peak the allocator had `reserved_peak_bytes` of the driver.
     """
 
     seconds: float
@@ -54,6 +55,7 @@ class Event:
     peak_bytes: int
     residents: tuple[OnDevice, ...]
     other_bytes: int = 0
+    reserved_peak_bytes: int = 0
     guests: tuple[OnDevice, ...] = ()
 
     def own_peak_bytes(self, before: Event) -> int:
@@ -80,7 +82,9 @@ class StageRecord:
     """One stage: its units, its peak in bytes, how long it took, and what was planned, if it was.
 
     `own_peak_bytes` is the peak of its own units and their work, which is what a plan is made for; `other_bytes` is
-    what other models held then. `run` tells the stages of one run, such as a prompt of ComfyUI, from those of another.
+    what other models held then. The driver counted `driver_bytes` at most: what the allocator had of it,
+    `reserved_peak_bytes`, and `outside_bytes` besides. `run` tells the stages of one run, such as a prompt of ComfyUI,
+    from those of another.
     """
 
     name: str
@@ -90,12 +94,25 @@ class StageRecord:
     peak_bytes: int = 0
     own_peak_bytes: int = 0
     other_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    outside_bytes: int = 0
     budget_bytes: int = 0
     run: str = ""
     note: str = ""  # how it ran, such as "in tiles"; empty where it is as usual
     outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
     events: list[Event] = field(default_factory=list)
+
+    @property
+    def overhead(self) -> Overhead:
+        """What it took beyond tensors."""
+        spare = max(0, self.reserved_peak_bytes - self.peak_bytes)
+        return Overhead(spare_bytes=spare, at_bytes=self.peak_bytes, outside_bytes=self.outside_bytes)
+
+    @property
+    def driver_bytes(self) -> int:
+        """The most that the driver counted for this process, as far as it tells."""
+        return max(self.reserved_peak_bytes, self.peak_bytes) + self.outside_bytes
 
     @property
     def title(self) -> str:
@@ -145,6 +162,9 @@ class StageRecord:
         if self.peak_bytes:
             plan = f" (planned {format_bytes(planned.peak_vram_bytes)})" if planned else ""
             said.append(f"peak {format_bytes(self.own_peak_bytes)}{plan}")
+            if self.driver_bytes > self.peak_bytes:
+                plan = f" (planned {format_bytes(planned.driver_bytes)})" if planned else ""
+                said.append(f"{format_bytes(self.driver_bytes)} by the driver{plan}")
             if self.has_others:
                 said.append(f"{format_bytes(self.other_bytes)} of other models beside it")
         else:
@@ -194,13 +214,15 @@ class Timeline:
         others = max(0, allocated - sum(resident.bytes for resident in residents))
         if self._stage is not None and self._last is not None:
             others = min(others, self._last.other_bytes)  # what came since is our work
+        peaks = self._peaks.take()
         event = Event(
             seconds=time.perf_counter(),
             kind=kind,
             unit=unit.name if unit else "",
             bytes=bytes,
             allocated_bytes=allocated,
-            peak_bytes=self._peaks.take(),
+            peak_bytes=peaks.allocated_bytes,
+            reserved_peak_bytes=peaks.reserved_bytes,
             residents=residents,
             other_bytes=others,
             guests=self._guests(),
@@ -210,6 +232,7 @@ class Timeline:
         if self._stage is not None:
             self._stage.events.append(event)
             self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
+            self._stage.reserved_peak_bytes = max(self._stage.reserved_peak_bytes, event.reserved_peak_bytes)
             kept = sum(resident.bytes for resident in residents) - sum(unit.resident_bytes for unit in self._units)
             peak = event.own_peak_bytes(before) - kept  # other pipelines' models are no part of this plan either
             if peak > self._stage.own_peak_bytes:
@@ -232,7 +255,7 @@ class Timeline:
         models = (*self._residents(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
-        peak = self._peaks.take() + uncounted
+        peak = self._peaks.take().allocated_bytes + uncounted
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
     def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0) -> None:
@@ -259,6 +282,8 @@ class Timeline:
     def finish(self, stage: StageRecord, units: Sequence[ManagedModel]) -> None:
         """Close the record of a stage."""
         self.record("done")
+        self._accelerator.ask_driver()
+        stage.outside_bytes = self._accelerator.outside_bytes()
         stage.seconds = time.perf_counter() - stage.started
         for unit in units:
             stage.units[unit.name].tier_after = unit.tier
@@ -278,16 +303,20 @@ class Timeline:
         return found[-stages:]
 
     def table(self, stages: int = _MAX_STAGES, runs: int | None = None) -> str:
-        """A row for each unit of each of the newest stages: tiers, bytes brought in, budget, peak, plan, seconds."""
+        """A row for each unit of each of the newest stages: tiers, bytes brought in, budget, peaks, plan, seconds."""
         found = self.newest(stages, runs)
         others = any(stage.has_others for stage in found)
+        driver = any(stage.driver_bytes > stage.peak_bytes for stage in found)
         several = len({stage.run for stage in found}) > 1
         heading = ["stage", "unit", "tier before", "tier after", "placement", "bytes in", "budget"]
-        rows = [("run",) * several + (*heading, *("others",) * others, "peak", "planned", "seconds")]
+        rows = [
+            ("run",) * several + (*heading, *("others",) * others, "peak", *("driver",) * driver, "planned", "seconds")
+        ]
         for stage, run in zip(found, names_of_runs(found), strict=True):
             facts = [
                 *[format_bytes(stage.other_bytes)] * others,
                 format_bytes(stage.own_peak_bytes),
+                *[format_bytes(stage.driver_bytes)] * driver,
                 format_bytes(stage.planned.peak_vram_bytes) if stage.planned else "-",
                 f"{stage.seconds:.2f}",
             ]

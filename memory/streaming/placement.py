@@ -275,6 +275,12 @@ class Resident(Placement):
         """Whether all pieces are there."""
         return all(piece.resident for piece in self._pieces)
 
+    @property
+    def decoded(self) -> frozenset[int]:
+        """Which of the pieces that are called are decoded for good."""
+        called = [piece for piece in self._pieces if piece.called]
+        return frozenset(i for i, piece in enumerate(called) if piece.decoded)
+
     def _place(self) -> None:
         with self._windows():
             self._move_rest()

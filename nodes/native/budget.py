@@ -102,7 +102,7 @@ class _Run:
 
     def look(self) -> None:
         pages = sum(host.page_bytes(model.patcher) for model in host.loaded_models())
-        self.peak_bytes = max(self.peak_bytes, self._peaks.take() + pages)
+        self.peak_bytes = max(self.peak_bytes, self._peaks.take().allocated_bytes + pages)
         self.held_bytes = max(self.held_bytes, int(self.patcher.loaded_size()))
 
 

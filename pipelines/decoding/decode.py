@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,11 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager
+from ...memory.planning import learned
+from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.probe import rates
+from ...memory.planning.overhead import Overhead
+from ...memory.probe import card_of, rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.striped import StripedForecast
@@ -57,11 +60,11 @@ class WayForecasts(Protocol):
 
 @dataclass
 class VaeRun:
-    """Runs a VAE on pictures or latents, [B,...] on the CPU, in the way that fits `room_bytes` on the device.
+    """Runs a VAE on pictures or latents, [B,...] on the CPU, in a way for which the driver counts `room_bytes` at most.
 
     Without `forecasts` it runs whole. `stage` holds arguments of `MemoryManager.stage`: `alone`, `vram`, `ram`. With
     `splits` a batch may run one by one. A plan may be for a machine of so many `machine_bytes` of RAM, more than
-    are free here.
+    are free here; one for another card does not go by what this one `recalls` of earlier runs.
     """
 
     name: str
@@ -73,6 +76,7 @@ class VaeRun:
     forecasts: WayForecasts | None = None
     splits: bool = True
     machine_bytes: int = 0
+    recalls: bool = True
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out.
@@ -121,17 +125,34 @@ class VaeRun:
         """Yield the ways with their needs. A way has its dry run only when it is asked for."""
         weights = self.vae.size_bytes
         whole = forecasts.whole(tensor)
-        yield Way("whole", None if whole is None else weights + whole.units[self.vae.name].peak_bytes)
-        if weights < self.room_bytes:
+        yield Way("whole") if whole is None else self._way("whole", whole.units[self.vae.name])
+        if weights < self._tensor_room:
             speed = speed or rates(self.manager.device)
             if stripes := self._stripes(forecasts, tensor, speed):
                 yield stripes
             if can_tile(self.vae.module) and (tiles := forecasts.tiles(tensor)) is not None:
                 work = tiles.units[self.vae.name]
-                yield Way(
-                    "tiles", weights + work.peak_bytes, seconds=work.operations / speed.float32_operations_per_second
-                )
+                yield replace(self._way("tiles", work), seconds=work.operations / speed.float32_operations_per_second)
         yield Way("cpu")
+
+    def _way(self, name: WayName, work: UnitForecast) -> Way:
+        """A way whose work is known, with what it takes on the device."""
+        overhead = self.overhead(work)
+        peak = self.vae.size_bytes + overhead.on(work).peak_bytes
+        return Way(name, peak, beside_bytes=overhead.driver_bytes(peak) - peak)
+
+    def overhead(self, work: UnitForecast) -> Overhead:
+        """What a run of this work takes beyond its forecast."""
+        if self.manager.accelerator.is_cpu or not self.recalls:
+            return Overhead()
+        device, outside = self.manager.device, self.manager.accelerator.outside_bytes()
+        return learned.recall_overhead(card_of(device), sizes_of(self.vae), work, outside)
+
+    @property
+    def _tensor_room(self) -> int:
+        """The most in tensors while it runs in stripes, less what their kernels take."""
+        overhead = self.overhead(in_stripes(0))
+        return overhead.tensors_within(self.room_bytes) - overhead.workspace_bytes
 
     def _stripes(self, forecasts: WayForecasts, tensor: torch.Tensor, speed: Rates) -> Way | None:
         """Stripes cut for the largest share of the room whose forecast fits in all of it; None without a forecast."""
@@ -140,15 +161,20 @@ class VaeRun:
             budget = self._striped_bytes(share)
             if (found := forecasts.stripes(tensor, budget, pace(speed))) is None:
                 return None
-            peak = self.vae.size_bytes + found.peak_bytes
-            way = Way("stripes", peak, found.host_peak_bytes, found.seconds(speed), share)
-            if peak <= self.room_bytes or found.peak_bytes > _HOPELESS * (self.room_bytes - self.vae.size_bytes):
+            way = replace(
+                self._way("stripes", in_stripes(found.peak_bytes)),
+                ram_bytes=found.host_peak_bytes,
+                seconds=found.seconds(speed),
+                share=share,
+            )
+            room = self._tensor_room - self.vae.size_bytes
+            if found.peak_bytes <= room or found.peak_bytes > _HOPELESS * room:
                 break
         return way
 
     def _striped_bytes(self, share: float) -> int:
         """The budget of stripes, the same in forecasts and runs: rounded down, for one forecast to serve many."""
-        budget = max(0, int(share * (self.room_bytes - self.vae.size_bytes)))
+        budget = max(0, int(share * (self._tensor_room - self.vae.size_bytes)))
         return budget - budget % max(1, 2 ** (budget.bit_length() - 1) // _STEPS) if budget else 0
 
     def _ram_room(self) -> int:
@@ -210,8 +236,10 @@ class VaeRun:
         if self.forecasts is not None and way.name in ("whole", "tiles"):
             forecast = (self.forecasts.whole if way.name == "whole" else self.forecasts.tiles)(tensor)
         elif way.name == "stripes":
-            takes = max(budget, (way.peak_bytes or 0) - self.vae.size_bytes)
-            forecast = Forecast(0, {self.vae.name: UnitForecast(0, takes, takes, 1, 0.0)})
+            beside = self.vae.size_bytes + self.overhead(in_stripes(0)).workspace_bytes
+            peak = (way.peak_bytes or 0) - beside
+            takes = in_stripes(max(budget, peak), peak if way.peak_bytes else budget)
+            forecast = Forecast(0, {self.vae.name: takes})
         ram = self._ram_bytes(tensor, way)
         # Stripes read weights later than the modules are called, and tiles are forecast with all of them in place.
         strategies: dict[WayName, str] = {"cpu": "cpu", "whole": "auto"}
@@ -233,6 +261,14 @@ class VaeRun:
                 else:
                     made = run(tensor)
                 return to_host(made.float())
+
+
+def in_stripes(room_bytes: int, peak_bytes: int | None = None) -> UnitForecast:
+    """The work of a VAE in stripes, as what is learned of it is kept by: so many bytes beside its weights.
+
+    Of these its dry run takes `peak_bytes`, by default all.
+    """
+    return UnitForecast(0, room_bytes, room_bytes if peak_bytes is None else peak_bytes, 1, 0.0)
 
 
 def _sparingly(run: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, ram_bytes: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ SHARES = (1.0, 1 / 2, 1 / 8)  # of the budget, that stripes are cut for: where o
 class Way:
     """One way to decode, and its needs: bytes on the device with the weights, RAM for feature maps, seconds.
 
-    `share` is the part of the budget that stripes use. None is unknown: only trying tells.
+    Beside those the driver counts `beside_bytes`. `share` is the part of the budget that stripes use. None is unknown:
+    only trying tells.
     """
 
     name: WayName
@@ -25,6 +26,7 @@ class Way:
     ram_bytes: int = 0
     seconds: float | None = None
     share: float = 1.0
+    beside_bytes: int = 0
 
     @property
     def words(self) -> str:
@@ -39,7 +41,8 @@ class Way:
 
     def fits(self, room_bytes: int, ram_bytes: int) -> bool:
         """Whether it may fit the budgets."""
-        return (self.peak_bytes is None or self.peak_bytes <= room_bytes) and self.ram_bytes <= ram_bytes
+        fits = self.peak_bytes is None or self.peak_bytes + self.beside_bytes <= room_bytes
+        return fits and self.ram_bytes <= ram_bytes
 
 
 def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:

@@ -16,6 +16,7 @@ from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.measured import Measured
+from ...memory.planning.overhead import Overhead
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.probe import card_of
@@ -23,7 +24,7 @@ from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.units.unit import ManagedModel
-from ..decoding.decode import VaeRun
+from ..decoding.decode import VaeRun, in_stripes
 from ..encoding.conditioning import Conditioning
 from ..sampling.batches import halvings
 from ..sampling.loras import branches
@@ -109,7 +110,8 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     unified = Accelerator(run.device).is_unified
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
     if rates is None:
-        place = functools.partial(place, card=card_of(run.device))
+        outside_bytes = Accelerator(run.device).outside_bytes()
+        place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
     steps, at_once = run.sampling.steps, run.sampling.pictures
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy)
@@ -120,14 +122,14 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
             seeing = place(SEEING, sight.forecast, sight.units)
         else:
             assert sight.vae is not None and sight.pixels is not None
-            vae = replace(sight.vae, machine_bytes=run.machine_bytes)
+            vae = replace(sight.vae, machine_bytes=run.machine_bytes, recalls=rates is None)
             seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used)
         stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     latents = torch.zeros(shape)
-    vae = replace(run.decoding, machine_bytes=run.machine_bytes)
+    vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used))
     words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
@@ -167,12 +169,20 @@ def plan_stage(
     card: str = "",
     pictures: int = 1,
     unified: bool = False,
+    outside_bytes: int = 0,
+    overhead: Overhead | None = None,
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
-    A device is `unified` whose memory is the system's. What was measured on a `card` is used. Of a forecast for one
-    picture it may be the plan for several at once.
+    A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
+    least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
+    the plan for several at once.
     """
+
+    def beside(unit: ManagedModel, work: UnitForecast) -> Overhead:
+        if overhead is not None or not card:
+            return overhead or Overhead(outside_bytes=outside_bytes)
+        return learned.recall_overhead(card, sizes_of(unit), work, outside_bytes).scaled(pictures)
 
     def measured(unit: ManagedModel, work: UnitForecast) -> Measured | None:
         found = learned.recall(card, sizes_of(unit), work) if card else None
@@ -180,6 +190,7 @@ def plan_stage(
 
     named = {unit.name: unit for unit in units}
     known = {each: measured(named[each], work) for each, work in forecast.units.items()}
+    overheads = {each: beside(named[each], work) for each, work in forecast.units.items()}
     forecast = scaled(forecast, pictures) if pictures > 1 else forecast
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
@@ -200,6 +211,7 @@ def plan_stage(
             from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads_pieces(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
+            overhead=overheads[unit],
         )
         for unit, work in forecast.units.items()
     )
@@ -214,24 +226,35 @@ def _plan_vae(
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:
         raise ValueError(f"{name} cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
-    note = way.note
+    note, overhead = way.note, run.overhead(work.units[run.vae.name])
     if way.name == "cpu":
         plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
         return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
-        peak = (way.peak_bytes or 0) - run.vae.size_bytes
-        takes = UnitForecast(0, peak, peak, 1, (way.seconds or 0) * rates.operations_per_second)
+        overhead = run.overhead(in_stripes(0))
+        peak = (way.peak_bytes or 0) - run.vae.size_bytes - overhead.workspace_bytes
+        takes = UnitForecast(0, peak, peak, 1, (way.seconds or 0) * rates.operations_in(sizes_of(run.vae).dtype))
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
-    plan_of = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, by_user=False)
-    return replace(plan_of(name, work, [run.vae], strategy="auto" if way.name == "whole" else "resident"), note=note)
+    planned = plan_stage(
+        name,
+        work,
+        [run.vae],
+        budget_bytes=budget_bytes,
+        ram_bytes=ram_bytes,
+        rates=rates,
+        strategy="auto" if way.name == "whole" else "resident",
+        by_user=False,
+        overhead=overhead,
+    )
+    return replace(planned, note=note)
 
 
 def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
     """The plan of a VAE on the CPU, of which no rate is known: its seconds are those of the device."""
     fits = vae.size_bytes <= ram_bytes
     read = 0.0 if vae.tier != "disk" else vae.size_bytes / rates.disk_bytes_per_second
-    seconds = work.operations / rates.operations_per_second
+    seconds = work.operations / rates.operations_in(sizes_of(vae).dtype)
     why = "it fits the VRAM in no way" if fits else f"{format_bytes(vae.size_bytes)} do not fit the RAM budget"
     return Plan(
         "cpu", 0, 0, vae.size_bytes + work.peak_bytes, (), 0, seconds, read + seconds, seconds, 0.0,

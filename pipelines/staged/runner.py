@@ -139,7 +139,9 @@ class StageRunner(ModelFamily):
         return self.vram_bytes if self.manager.accelerator.is_cpu else min(self.vram_bytes, self._free_vram())
 
     def _free_vram(self) -> int:
-        return self.manager.budget_bytes + host.movable_bytes(self.manager.device)
+        """What the driver could count for this process."""
+        manager = self.manager
+        return manager.budget_bytes + host.movable_bytes(manager.device) + manager.accelerator.outside_bytes()
 
     def _ram_budget(self, ram: int | str | None) -> int:
         limit = self.ram_bytes if ram is None else parse_bytes(ram)
@@ -174,6 +176,7 @@ class StageRunner(ModelFamily):
             steps=steps,
             card=card_of(self.manager.device),
             unified=self.manager.accelerator.is_unified,
+            outside_bytes=self.manager.accelerator.outside_bytes(),
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
@@ -186,10 +189,10 @@ class StageRunner(ModelFamily):
         return {"forecast": found, "planned": here if alone else None}
 
     def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:
-        if not (missing := [unit for unit in plan.units if unit.peak_vram_bytes > unit.budget_bytes]):
+        if not (missing := [unit for unit in plan.units if unit.driver_bytes > unit.budget_bytes]):
             return
         names = "; ".join(f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason}" for unit in missing)
-        least = format_bytes(max(unit.peak_vram_bytes for unit in missing), up=True)
+        least = format_bytes(max(unit.driver_bytes for unit in missing), up=True)
         instead = _INSTEAD[plan.name] if strategy == "auto" else "or use strategy auto"
         raise DoesNotFitError(f"{names} Raise the vram budget to {least}, {instead}.")
 
@@ -197,7 +200,7 @@ class StageRunner(ModelFamily):
         """Where the RAM budget does not even hold windows, or the disk is too slow for what it does not hold."""
         budget = self._ram_budget(None)
         for unit in plan.units:
-            if unit.fits or unit.peak_vram_bytes > unit.budget_bytes:
+            if unit.fits or unit.driver_bytes > unit.budget_bytes:
                 continue
             named = f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason} Raise the ram budget to"
             if unit.ram_bytes > budget and self.ram_bytes is not None:

@@ -12,12 +12,14 @@ import ballast
 import pytest
 import tiny
 import torch
+from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
-from ballast.memory.planning.fit import Demand, fitting_placements
+from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
+from torch import nn
 
 GB = 2**30
 RATES = Rates(25e9, 10e9, 3e9, 100e12, "measured")
@@ -176,3 +178,22 @@ def test_predicted_seconds_are_those_of_the_virtual_clock(
             measured = (ends[-1] - ends[1]) / 3
             assert plan.placement == "streamed"
             assert plan.step_seconds == pytest.approx(measured, rel=0.05), (h2d_gbps, vram)
+
+
+def test_what_computes_in_float32_is_planned_at_the_rate_of_that() -> None:
+    rates = replace(RATES, float32=20e12, float16=50e12)
+    steps = [
+        make_plan("dit", replace(SIZES, dtype=dtype), WORK, rates, 24 * GB, 64 * GB, steps=28).step_seconds
+        for dtype in ("BF16", "F16", "F32")
+    ]
+    assert steps == pytest.approx([2 * CALL / rate for rate in (100e12, 50e12, 20e12)])
+
+
+@pytest.mark.parametrize(
+    ("most", "rest", "expected"),
+    [("float32", "bfloat16", "F32"), ("float16", "float32", "F16"), ("bfloat16", "float16", "BF16")],
+)
+def test_unit_computes_in_what_most_of_its_weights_are_in(most: str, rest: str, expected: str) -> None:
+    large, small = nn.Linear(32, 32, dtype=getattr(torch, most)), nn.Linear(8, 8, dtype=getattr(torch, rest))
+    unit = ManagedModel.from_module("dit", "transformer", nn.Sequential(small, large))
+    assert sizes_of(unit).dtype == expected
