@@ -135,7 +135,7 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
         for choice in _choices(pieces, loads.bytes_per_second, on_disk, ring)
         if ring + choice.held_bytes <= room
     )
-    options = []
+    options: list[tuple[float, int, int, _Option]] = []
     for ring, choice in itertools.chain(stay, streamed):
         for decoded in decoded_within(pieces, order, choice.streamed, room - ring - choice.held_bytes):
             option = _Option(ring, choice, decoded)
