@@ -11,7 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from . import nvml, ram, simulated
+from . import ram, simulated
+from .drivers import nvml
 from .host.flags import host_flags
 from .simulated import card as simulated_card
 from .simulated.attention import Fuses, never

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from . import ram
 from .accelerator import Accelerator
 from .host import management as host
-from .planning.overhead import Overhead
+from .planning.measured import Overhead
 from .units.unit import ManagedModel
 from .vocabulary import Role
 

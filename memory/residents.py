@@ -31,7 +31,7 @@ from .sizes import format_bytes
 from .streaming.choice import make_placement
 from .streaming.placement import Resident
 from .streaming.stream import Streamed
-from .timing import CallTimes
+from .streaming.timing import CallTimes
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
 from .work import Work, WorkBook

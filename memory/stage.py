@@ -19,7 +19,7 @@ from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.ladder import Attempt, describe, next_attempt, next_share
-from .planning.overhead import Overhead
+from .planning.measured import Overhead
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
 from .reports.timeline import StageRecord, Timeline

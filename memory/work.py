@@ -11,8 +11,7 @@ from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
 from .planning.ladder import Attempt, is_slow
-from .planning.measured import Measured, differs, measured_loads, spread
-from .planning.overhead import Overhead
+from .planning.measured import Measured, Overhead, differs, measured_loads, spread
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
 from .units.unit import ManagedModel

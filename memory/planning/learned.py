@@ -6,8 +6,7 @@ import hashlib
 
 from .. import speeds
 from .forecast import UnitForecast
-from .measured import Measured
-from .overhead import Overhead
+from .measured import Measured, Overhead
 from .planner import UnitSizes
 
 

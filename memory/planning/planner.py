@@ -17,8 +17,7 @@ from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
 from .decoded import decoded_for_good, moment_bytes
 from .forecast import HeldBytes, UnitForecast
-from .measured import Measured, measured_loads
-from .overhead import Overhead
+from .measured import Measured, Overhead, measured_loads
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
 from .tiers import held_in_ram

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
-from ..planning.overhead import Overhead
+from ..planning.measured import Overhead
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
 from ..tables import format_table

@@ -22,7 +22,7 @@ from ...memory.manager import MemoryManager
 from ...memory.planning import learned
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.planning.overhead import Overhead
+from ...memory.planning.measured import Overhead
 from ...memory.probe import card_of, rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes

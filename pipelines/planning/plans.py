@@ -15,8 +15,7 @@ from ...memory.planning import learned
 from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.planning.measured import Measured
-from ...memory.planning.overhead import Overhead
+from ...memory.planning.measured import Measured, Overhead
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.probe import card_of

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ballast.memory import nvml
+from ballast.memory.drivers import nvml
 
 _SOURCE = """
 #include <string.h>

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .streaming.queues import Queues
-from .streaming.stopwatch import Stopwatch
-from .units.unit import ManagedModel
+from ..units.unit import ManagedModel
+from .queues import Queues
+from .stopwatch import Stopwatch
 
 About = TypeVar("About")
 

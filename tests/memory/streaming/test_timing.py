@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from ballast.memory import ManagedModel
-from ballast.memory.timing import CallTimes
+from ballast.memory.streaming.timing import CallTimes
 from torch import nn
 
 SIM = "sim:0"

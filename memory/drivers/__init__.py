@@ -1,0 +1,1 @@
+"""What the drivers of cards tell, asked of their own libraries."""
