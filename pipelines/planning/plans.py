@@ -149,9 +149,12 @@ def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
         for unit in units:
             exits.enter_context(unit.without_worn())
         bare = _forecast_run(run)[0]["sample"]
-    more = sum(each.operations for each in forecast.units.values())
-    more -= sum(each.operations for each in bare.units.values())
-    return f"{taken}, and {seconds(max(0.0, more) / forecast.steps / rates.operations_per_second)} of each step."
+    more = 0.0
+    for unit in run.sampling.units:
+        if unit.name in forecast.units:
+            operations = forecast.units[unit.name].operations - bare.units[unit.name].operations
+            more += operations / rates.operations_in(sizes_of(unit).dtype)
+    return f"{taken}, and {seconds(max(0.0, more) / forecast.steps)} of each step."
 
 
 def plan_stage(
