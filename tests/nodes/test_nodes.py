@@ -512,7 +512,7 @@ def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch
     def then_stop(batch: list, room: int) -> None:
         whole(batch, room)
         done.append(batch)
-        time.sleep(0.01)
+        time.sleep(0.5)  # in which who waits looks
         comfy.model_management.interrupt_current_processing(True)
 
     with pytest.MonkeyPatch.context() as patch, page() as recorded:

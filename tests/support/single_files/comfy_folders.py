@@ -49,7 +49,8 @@ def put_templates(models: Path, folders: Callable[[str], Path]) -> None:
     save_file(state_of(wan, "vae"), models / "vae" / "wan_2.1_vae.safetensors")
     base_of(wan, models / "diffusers" / "tiny-wan", "transformer_2", "text_encoder", "vae")
     with pipelines.without_videos():
-        tiny.seeded(partial(pipelines.qwen_edit, several=True))().save_pretrained(edit := models.parent / "qwen_edit")
+        plus = partial(pipelines.qwen_edit, diffusers.QwenImageEditPlusPipeline)
+        tiny.seeded(plus)().save_pretrained(edit := models.parent / "qwen_edit")
     for part, kind, name in (
         ("transformer", "diffusion_models", "qwen_image_edit_2509_fp8_e4m3fn"),
         ("text_encoder", "text_encoders", "qwen_2.5_vl_7b_fp8_scaled"),
