@@ -10,26 +10,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 endif
 
+# After a crash the run ends and says which test it was: what is left may otherwise never be given to another worker.
+PYTEST := $(BIN)/python -m pytest -n 2 --max-worker-restart=0
+
 .PHONY: demo test check soak gpu lint contracts clean always
 
 demo: .venv/demo-ready
 	$(BIN)/ballast demo
 
 test: lint
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	$(PYTEST) tests --dist loadfile
 
 check: .venv/test-ready
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests -m long -n 2 --dist loadfile
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/families/test_pyramid_surface.py \
+	BALLAST_SOAK=1 $(PYTEST) tests -m long --dist loadfile
+	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/families/test_pyramid_surface.py \
 		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py \
-		tests/pipelines/sampling/test_lora_families.py -m "not long and not soak" -n 2
+		tests/pipelines/sampling/test_lora_families.py -m "not long and not soak"
 
 # All families, budgets and walks: more than an hour.
 soak: .venv/test-ready
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests -m soak -n 2
-	BALLAST_SOAK=1 $(BIN)/python -m pytest tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
+	BALLAST_SOAK=1 $(PYTEST) tests -m soak
+	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
 		tests/pipelines/planning/test_plans.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
-		tests/memory/test_fault_mix.py tests/bench -n 2
+		tests/memory/test_fault_mix.py tests/bench
 
 # All figures of this machine's CUDA card, in 9 minutes. Without one: make gpu ARGS=--dry
 gpu: .venv/test-ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -30,6 +32,13 @@ HOST = find_host() if can_run_host() else None
 _base = tempfile.TemporaryDirectory(prefix="ballast_tests_")
 os.environ["XDG_CACHE_HOME"] = str(Path(_base.name) / "cache")  # of what runs outside of any one test
 use_modules(HOST, _base.name)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A crash tells where the thread was that crashed, which is lost among many that only wait."""
+    if fault_handler_stderr_fd_key in config.stash:
+        faulthandler.enable(config.stash[fault_handler_stderr_fd_key], all_threads=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
