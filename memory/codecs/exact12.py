@@ -25,9 +25,8 @@ CODES = 15  # the 16th is of what lies apart
 _APART_BYTES = 6  # of a weight that lies apart: its place and its value
 _SIGN_AND_MANTISSA = 0x807F - 2**16  # of 16 bits, as torch's int16 has them
 
-_ENCODED_AT_ONCE = 2**17  # stays in a core's cache, and is long enough for threads not to wait for each other's Python
+_ENCODED_AT_ONCE = 2**18  # about a core's cache, and long enough for threads not to wait for each other's Python
 _SAMPLES, _SAMPLE = 256, 2**12  # runs of a large tensor in which its exponents are counted
-_APART = 2**15  # the bit in the encoder's table that says so
 _LARGEST = 2**31 - 1  # places are of 32 bits
 _PLANNED_APART = 0.002
 
@@ -114,7 +113,7 @@ def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:
 
 
 class _Encoder:
-    """Fills mantissas and codes, by a table of all 65,536 values.
+    """Fills mantissas and codes, by a table of all pairs of exponents.
 
     In numpy: on pieces that stay in the cache its calls cost a third of torch's, and never start threads of their own.
     """
@@ -125,42 +124,32 @@ class _Encoder:
         self.exponents = _commonest(bits)
         self.mantissas = np.empty(self.even, np.uint8)
         self.codes = np.empty(self.even // 2, np.uint8)
-        self._table = _table(self.exponents)
+        codes = np.full(256, CODES, np.uint8)
+        codes[self.exponents[:CODES]] = np.arange(CODES)
+        self._lies_apart = codes == CODES
+        self._pairs = (codes[:, None] << 4 | codes).ravel()
 
     def encode(self, span: slice) -> np.ndarray | None:
         """Encode a span of even bounds: the places of what lies apart, or None if it is too much to be worth it."""
-        found = np.empty(_ENCODED_AT_ONCE, np.uint16)
-        one, other = np.empty((2, _ENCODED_AT_ONCE // 2), np.uint32)
+        found, (one, other) = np.empty(_ENCODED_AT_ONCE, np.uint8), np.empty((2, _ENCODED_AT_ONCE), np.uint16)
         apart, count = [np.empty(0, np.int64)], 0
         for begin in range(span.start, span.stop, _ENCODED_AT_ONCE):
             end = min(begin + _ENCODED_AT_ONCE, span.stop)
-            values, high, low = found[: end - begin], one[: (end - begin) // 2], other[: (end - begin) // 2]
-            np.take(self._table, self.bits[begin:end], out=values, mode="clip")
-            # Both halves of a pair: mantissas in bits 0-7 and 16-23, codes in 8-11 and 24-27.
-            pair = values.view(np.uint32)
-            np.right_shift(pair, 8, out=high)
-            np.bitwise_and(high, 0xFF00, out=low)
-            low |= pair & 0xFF
-            self.mantissas[begin:end].view(np.uint16)[:] = low
-            np.right_shift(pair, 20, out=low)
-            low &= 0xF0
-            high &= 0x0F
-            high |= low
-            self.codes[begin // 2 : end // 2] = high
-            apart.append(np.flatnonzero(values >= _APART) + begin)
+            bits, codes = self.bits[begin:end], self.codes[begin // 2 : end // 2]
+            exponents, high, low = (each[: end - begin] for each in (found, one, other))
+            # Into a byte goes the lower one of 16 bits.
+            np.right_shift(bits, 7, out=exponents, casting="unsafe")
+            np.bitwise_and(bits, 0x807F, out=low)
+            np.right_shift(low, 8, out=high)
+            np.bitwise_or(high, low, out=self.mantissas[begin:end], casting="unsafe")
+            np.take(self._pairs, exponents.view(np.uint16), out=codes, mode="clip")
+            pairs = np.flatnonzero((codes >= 0xF0) | (codes & 0x0F == 0x0F))
+            places = (2 * pairs[:, None] + (0, 1)).ravel()
+            apart.append(places[self._lies_apart[exponents[places]]] + begin)
             count += len(apart[-1])
             if count * 2 * _APART_BYTES > self.even:
                 return None
         return np.concatenate(apart)
-
-
-def _table(exponents: np.ndarray) -> np.ndarray:
-    """For each value of 16 bits: sign and mantissa in the low byte, code in the high one, and whether it lies apart."""
-    every = np.arange(2**16)
-    codes = np.full(256, CODES)
-    codes[exponents[:CODES]] = np.arange(CODES)
-    code = codes[(every >> 7) & 0xFF]
-    return (((every >> 8) & 0x80) | (every & 0x7F) | (code << 8) | (code == CODES) * _APART).astype(np.uint16)
 
 
 def _commonest(bits: np.ndarray) -> np.ndarray:
