@@ -114,7 +114,8 @@ class Residents:
             before, held_bytes = called
             peak = self._came(unit, "ran")
             if not failed:
-                self.work.took(unit, peak - before, held_bytes)
+                decoded = unit.placement.decoded if isinstance(unit.placement, Resident) else ()
+                self.work.took(unit, peak - before, held_bytes, decoded)
         if unit.placement is not None:
             unit.placement.rest(failed)
             if isinstance(unit.placement, Resident):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from .planning import learned
@@ -82,28 +82,32 @@ class WorkBook:
         """Try the calls of a unit in another way from now on."""
         self._now[unit] = replace(self.of(unit), attempt=attempt)
 
-    def working_bytes(self, unit: ManagedModel, held_bytes: int = 0) -> int:
+    def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
         """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
-        0 if it is not known.
+        0 if it is not known. With `placing` as much at least as decoding any of these for good takes.
         """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        expected = work.forecast.with_decoding(sizes_of(unit).decoding)
+        sizes = sizes_of(unit)
+        expected = work.forecast.with_decoding(sizes.decoding if placing else sizes.decoding_beside())
         peak_bytes = expected.peak_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
-    def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0) -> None:
+    def took(
+        self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0, decoded: Collection[int] = ()
+    ) -> None:
         """Note what one call took beside the weights, on top of what its stage held there before.
 
+        Of the pieces these were `decoded` for good before it.
         A call that was run in parts would have taken that many times.
         """
         work, seen = self.of(unit), self._seen.setdefault(unit, _Seen())
         measured_bytes *= work.attempt.parts
         if work.forecast and work.kind not in seen.most:
             # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
-            first = work.forecast.with_decoding(sizes_of(unit).decoding)
+            first = work.forecast.with_decoding(sizes_of(unit).decoding_beside(decoded))
             seen.above[work.kind] = max(0, held_bytes + measured_bytes - first.live_bytes - first.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
@@ -157,6 +161,7 @@ class WorkBook:
             sizes,
             self._loads(unit),
             self.working_bytes(unit, held_bytes),
+            self.working_bytes(unit, held_bytes, placing=True),
             work.attempt.share,
             work.forecast is not None,
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..codecs.codec import Codec
 from ..codecs.cost import cost_of
+from ..units.encoding import part_spans
 from .tiers import spread
 
 _FEW = 6  # pieces, of which all choices are looked at
@@ -71,7 +72,16 @@ def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[froz
 
 def moment_bytes(codecs: Iterable[Codec]) -> int:
     """What decoding tensors for good takes beside the results, one after the other: until its stored bytes leave."""
-    return max((codec.stored_bytes + codec.workspace_bytes for codec in codecs), default=0)
+    return max((part_spans(codec)[1] + codec.workspace_bytes for codec in codecs), default=0)
+
+
+def placing_bytes(pieces: Sequence[Decodable]) -> int:
+    """What decoding these for good, one after the other, takes at most beyond what they take when all are decoded."""
+    most = later = 0
+    for piece in reversed(pieces):
+        most = max(most, moment_bytes(piece.codecs) - later)
+        later += piece.plain_bytes - piece.held_bytes
+    return most
 
 
 def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:

@@ -29,14 +29,15 @@ _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = we
 class Demand:
     """What a unit wants of a device: its weights, and what its work takes beside them.
 
-    `working_bytes` is 0 where it is not known. Of the pieces that could stay, a `share` may; `loads` are the pieces
-    with what they compute.
+    `working_bytes` is 0 where it is not known, `placing_bytes` what it is where pieces are decoded for good. Of the
+    pieces that could stay, a `share` may; `loads` are the pieces with what they compute.
     """
 
     name: str
     sizes: UnitSizes
     loads: Loads
     working_bytes: int = 0
+    placing_bytes: int = 0
     share: float = 1.0
     has_forecast: bool = False
 
@@ -68,7 +69,7 @@ class Demand:
         if kind == "cpu" or not self.working_bytes:
             return least
         if kind == "resident":
-            room = int(self.share * max(0, room_bytes - self.working_bytes - least))
+            room = int(self.share * max(0, room_bytes - self.placing_bytes - least))
             return least + decoded_for_good(self.sizes.pieces, room)[1]
         most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))

@@ -6,7 +6,7 @@ least max(compute, streamed bytes / bandwidth).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..codecs.codec import Codec
@@ -15,7 +15,7 @@ from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
-from .decoded import decoded_for_good, moment_bytes
+from .decoded import decoded_for_good, moment_bytes, placing_bytes
 from .forecast import HeldBytes, UnitForecast
 from .measured import Measured, Overhead, measured_loads
 from .ring import WINDOWS
@@ -78,6 +78,14 @@ class UnitSizes:
         """What is there if, besides, all is decoded for good."""
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
         return self.resident_bytes + more + max((moment_bytes(piece.codecs) for piece in self.pieces), default=0)
+
+    def decoding_beside(self, decoded: Collection[int] = ()) -> HeldBytes:
+        """`decoding` where, of the pieces, just these are decoded for good."""
+        most, done = dict(self.decoding).get("", 0), {path for i in decoded for path in self.pieces[i].paths}
+        outside = most - sum(piece.held_bytes for piece in self.pieces)  # which come after what is in none
+        placing = max(outside, placing_bytes([self.pieces[i] for i in sorted(decoded)]))
+        calls = ((path, nbytes) for path, nbytes in self.decoding if path and path not in done)
+        return (("", placing), *calls) if placing > 0 else tuple(calls)
 
     @property
     def least_streamed_bytes(self) -> int:
@@ -243,7 +251,9 @@ def make_plan(
     compute = work.operations / max(1, work.calls) / rates.operations_in(sizes.dtype)
     compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
     overhead = overhead or Overhead()
-    work, tensor_bytes = overhead.on(work.with_decoding(sizes.decoding)), overhead.tensors_within(budget_bytes)
+    tensor_bytes = overhead.tensors_within(budget_bytes)
+    bare, work = work, overhead.on(work.with_decoding(sizes.decoding_beside()))
+    placed = overhead.on(bare.with_decoding(sizes.decoding))
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
@@ -252,14 +262,15 @@ def make_plan(
         for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
             found = arrange(loads, room - sizes.fixed_bytes)
             seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
-            left = room - sizes.fixed_bytes - found.device_bytes
+            left, beside = room - sizes.fixed_bytes - found.device_bytes, work
             if placement == "resident":
-                room = max(0, tensor_bytes - work.peak_bytes - least)
+                room = max(0, tensor_bytes - placed.peak_bytes - least) if strategy != "leafwise" else 0
                 decoded, more_bytes = decoded_for_good(sizes.pieces, room)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
-            candidate = _candidate(placement, sizes, work, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
+                beside = overhead.on(bare.with_decoding(sizes.decoding_beside(decoded)))
+            candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
             if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             made.append(
