@@ -85,19 +85,17 @@ class WorkBook:
     def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
         """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
-        0 if it is not known. With `placing` as much at least as decoding any of these for good takes.
+        0 if it is not known. With `placing` what of it is there already when it is put in place.
         """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        sizes = sizes_of(unit)
-        expected = work.forecast.with_decoding(sizes.decoding if placing else sizes.decoding_beside())
-        peak_bytes = expected.peak_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
+        expected = work.forecast.with_decoding(sizes_of(unit).decoding_beside())
+        expected_bytes = expected.live_bytes if placing else expected.peak_bytes
+        peak_bytes = expected_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
-    def took(
-        self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0, decoded: Collection[int] = ()
-    ) -> None:
+    def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0, decoded: Collection[int] = ()) -> None:
         """Note what one call took beside the weights, on top of what its stage held there before.
 
         Of the pieces these were `decoded` for good before it.

@@ -64,8 +64,9 @@ class FourBit(Codec):
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, with its scales, and the table of pairs."""
-        return super().workspace_bytes + min(self.blocks, CHUNK_WEIGHTS // self.block) * 12 + 8192
+        """That of a chunk, with its scales where these are codes, and the table of pairs."""
+        scales = 0 if self.offset is None else min(self.blocks, CHUNK_WEIGHTS // self.block)
+        return super().workspace_bytes + scales * 12 + 4096
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, values = parts[0], parts[2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,25 +51,32 @@ class Decoded:
     saved_seconds: float = 0.0
 
 
-def decoded_for_good(pieces: Sequence[Decodable], room_bytes: int) -> tuple[frozenset[int], int]:
+def decoded_for_good(
+    pieces: Sequence[Decodable], room_bytes: int, placing_room_bytes: float = math.inf
+) -> tuple[frozenset[int], int]:
     """The pieces to decode once rather than at each call, and the bytes that they take more than stored.
 
-    Those first that decoding moves most bytes for, for each byte that they take more. Never more than the room; and of
-    less room, the same ones up to some point.
+    Those first that decoding moves most bytes for, for each byte that they take more. Never more than the room, nor,
+    while they are decoded, than the `placing_room_bytes`; and of less room, the same ones up to some point.
     """
     more = [piece.plain_bytes - piece.held_bytes for piece in pieces]
     traffic = [sum(cost_of(codec.alike).traffic_bytes for codec in piece.codecs) for piece in pieces]
     order = sorted(
         (i for i, piece in enumerate(pieces) if piece.codecs), key=lambda i: (-traffic[i] / max(1, more[i]), i)
     )
-    chosen: set[int] = set()
-    taken = 0
+    count = taken = 0
     for i in order:
         if taken + max(0, more[i]) > room_bytes:
             break
-        chosen.add(i)
-        taken += more[i]
-    return frozenset(chosen), taken
+        count, taken = count + 1, taken + more[i]
+
+    def most(count: int) -> int:
+        chosen = sorted(order[:count])
+        return sum(more[i] for i in chosen) + placing_bytes([pieces[i] for i in chosen])
+
+    if most(count) > placing_room_bytes:
+        count = max(0, bisect.bisect_right(range(count), placing_room_bytes, key=most) - 1)
+    return frozenset(order[:count]), sum(more[i] for i in order[:count])
 
 
 def moment_bytes(codecs: Iterable[Codec]) -> int:

@@ -29,8 +29,8 @@ _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = we
 class Demand:
     """What a unit wants of a device: its weights, and what its work takes beside them.
 
-    `working_bytes` is 0 where it is not known, `placing_bytes` what it is where pieces are decoded for good. Of the
-    pieces that could stay, a `share` may; `loads` are the pieces with what they compute.
+    `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
+    good. Of the pieces that could stay, a `share` may; `loads` are the pieces with what they compute.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Demand:
         if kind == "cpu" or not self.working_bytes:
             return least
         if kind == "resident":
-            room = int(self.share * max(0, room_bytes - self.placing_bytes - least))
-            return least + decoded_for_good(self.sizes.pieces, room)[1]
+            room = int(self.share * max(0, room_bytes - self.working_bytes - least))
+            return least + decoded_for_good(self.sizes.pieces, room, room_bytes - self.placing_bytes - least)[1]
         most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 

@@ -253,7 +253,6 @@ def make_plan(
     overhead = overhead or Overhead()
     tensor_bytes = overhead.tensors_within(budget_bytes)
     bare, work = work, overhead.on(work.with_decoding(sizes.decoding_beside()))
-    placed = overhead.on(bare.with_decoding(sizes.decoding))
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
@@ -264,8 +263,9 @@ def make_plan(
             seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
             left, beside = room - sizes.fixed_bytes - found.device_bytes, work
             if placement == "resident":
-                room = max(0, tensor_bytes - placed.peak_bytes - least) if strategy != "leafwise" else 0
-                decoded, more_bytes = decoded_for_good(sizes.pieces, room)
+                room = max(0, tensor_bytes - work.peak_bytes - least) if strategy != "leafwise" else 0
+                placing_room = tensor_bytes - bare.live_bytes - overhead.workspace_bytes - least
+                decoded, more_bytes = decoded_for_good(sizes.pieces, room, placing_room)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0

@@ -8,7 +8,7 @@ import torch
 from ballast.memory.codecs import int8
 from ballast.memory.codecs.codec import Codec
 from ballast.memory.codecs.gguf import TYPES, codec_of
-from ballast.memory.planning.decoded import decoded_for_good, decoding_order
+from ballast.memory.planning.decoded import decoded_for_good, decoding_order, moment_bytes, placing_bytes
 from ballast.memory.planning.solver import PieceLoad
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +43,24 @@ def test_within_the_room_and_more_with_more(found: list[Piece], one: int, other:
     assert few_bytes == sum(found[i].plain_bytes - found[i].held_bytes for i in few)
     assert all(found[i].codecs for i in many)
     assert decoded_for_good(found, less) == (few, few_bytes)
+
+
+@given(pieces, st.integers(-1000, 200_000))
+def test_placing_stays_within_its_room(found: list[Piece], room: int) -> None:
+    def most_there(chosen: frozenset[int]) -> int:
+        """The most at a time, more than all take as stored, where pieces are decoded one after the other."""
+        now = most = 0
+        for i in sorted(chosen):
+            most = max(most, now + moment_bytes(found[i].codecs) + found[i].plain_bytes - found[i].held_bytes)
+            now += found[i].plain_bytes - found[i].held_bytes
+        assert most - now <= placing_bytes([found[i] for i in sorted(chosen)]) == max(0, most - now)
+        return most
+
+    every, few = decoded_for_good(found, 10**9)[0], decoded_for_good(found, 10**9, room)[0]
+    assert not few or most_there(few) <= room
+    assert few <= every == decoded_for_good(found, 10**9, 10**9)[0]
+    larger = {decoded_for_good(found, below)[0] for below in range(0, 200_000, 4000)} | {every}
+    assert all(chosen <= few for chosen in larger if most_there(chosen) <= room), "what there is room for is used"
 
 
 def test_what_costs_most_for_its_bytes_comes_first() -> None:

@@ -74,7 +74,7 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     assert fits[0].step_seconds < 0.9 * stored.step_seconds and "as slow" in stored.why_not
     assert "decoded for good" in fits[0].reason and "only as they are stored" in fits[0].reason
     # The run chooses what was planned.
-    demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, WORK.peak_bytes, has_forecast=True)
+    demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, WORK.live_bytes, has_forecast=True)
     for plan in plans:
         (kind, *_) = fitting_placements(demand, plan.budget_bytes, plan.budget_bytes, stated=True)
         assert kind == plan.placement
