@@ -160,6 +160,7 @@ class WorkBook:
             self._loads(unit),
             self.working_bytes(unit, held_bytes),
             self.working_bytes(unit, held_bytes, placing=True),
+            sizes.spared_bytes(work.forecast) if work.forecast else 0,
             work.attempt.share,
             work.forecast is not None,
         )

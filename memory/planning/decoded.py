@@ -52,18 +52,21 @@ class Decoded:
 
 
 def decoded_for_good(
-    pieces: Sequence[Decodable], room_bytes: int, placing_room_bytes: float = math.inf
+    pieces: Sequence[Decodable], room_bytes: int, placing_room_bytes: float = math.inf, spared_bytes: int = 0
 ) -> tuple[frozenset[int], int]:
     """The pieces to decode once rather than at each call, and the bytes that they take more than stored.
 
     Those first that decoding moves most bytes for, for each byte that they take more. Never more than the room, nor,
-    while they are decoded, than the `placing_room_bytes`; and of less room, the same ones up to some point.
+    while they are decoded, than the `placing_room_bytes`; and of less room, the same ones up to some point. All have
+    the `spared_bytes` more room.
     """
     more = [piece.plain_bytes - piece.held_bytes for piece in pieces]
     traffic = [sum(cost_of(codec.alike).traffic_bytes for codec in piece.codecs) for piece in pieces]
     order = sorted(
         (i for i, piece in enumerate(pieces) if piece.codecs), key=lambda i: (-traffic[i] / max(1, more[i]), i)
     )
+    if 0 <= room_bytes < sum(max(0, more[i]) for i in order) <= room_bytes + spared_bytes:
+        room_bytes += spared_bytes
     count = taken = 0
     for i in order:
         if taken + max(0, more[i]) > room_bytes:

@@ -30,7 +30,8 @@ class Demand:
     """What a unit wants of a device: its weights, and what its work takes beside them.
 
     `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
-    good. Of the pieces that could stay, a `share` may; `loads` are the pieces with what they compute.
+    good; `spared_bytes` are none where all are. Of the pieces that could stay, a `share` may; `loads` are the pieces
+    with what they compute.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Demand:
     loads: Loads
     working_bytes: int = 0
     placing_bytes: int = 0
+    spared_bytes: int = 0
     share: float = 1.0
     has_forecast: bool = False
 
@@ -69,8 +71,9 @@ class Demand:
         if kind == "cpu" or not self.working_bytes:
             return least
         if kind == "resident":
-            room = int(self.share * max(0, room_bytes - self.working_bytes - least))
-            return least + decoded_for_good(self.sizes.pieces, room, room_bytes - self.placing_bytes - least)[1]
+            room, spared = room_bytes - self.working_bytes - least, self.spared_bytes
+            rooms = int(self.share * room), room_bytes - self.placing_bytes - least, int(self.share * spared)
+            return least + decoded_for_good(self.sizes.pieces, *rooms)[1]
         most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 

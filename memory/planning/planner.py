@@ -87,6 +87,12 @@ class UnitSizes:
         calls = ((path, nbytes) for path, nbytes in self.decoding if path and path not in done)
         return (("", placing), *calls) if placing > 0 else tuple(calls)
 
+    def spared_bytes(self, work: UnitForecast) -> int:
+        """What it takes less to have all pieces decoded for good than none, besides what these weigh."""
+        of_pieces = {path for piece in self.pieces for path in piece.paths}
+        others = tuple(each for each in self.decoding_beside() if each[0] not in of_pieces)
+        return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
+
     @property
     def least_streamed_bytes(self) -> int:
         """The least on the device that the unit can be streamed in."""
@@ -263,9 +269,10 @@ def make_plan(
             seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
             left, beside = room - sizes.fixed_bytes - found.device_bytes, work
             if placement == "resident":
-                room = max(0, tensor_bytes - work.peak_bytes - least) if strategy != "leafwise" else 0
+                room = tensor_bytes - work.peak_bytes - least if strategy != "leafwise" else 0
                 placing_room = tensor_bytes - bare.live_bytes - overhead.workspace_bytes - least
-                decoded, more_bytes = decoded_for_good(sizes.pieces, room, placing_room)
+                spared = sizes.spared_bytes(bare) if strategy != "leafwise" else 0
+                decoded, more_bytes = decoded_for_good(sizes.pieces, room, placing_room, spared)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0

@@ -63,6 +63,15 @@ def test_placing_stays_within_its_room(found: list[Piece], room: int) -> None:
     assert all(chosen <= few for chosen in larger if most_there(chosen) <= room), "what there is room for is used"
 
 
+def test_all_have_what_decoding_at_calls_spares() -> None:
+    found = [piece("int8", 8)] * 3
+    more = sum(each.plain_bytes - each.held_bytes for each in found)
+    assert decoded_for_good(found, more - 1)[0] == {0, 1}
+    assert decoded_for_good(found, more - 1, spared_bytes=1) == ({0, 1, 2}, more)
+    assert decoded_for_good(found, more - 2, spared_bytes=1)[0] == {0, 1}
+    assert not decoded_for_good(found, -1, spared_bytes=more + 1)[0], "as they are stored they do not fit"
+
+
 def test_what_costs_most_for_its_bytes_comes_first() -> None:
     found = [piece("int8", 8), piece("Q4_K", 8)]
     room = found[1].plain_bytes - found[1].held_bytes
