@@ -85,6 +85,31 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     assert plans[-1].step_seconds == pytest.approx(CALL / RATES.operations_per_second * WORK.calls / 28)
 
 
+def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
+    """In the plan, and in what a run of it is to hold."""
+    codec, mega = codec_of(Q4_K, (1024, 8192), torch.bfloat16), 2**20
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    decoding = tuple((f"m{i}", WORK.working_bytes + 10 * mega) for i in range(4))
+    pieces = tuple(replace(piece, paths=(path,)) for path, _ in decoding)
+    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, pieces, decoding=decoding)
+    work = replace(WORK, held=tuple((path, 0) for path, _ in decoding))
+    spared, calls = sizes.spared_bytes(work), work.peak_bytes + 10 * mega
+    assert spared == 10 * mega
+    demand = Demand("dit", sizes, sizes.loads(work, RATES), calls, work.live_bytes, spared, has_forecast=True)
+
+    def beside(budget: int) -> tuple[int, int]:
+        plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
+        assert plan.peak_vram_bytes <= budget and plan.weights_bytes == demand.weights_to_hold("resident", budget)
+        count, rest = divmod(plan.weights_bytes - sizes.resident_bytes, codec.decoded_bytes - codec.stored_bytes)
+        assert not rest
+        return count, plan.peak_vram_bytes - plan.weights_bytes
+
+    most = sizes.resident_bytes + 4 * (codec.decoded_bytes - codec.stored_bytes) + work.peak_bytes
+    assert beside(64 * GB) == beside(most) == (4, work.peak_bytes)
+    assert beside(most - 1) == (3, calls)
+    assert beside(sizes.resident_bytes + calls) == (0, calls)
+
+
 def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:
     sizes = UnitSizes(40, 0, (PieceSize(10, 10, ("a", "b.c")), PieceSize(10, 10, ("b.d",)), PieceSize(20, 20, ("e",))))
     seen = (("", 1.0), ("a", 2.0), ("b", 4.0), ("b.c.inner", 8.0), ("b.d", 16.0), ("f", 32.0), ("e", 64.0))
