@@ -171,7 +171,7 @@ def streamed(
     work = forecast(size, regime.tokens)
     sizes = sizes_of(module, work.call_order)
     rate = regime.bandwidth
-    loads = sizes.loads(work, Rates(rate, rate, rate, work.operations / regime.compute))
+    loads = sizes.loads(work, Rates(rate, rate, rate, work.operations.total / regime.compute))
     placement = Streamed(module, device, room_bytes, calls=work.call_order, loads=loads)
     return placement, arrange(loads, room_bytes - sizes.fixed_bytes).step_seconds
 

@@ -110,7 +110,7 @@ def _named_rates(machine: Rates, arguments: argparse.Namespace) -> Rates:
     if arguments.disk_gbps:
         rates = replace(rates, disk_bytes_per_second=arguments.disk_gbps * 1e9)
     if arguments.tflops:
-        rates = replace(rates, operations_per_second=arguments.tflops * 1e12)
+        rates = replace(rates, operations_per_second=arguments.tflops * 1e12, attention=0.0)  # which is as fast
     return rates if rates == machine else replace(rates, source="assumed")
 
 

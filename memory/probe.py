@@ -26,8 +26,9 @@ log = logging.getLogger("ballast")
 COPY_BYTES = 256 * 2**20
 _TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
 _MUCH_FASTER = 1.5
+_HEAD = 128  # channels of a head of attention, over as many tokens and as wide
 _CHANNELS, _SIDE = 512, 128  # of the maps of a VAE
-_KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16")
+_KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16", "attention")
 
 _lock = threading.Lock()
 
@@ -43,7 +44,8 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
         h2d = card._rates["h2d"]
         from_disk = card.disk or ASSUMED.disk_bytes_per_second
         flops = card.flops or math.inf  # in any type; it times products only
-        return Rates(h2d, h2d, from_disk, flops, "simulated", math.inf, 0.0, float32=flops)
+        attention = card.attention_flops or 0.0
+        return Rates(h2d, h2d, from_disk, flops, "simulated", math.inf, 0.0, float32=flops, attention=attention)
     if device.type not in ("cuda", "xpu"):
         return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
     key = card_of(device)
@@ -62,7 +64,9 @@ def card_of(device: torch.device) -> str:
     """What measurements of a device are kept under: this machine, what tells the device from others, and torch."""
     name = Accelerator(device).identity
     if device.type == simulated.DEVICE_TYPE:
-        name += f" of {simulated_card.card.flops:g} FLOPS" if simulated_card.card.flops else ""
+        card = simulated_card.card
+        name += f" of {card.flops:g} FLOPS" if card.flops else ""
+        name += f", {card.attention_flops:g} in attention" if card.attention_flops else ""
     return f"{platform.node()}, {name}, torch {torch.__version__}"
 
 
@@ -86,6 +90,7 @@ def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
         found["memory"],
         float32=found["float32"],
         float16=found["float16"],
+        attention=found["attention"],
     )
 
 
@@ -129,6 +134,11 @@ def _measure(device: torch.device) -> dict[str, float]:
     for name, dtype in (("operations", torch.bfloat16), ("float16", torch.float16)):
         product = functools.partial(functional.linear, values(dtype, _TOKENS, _WIDTH), values(dtype, _INNER, _WIDTH))
         found[name] = 2 * _TOKENS * _WIDTH * _INNER / _seconds(product, accelerator)
+    heads = values(torch.bfloat16, 1, _WIDTH // _HEAD, _TOKENS, _HEAD)
+    found["attention"] = found["operations"]
+    if accelerator.fuses is None or accelerator.fuses(heads, heads, heads):  # else it is made of products
+        attend = functools.partial(functional.scaled_dot_product_attention, heads, heads, heads)
+        found["attention"] = 4 * _TOKENS**2 * _WIDTH / _seconds(attend, accelerator)
     maps, kernel = values(torch.float32, 1, _CHANNELS, _SIDE, _SIDE), values(torch.float32, _CHANNELS, _CHANNELS, 3, 3)
     seconds = _seconds(lambda: functional.conv2d(maps, kernel, padding=1), accelerator)
     return found | {"float32": 2 * 9 * (_CHANNELS * _SIDE) ** 2 / seconds}

@@ -37,7 +37,7 @@ def scaled(forecast: Forecast, pictures: int) -> Forecast:
             working_bytes=work.working_bytes * pictures,
             first_bytes=work.first_bytes * pictures,
             operations=work.operations * pictures,
-            modules=tuple((path, operations * pictures) for path, operations in work.modules),
+            modules=tuple((path, done * pictures) for path, done in work.modules),
             held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
         )
         for name, work in forecast.units.items()

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..simulated.tensor import SimTensor, wrap
-from .forecast import HeldBytes, ModuleOperations, modules_from
+from .forecast import HeldBytes, ModuleOperations, operations_from
+from .operations import Operations
 
 _APART = 64  # tokens at most, between two calls that tell what those between them take
 
@@ -101,7 +102,7 @@ class Call:
 
     peak_bytes: int
     left_bytes: int
-    operations: float
+    operations: Operations
     given: Given
     modules: ModuleOperations = ()
     whole: tuple[str, ...] = ()
@@ -173,7 +174,7 @@ class KnownCalls:
 
 
 def _call_from(facts: Mapping[str, Any]) -> Call:
-    numbers = {name: facts[name] for name in ("peak_bytes", "left_bytes", "operations")}
+    numbers = {name: facts[name] for name in ("peak_bytes", "left_bytes")}
     storages = tuple(facts["given"]["storages"])
     if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *storages)):
         raise ValueError("a call has facts that are not numbers from 0 up")
@@ -185,7 +186,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
         raise ValueError("a call has a result of an unknown structure") from error
     if len(leaves) != expected or not _has_room(given):
         raise ValueError("a call has tensors that have no room")
-    return Call(**numbers, given=given, **modules_from(facts))
+    return Call(**numbers, given=given, **operations_from(facts))
 
 
 def _leaf_from(facts: Mapping[str, Any]) -> Leaf:

@@ -15,8 +15,8 @@ def divided(forecast: Forecast, cards: int) -> Forecast:
     units = {
         name: replace(
             work,
-            operations=work.operations / cards,
-            modules=tuple((path, operations / cards) for path, operations in work.modules),
+            operations=work.operations * (1 / cards),
+            modules=tuple((path, done * (1 / cards)) for path, done in work.modules),
         )
         for name, work in forecast.units.items()
     }

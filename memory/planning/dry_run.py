@@ -26,7 +26,8 @@ from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .calls import Call, Given, KnownCalls, kind_of
 from .forecast import Forecast, HeldBytes, ModuleOperations, UnitForecast
-from .modules import ModuleWatch
+from .modules import ModuleWatch, done_by
+from .operations import Operations
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
 
@@ -98,7 +99,7 @@ def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
 class _Inside:
     """What happens inside a call, see `UnitForecast`."""
 
-    operations: float
+    operations: Operations
     modules: ModuleOperations
     whole: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
@@ -113,8 +114,8 @@ class _Peaks:
     peak: int = 0
     first: int = 0
     calls: int = 0
-    operations: float = 0.0
-    modules: dict[str, float] = field(default_factory=dict)
+    operations: Operations = Operations()
+    modules: dict[str, Operations] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class _Peaks:
         self.first = self.first or peak
         self.operations += inside.operations
         for path, operations in inside.modules:
-            self.modules[path] = self.modules.get(path, 0.0) + operations
+            self.modules[path] = self.modules.get(path, Operations()) + operations
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
         for path, nbytes in inside.held:
@@ -203,12 +204,11 @@ class _Structure:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
         """The result of a call, and what happened inside."""
-        before = self.card.stats().compute_seconds  # the card does one operation a second
+        before = done_by(self.card)
         with self.watch.watching():
             result = self.forward(*args, **kwargs)
-        operations = self.card.stats().compute_seconds - before
         watch = self.watch
-        return result, _Inside(operations, watch.operations, watch.whole, watch.outside, watch.held)
+        return result, _Inside(done_by(self.card) - before, watch.operations, watch.whole, watch.outside, watch.held)
 
 
 class _DryModule:

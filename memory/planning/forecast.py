@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..units.pieces import CallOrder
+from .operations import Operations
 
-ModuleOperations = tuple[tuple[str, float], ...]  # by path; "" before the first
+ModuleOperations = tuple[tuple[str, Operations], ...]  # by path; "" before the first
 HeldBytes = tuple[tuple[str, int], ...]  # by path
 
 
@@ -22,7 +23,7 @@ class UnitForecast:
 
     `live_bytes` are held when it is first called: what the loop around it keeps there, its arguments included. The
     others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
-    `first_bytes` in the first call alone. `operations` are those of all calls, in large products; `modules` tells those
+    `first_bytes` in the first call alone. `operations` are those of all calls; `modules` tells those
     from the call of each module with weights until that of the next, in the order of the first calls, and `held` what
     is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most.
     """
@@ -31,7 +32,7 @@ class UnitForecast:
     working_bytes: int
     first_bytes: int
     calls: int
-    operations: float
+    operations: Operations
     modules: ModuleOperations = ()
     whole: tuple[str, ...] = ()  # modules that read the weights of others inside them
     outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
@@ -77,20 +78,19 @@ class Forecast:
         """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {key: value for key, value in facts.items() if key not in _OF_MODULES}
+            numbers = {key: value for key, value in facts.items() if key not in ("operations", *_OF_MODULES)}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
-            units[name] = UnitForecast(**numbers, **modules_from(facts))
+            units[name] = UnitForecast(**numbers, **operations_from(facts))
         return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), tuple(map(int, data["result"])))
 
 
-def modules_from(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file tells of the modules inside. Raises KeyError, TypeError or ValueError for anything else."""
-    modules = tuple((str(path), float(operations)) for path, operations in facts["modules"])
-    if not all(0 <= operations < math.inf for _, operations in modules):
-        raise ValueError("modules have operations that are not numbers from 0 up")
+def operations_from(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file tells of operations, and of the modules inside. KeyError, TypeError or ValueError for others."""
+    operations = Operations.from_dict(facts["operations"])
+    modules = tuple((str(path), Operations.from_dict(done)) for path, done in facts["modules"])
     held = tuple((str(path), int(nbytes)) for path, nbytes in facts["held"])
     if not all(nbytes >= 0 for _, nbytes in held):
         raise ValueError("modules have bytes that are not numbers from 0 up")
     whole, outside = (tuple(map(str, facts[name])) for name in ("whole", "outside"))
-    return {"modules": modules, "whole": whole, "outside": outside, "held": held}
+    return {"operations": operations, "modules": modules, "whole": whole, "outside": outside, "held": held}

@@ -64,6 +64,6 @@ def _outside_key(card: str) -> str:
 
 def _key(card: str, sizes: UnitSizes, work: UnitForecast, what: str = "") -> str:
     calls = max(1, work.calls)
-    done = [(path, f"{operations / calls:.6g}") for path, operations in work.modules]
-    digest = hashlib.sha256(repr((sizes.pieces, f"{work.operations / calls:.6g}", done)).encode())
+    done = [(path, f"{operations.total / calls:.6g}") for path, operations in work.modules]
+    digest = hashlib.sha256(repr((sizes.pieces, f"{work.operations.total / calls:.6g}", done)).encode())
     return ", ".join(filter(None, (card, digest.hexdigest()[:24], what)))

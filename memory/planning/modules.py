@@ -19,6 +19,13 @@ from ..simulated.tensor import wrap
 from ..units.structure import Slot, is_called, own_slots, slots
 from ..units.tables import LookUp
 from .forecast import HeldBytes, ModuleOperations
+from .operations import Operations
+
+
+def done_by(card: Card) -> Operations:
+    """What the card of a dry run has done so far: it does one operation a second."""
+    stats = card.stats()
+    return Operations(stats.compute_seconds - stats.attention_seconds, stats.attention_seconds)
 
 
 class ModuleWatch:
@@ -31,10 +38,10 @@ class ModuleWatch:
     def __init__(self, module: nn.Module, tables: Collection[str], card: Card) -> None:
         """`tables` are the paths of embeddings whose rows are looked up."""
         self._card = card
-        self._operations: dict[str, float] = {}
+        self._operations: dict[str, Operations] = {}
         self._held: dict[str, int] = {}
         self._begun = 0
-        self._at, self._since = "", 0.0
+        self._at, self._since = "", Operations()
         self._stack: list[str] = []
         self._owner_of: dict[int, str] = {}
         self._whole: set[str] = set()
@@ -54,7 +61,7 @@ class ModuleWatch:
     def watching(self) -> Iterator[None]:
         """Count what is called from now on, anew."""
         self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
-        self._at, self._since, self._stack = "", self._card.stats().compute_seconds, []
+        self._at, self._since, self._stack = "", done_by(self._card), []
         with _Readers(self._owner_of, self._read):
             yield
         self._next("")
@@ -80,8 +87,8 @@ class ModuleWatch:
         return tuple(sorted(self._outside))
 
     def _next(self, path: str) -> None:
-        now = self._card.stats().compute_seconds  # the card does one operation a second
-        self._operations[self._at] = self._operations.get(self._at, 0.0) + now - self._since
+        now = done_by(self._card)
+        self._operations[self._at] = self._operations.get(self._at, Operations()) + (now - self._since)
         self._at, self._since = path, now
 
     def _entered(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

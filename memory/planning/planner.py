@@ -18,6 +18,7 @@ from ..vocabulary import PlacementName
 from .decoded import decoded_for_good, moment_bytes, placing_bytes
 from .forecast import HeldBytes, UnitForecast
 from .measured import Measured, Overhead, measured_loads
+from .operations import Operations
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
 from .tiers import held_in_ram
@@ -106,13 +107,13 @@ class UnitSizes:
             seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
             return Loads(seconds, rate, disk_bytes_per_second=from_disk)
         before, operations = _by_piece(self.pieces, work)
-        call_rate = max(1, work.calls) * rates.operations_in(self.dtype)
-        pieces = zip(self.pieces, operations, strict=True)
+        calls = max(1, work.calls)
+        first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
-            PieceLoad(p.packed_bytes, p.held_bytes, done / call_rate + p.decode_seconds(rates), *p.decoding(rates))
-            for p, done in pieces
+            PieceLoad(p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *p.decoding(rates))
+            for p, own in zip(self.pieces, taken, strict=True)
         )
-        return Loads(loads, rate, before / call_rate, from_disk)
+        return Loads(loads, rate, first, from_disk)
 
     def ram_pieces(self, found: Arrangement, ram_bytes: int) -> frozenset[int]:
         """Which pieces an arrangement is to have in RAM, where that has `ram_bytes` and does not hold all."""
@@ -123,10 +124,10 @@ class UnitSizes:
         return sum(self.pieces[i].packed_bytes for i in pieces)
 
 
-def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[float, list[float]]:
+def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
     """Operations ahead of the first piece, and from the call of each piece until that of the next, of all calls."""
     piece_of = {path: i for i, piece in enumerate(pieces) for path in piece.paths}
-    before, operations, at = 0.0, [0.0] * len(pieces), -1
+    before, operations, at = Operations(), [Operations()] * len(pieces), -1
     for path, done in work.modules:
         parts = path.split(".")
         holders = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
@@ -254,7 +255,7 @@ def make_plan(
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
     forecast = sizes.loads(work, rates)
     loads = measured_loads(forecast, measured)
-    compute = work.operations / max(1, work.calls) / rates.operations_in(sizes.dtype)
+    compute = work.operations.seconds(rates, sizes.dtype) / max(1, work.calls)
     compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
     overhead = overhead or Overhead()
     tensor_bytes = overhead.tensors_within(budget_bytes)

@@ -230,6 +230,8 @@ class RunPlan:
         unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
         disk = f"{rates.disk_bytes_per_second / 1e9:.1f} GB/s from disk"
         compute = f"{rates.operations_per_second / 1e12:.1f} TFLOPS"
+        if rates.attention:
+            compute += f" ({rates.attention / 1e12:.1f} in attention)"
         if math.isinf(rates.operations_per_second):
             compute = "computing in no time"
         caveat = f"{self.caveat} " if self.caveat else ""

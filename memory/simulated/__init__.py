@@ -97,14 +97,16 @@ def enable(
     unified: bool = False,
     overhead: Overhead | None = None,
     pins_by_torch: bool = False,
+    attention_tflops: float | None = None,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
     `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other
     programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
     operations per second for matrix products, convolutions and attention, None for a device that computes in
-    no time; `disk_gbps` is 1e9 bytes per second that weights are read at on their way to it, None for no time. A card
-    in another `slot` is another one of the same name; one without `fused_attention` makes the matrices of scores.
+    no time, `attention_tflops` for attention alone; `disk_gbps` is 1e9 bytes per second that weights are read at on
+    their way to it, None for no time. A card in another `slot` is another one of the same name; one without
+    `fused_attention` makes the matrices of scores.
     One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
     system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. To one
     that `pins_by_torch`, as XPU does, copies block the host unless they come from what `Tensor.pin_memory()` made.
@@ -113,14 +115,20 @@ def enable(
     """
     global _enabled
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
-    for name, rate in (("h2d_gbps", h2d_gbps), ("d2h_gbps", d2h_gbps), ("tflops", tflops), ("disk_gbps", disk_gbps)):
+    rates = {"h2d_gbps": h2d_gbps, "d2h_gbps": d2h_gbps, "disk_gbps": disk_gbps}
+    for name, rate in {**rates, "tflops": tflops, "attention_tflops": attention_tflops}.items():
         if rate is not None and not rate > 0:
             raise ValueError(f"{name} must be above 0, not {rate}")
+    if attention_tflops is not None and tflops is None:
+        raise ValueError("attention_tflops needs tflops, those of all else")
     if reason := supported():
         raise RuntimeError(reason)
-    flops = None if tflops is None else tflops * 1e12
+    flops, attention = (None if each is None else each * 1e12 for each in (tflops, attention_tflops))
     disk = None if disk_gbps is None else disk_gbps * 1e9
-    state.card.configure(total_bytes, reserved_bytes, h2d_gbps * 1e9, d2h_gbps * 1e9, flops, disk, slot, overhead)
+    to_device, from_device = h2d_gbps * 1e9, d2h_gbps * 1e9
+    state.card.configure(
+        total_bytes, reserved_bytes, to_device, from_device, flops, disk, slot, overhead, attention_flops=attention
+    )
     state.card.fuses = None if fused_attention else never
     state.card.unified = unified
     state.card.pins_by_torch = pins_by_torch

@@ -42,10 +42,10 @@ class Stats:
     """What a card has done since its counters were last reset. Times in seconds of the virtual clock.
 
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
-    are how long the copy engines were busy, `compute_seconds` how long kernels ran. `hazards` counts
-    operations that touched a storage before work queued on another stream was done with it: on a real card, a
-    data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the
-    most that the driver counted: tensors and the card's `Overhead`.
+    are how long the copy engines were busy, `compute_seconds` how long kernels ran, `attention_seconds` those of
+    attention among them. `hazards` counts operations that touched a storage before work queued on another stream was
+    done with it: on a real card, a data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the most that
+    the driver counted: tensors and the card's `Overhead`.
     """
 
     allocated_bytes: int
@@ -62,6 +62,7 @@ class Stats:
     allocation_count: int
     hazards: int
     driver_peak_bytes: int
+    attention_seconds: float
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,15 @@ class Card:
         disk: float | None = None,
         slot: int = 0,
         overhead: Overhead | None = None,
+        attention_flops: float | None = None,
     ) -> None:
-        """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew."""
+        """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew.
+
+        Attention goes by `flops` where it has no rate of its own.
+        """
         self.overhead, self._library = overhead or Overhead(), 0
         self.total_bytes, self.reserved_bytes, self.flops, self.disk, self.slot = total, reserved, flops, disk, slot
+        self.attention_flops = attention_flops
         self._rates = {"h2d": h2d, "d2h": d2h}
         self.timed = self.timed or flops is not None or self.overhead != Overhead()
         self.empty_pool()
@@ -158,7 +164,7 @@ class Card:
             self.host = self._zero = self.latest
             self._moved = {"h2d": 0, "d2h": 0}
             self._counts = {"h2d": 0, "d2h": 0}
-            self._busy = {"h2d": 0.0, "d2h": 0.0, "compute": 0.0}
+            self._busy = {"h2d": 0.0, "d2h": 0.0, "compute": 0.0, "attention": 0.0}
             self._allocations = self._hazards = 0
 
     def _settle(self) -> None:
@@ -275,7 +281,7 @@ class Card:
                 self._allocated, self._peak, self.total_bytes if self.total_bytes is not None else 0,
                 self._moved["h2d"], self._moved["d2h"], self._counts["h2d"], self._counts["d2h"],
                 self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["compute"],
-                self._allocations, self._hazards, self._driver_peak,
+                self._allocations, self._hazards, self._driver_peak, self._busy["attention"],
             )  # fmt: skip
 
     def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool, stream: Any) -> None:
@@ -332,7 +338,8 @@ class Card:
                 self._check(span, start, False)
             for span in writes:
                 self._check(span, start, True)
-            seconds = operations / self.flops if self.flops else 0.0
+            flops = (self.attention_flops if kind == "attention" else None) or self.flops
+            seconds = operations / flops if flops else 0.0
             seconds += self._paging_seconds(reads + writes)
             stream.ready = end = start + seconds
             for span in reads:
@@ -340,6 +347,8 @@ class Card:
             for span in writes:
                 self._mark(span, end, True)
             self._busy["compute"] += seconds
+            if kind == "attention":
+                self._busy["attention"] += seconds
             self.latest = max(self.latest, end)
 
     def _paging_seconds(self, spans: list[Span]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...memory.planning.dry_run import dry_run
+from ...memory.planning.operations import Operations
 from ...memory.simulated.attention import Fuses
 from ...memory.simulated.dry import held_bytes
 from .structure import shapes_of
@@ -31,7 +32,7 @@ class Foreseen:
     """
 
     peak_bytes: int
-    operations: float
+    operations: Operations
     around: Mapping[str, tuple[int, int]]
 
 

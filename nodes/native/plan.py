@@ -18,6 +18,7 @@ from ...memory.accelerator import Accelerator
 from ...memory.budget import spare_ram_bytes
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
+from ...memory.planning.operations import Operations
 from ...memory.planning.planner import Plan
 from ...memory.planning.runplan import RunPlan, StagePlan
 from ...memory.probe import rates as measured_rates
@@ -57,7 +58,7 @@ class Facts:
     weights: Weights
     expects: Expected
     working_bytes: int
-    operations: float
+    operations: Operations
     dynamic: bool
     around: Mapping[str, tuple[int, int]] | None  # of a dry run, see `Foreseen`
 
@@ -135,7 +136,7 @@ def asked_of(
 def facts_of(patcher: Any, asked: Asked) -> Facts:
     """The facts of a MODEL. Takes a second or two for a large one."""
     expects = expected(patcher, asked.shape)
-    facts = Facts(weights_of(patcher), expects, 0, 0.0, host.is_dynamic(patcher), None)
+    facts = Facts(weights_of(patcher), expects, 0, Operations(), host.is_dynamic(patcher), None)
     return _with(facts, _foreseen(patcher, asked.batch, asked.prompt), expects.of(asked.guidance))
 
 
@@ -147,7 +148,7 @@ def _with(facts: Facts, seen: Foreseen | None, expected_bytes: int, times: int =
     """The facts where a step makes so many calls like the one that was foreseen, if one could be."""
     if seen is None:
         return replace(facts, working_bytes=expected_bytes)
-    return replace(facts, working_bytes=seen.peak_bytes, operations=times * seen.operations, around=seen.around)
+    return replace(facts, working_bytes=seen.peak_bytes, operations=seen.operations * times, around=seen.around)
 
 
 def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | None) -> RunPlan:
@@ -248,7 +249,7 @@ def _placed(facts: Facts, first: Placing, placing: Placing, budget_bytes: int, r
     peak = max(while_it_runs, 0 if facts.dynamic else loading_bytes(weights.parts, first))
     read = max(0, passing - ram_bytes)
     rate = rates.paged_bytes_per_second if flags.unpinned else rates.pinned_bytes_per_second
-    compute, copies = facts.operations / rates.operations_per_second, passing / rate
+    compute, copies = facts.operations.seconds(rates, "BF16"), passing / rate
     from_disk = read / rates.disk_bytes_per_second
     bound = max(compute, copies, from_disk)
     step = compute + max(copies, from_disk) if flags.blocking else bound

@@ -23,6 +23,7 @@ from ...memory.planning import learned
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.measured import Overhead
+from ...memory.planning.operations import Operations
 from ...memory.probe import card_of, rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
@@ -132,7 +133,7 @@ class VaeRun:
                 yield stripes
             if can_tile(self.vae.module) and (tiles := forecasts.tiles(tensor)) is not None:
                 work = tiles.units[self.vae.name]
-                yield replace(self._way("tiles", work), seconds=work.operations / speed.float32_operations_per_second)
+                yield replace(self._way("tiles", work), seconds=work.operations.seconds(speed, "F32"))
         yield Way("cpu")
 
     def _way(self, name: WayName, work: UnitForecast) -> Way:
@@ -268,7 +269,7 @@ def in_stripes(room_bytes: int, peak_bytes: int | None = None) -> UnitForecast:
 
     Of these its dry run takes `peak_bytes`, by default all.
     """
-    return UnitForecast(0, room_bytes, room_bytes if peak_bytes is None else peak_bytes, 1, 0.0)
+    return UnitForecast(0, room_bytes, room_bytes if peak_bytes is None else peak_bytes, 1, Operations())
 
 
 def _sparingly(run: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor, ram_bytes: int) -> torch.Tensor:

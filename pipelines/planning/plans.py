@@ -16,6 +16,7 @@ from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
+from ...memory.planning.operations import Operations
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.probe import card_of
@@ -153,7 +154,7 @@ def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
     for unit in run.sampling.units:
         if unit.name in forecast.units:
             operations = forecast.units[unit.name].operations - bare.units[unit.name].operations
-            more += operations / rates.operations_in(sizes_of(unit).dtype)
+            more += operations.seconds(rates, sizes_of(unit).dtype)
     return f"{taken}, and {seconds(max(0.0, more) / forecast.steps)} of each step."
 
 
@@ -235,7 +236,8 @@ def _plan_vae(
     if way.name == "stripes":
         overhead = run.overhead(in_stripes(0))
         peak = (way.peak_bytes or 0) - run.vae.size_bytes - overhead.workspace_bytes
-        takes = UnitForecast(0, peak, peak, 1, (way.seconds or 0) * rates.operations_in(sizes_of(run.vae).dtype))
+        done = Operations((way.seconds or 0) * rates.operations_in(sizes_of(run.vae).dtype))
+        takes = UnitForecast(0, peak, peak, 1, done)
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
     planned = plan_stage(
@@ -256,7 +258,7 @@ def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_byte
     """The plan of a VAE on the CPU, of which no rate is known: its seconds are those of the device."""
     fits = vae.size_bytes <= ram_bytes
     read = 0.0 if vae.tier != "disk" else vae.size_bytes / rates.disk_bytes_per_second
-    seconds = work.operations / rates.operations_in(sizes_of(vae).dtype)
+    seconds = work.operations.seconds(rates, sizes_of(vae).dtype)
     why = "it fits the VRAM in no way" if fits else f"{format_bytes(vae.size_bytes)} do not fit the RAM budget"
     return Plan(
         "cpu", 0, 0, vae.size_bytes + work.peak_bytes, (), 0, seconds, read + seconds, seconds, 0.0,

@@ -109,7 +109,7 @@ class VaeForecasts:
                 working_bytes=unit.working_bytes + beside,
                 held=tuple((path, nbytes + beside) for path, nbytes in unit.held),
                 operations=unit.operations * times,
-                modules=tuple((path, operations * times) for path, operations in unit.modules),
+                modules=tuple((path, done * times) for path, done in unit.modules),
             )
             for name, unit in forecast.units.items()
         }

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from ballast.memory import accelerator, files, probe, speeds
 from ballast.memory.accelerator import Accelerator
+from ballast.memory.planning.operations import Operations
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.units import direct, hostbuffer, reader
 from ballast.memory.units.weights import stored_tensors
@@ -23,6 +25,7 @@ from safetensors.torch import save_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FOUND = {"pinned": 20e9, "paged": 8e9, "operations": 50e12, "memory": 400e9, "float32": 12e12, "float16": 45e12}
+FOUND |= {"attention": 40e12}
 DISK, OTHER = 2049, 2065  # device numbers
 
 
@@ -57,6 +60,8 @@ def test_simulated_card_is_as_fast_as_it_was_made(sim: ModuleType) -> None:
     sim.enable(total="1GB", h2d_gbps=12, tflops=3)
     expected = Rates(12e9, 12e9, ASSUMED.disk_bytes_per_second, 3e12, "simulated", math.inf, 0.0, 3e12)
     assert probe.rates(torch.device("sim:0")) == expected
+    sim.enable(total="1GB", h2d_gbps=12, tflops=3, attention_tflops=1)
+    assert probe.rates(torch.device("sim:0")) == replace(expected, attention=1e12)
     sim.enable(total="1GB")
     assert probe.rates(torch.device("sim:0")).operations_per_second == math.inf
 
@@ -67,13 +72,22 @@ def test_each_type_has_a_rate_of_its_own() -> None:
     assert [ASSUMED.operations_in(each) for each in ("F32", "F16", "BF16")] == [15e12, 60e12, 60e12]
 
 
+def test_attention_has_a_rate_of_its_own_in_each_type() -> None:
+    """0.8 of that of products, as it was measured in bfloat16; as fast as they are where nothing tells."""
+    rates = Rates(1e9, 1e9, 1e9, 50e12, float32=12e12, float16=45e12, attention=40e12)
+    assert [rates.attention_in(each) for each in ("F32", "F16", "BF16")] == pytest.approx([9.6e12, 36e12, 40e12])
+    assert [ASSUMED.attention_in(each) for each in ("F32", "F16", "BF16")] == [15e12, 60e12, 60e12]
+    work = Operations(100e12, 20e12)
+    assert (work.total, work.seconds(rates, "BF16"), work.seconds(ASSUMED, "BF16")) == (120e12, 2.5, 2.0)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
 def test_devices_that_are_not_measured_are_assumed(kind: str) -> None:
     assert probe.rates(torch.device(kind)) == ASSUMED
 
 
 def test_measured_once_and_remembered(card: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, float32=12e12, float16=45e12)
+    expected = Rates(20e9, 8e9, ASSUMED.disk_bytes_per_second, 50e12, "measured", 400e9, 4e-6, 12e12, 45e12, 40e12)
     assert probe.rates(CUDA) == probe.rates(CUDA) == expected
     another_process(monkeypatch)
     assert probe.rates(CUDA) == expected
@@ -109,6 +123,19 @@ def test_another_torch_is_measured_anew(card: list[torch.device], monkeypatch: p
         probe.rates(CUDA)
     another_process(monkeypatch)
     assert probe.rates(CUDA).source == probe.known_rates(CUDA).source == "measured"
+    assert len(card) == 2
+
+
+def test_what_was_kept_without_a_rate_of_attention_is_measured_again(
+    card: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(FOUND, "attention")
+        with pytest.raises(KeyError):
+            probe.rates(CUDA)
+    another_process(monkeypatch)
+    assert probe.known_rates(CUDA) == ASSUMED
+    assert probe.rates(CUDA).attention == 40e12
     assert len(card) == 2
 
 
@@ -157,13 +184,17 @@ def test_refused_pinning_is_not_remembered(card: list[torch.device], monkeypatch
     assert probe.rates(CUDA).pinned_bytes_per_second == 20e9
 
 
-def test_measuring_runs_and_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_measuring_runs_and_leaves_nothing(fused: bool, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention is made of products it has their rate, and no matrices of scores are made to find that out."""
+    sim.enable(total="1GB", fused_attention=fused)
     monkeypatch.setattr(probe, "COPY_BYTES", 2**20)
-    for name in ("_TOKENS", "_WIDTH", "_INNER", "_CHANNELS", "_SIDE"):
+    for name in ("_TOKENS", "_WIDTH", "_INNER", "_HEAD", "_CHANNELS", "_SIDE"):
         monkeypatch.setattr(probe, name, 64)
     found = probe._try_to_measure(torch.device("sim:0"))
     assert found is not None
-    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32", "float16"}
+    assert found.keys() == {"pinned", "paged", "operations", "memory", "float32", "float16", "attention"}
+    assert fused or found["attention"] == found["operations"]
     assert all(value > 0 for value in found.values())
     assert sim.stats().allocated_bytes == 0
 
@@ -227,6 +258,10 @@ def test_cards_of_one_name_are_told_apart(sim: ModuleType, monkeypatch: pytest.M
     (slot / "current_link_width").write_text("4\n")
     monkeypatch.setattr(accelerator, "_BUS", tmp_path)
     assert Accelerator(device).identity == "Simulated accelerator, simulated-3, ffff:03:00.0, x4"
+    sim.enable(total="1GB", tflops=1)
+    fast = probe.card_of(device)
+    sim.enable(total="1GB", tflops=1, attention_tflops=0.5)
+    assert probe.card_of(device) not in (first, fast), "what is measured there is another thing"
     sim.enable(total="1GB")
     assert probe.card_of(device) == first
     monkeypatch.setattr(torch, "__version__", "9.9.0")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.forecast import Forecast, UnitForecast
+from ballast.memory.planning.operations import Operations
 from ballast.memory.simulated.card import Card
 from ballast.memory.simulated.dry import dry_card
 from ballast.memory.units.unit import ManagedModel
@@ -120,8 +121,11 @@ def test_calls_are_told_apart_by_their_masks_and_tables_count_once() -> None:
     dit = forecast.units["dit"]
     assert runs == [(8, 64), (4, 64), (8, 64), (4, 64), (8, 64)]
     assert dit.calls == 5
-    assert dit.operations == 3 * 2 * 64 * 64 * (8 + 4 + 8 + 4 + 8)
-    assert dit.modules == (("", 0.0), *((f"blocks.{i}", dit.operations / 3) for i in range(3)))
+    assert dit.operations == Operations(3 * 2 * 64 * 64 * (8 + 4 + 8 + 4 + 8))
+    assert dit.modules == (
+        ("", Operations()),
+        *((f"blocks.{i}", Operations(dit.operations.products / 3)) for i in range(3)),
+    )
     assert dit.call_order.order == ("blocks.0", "blocks.1", "blocks.2")
     row = 64 * 4
     assert dit.live_bytes == 8 * row + 8 * 8
@@ -149,7 +153,7 @@ def test_full_size_flux_takes_no_memory_and_says_what_it_works_in() -> None:
 
     forecast, _ = dry_run({"flux": module}, run)
     assert forecast.units["flux"].working_bytes == pytest.approx(468 * 2**20, rel=0.02)
-    assert forecast.units["flux"].operations == pytest.approx(74.4e12, rel=0.01)
+    assert forecast.units["flux"].operations.total == pytest.approx(74.4e12, rel=0.01)
 
 
 def test_what_is_held_when_each_module_is_called() -> None:
@@ -192,6 +196,6 @@ def test_what_is_held_when_each_module_is_called() -> None:
     ],
 )
 def test_decoding_counts_where_it_is_above_the_peak(decoding: Any, first: int, working: int) -> None:
-    work = UnitForecast(10, 100, 80, 2, 1.0, held=(("a", 50), ("b", 90)))
+    work = UnitForecast(10, 100, 80, 2, Operations(1.0), held=(("a", 50), ("b", 90)))
     found = work.with_decoding(decoding)
     assert (found.live_bytes, found.first_bytes, found.working_bytes) == (10, first, working)

@@ -15,6 +15,7 @@ import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager, speeds
 from ballast.memory.planning.forecast import Forecast, UnitForecast
 from ballast.memory.planning.ladder import Attempt, describe, next_attempt
+from ballast.memory.planning.operations import Operations
 from ballast.memory.units.batch import batch_of, in_parts, joined
 from torch import nn
 
@@ -127,7 +128,7 @@ def test_each_rung_is_reached_and_gives_the_same(sim: ModuleType, caplog: pytest
     x, scale = torch.randn(2, 256, 64), torch.tensor([0.5, 2.0])
     with torch.inference_mode():
         expected = module(x, scale)
-    work = UnitForecast(live_bytes=x.nbytes, working_bytes=1, first_bytes=1, calls=1, operations=1.0)
+    work = UnitForecast(live_bytes=x.nbytes, working_bytes=1, first_bytes=1, calls=1, operations=Operations(1.0))
     reached: list[Attempt | None] = []
     for total in range(5 * x.nbytes + 9 * BLOCK, x.nbytes, -BLOCK):
         sim.enable(total=total)

@@ -18,6 +18,7 @@ from ballast.memory import manager, speeds
 from ballast.memory.planning import learned
 from ballast.memory.planning.forecast import UnitForecast
 from ballast.memory.planning.measured import Overhead
+from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import PieceSize, UnitSizes, make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated import Overhead as OfCard
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 Folders = Callable[[str], Path]
 KB = 1024
 SIZES = UnitSizes(50, 0, (PieceSize(10, 10, ("a",)), PieceSize(20, 20, ("b",))))
-WORK = UnitForecast(0, 1, 1, 4, 80.0, (("a", 40.0), ("b", 40.0)))
+WORK = UnitForecast(0, 1, 1, 4, Operations(80.0), (("a", Operations(40.0)), ("b", Operations(40.0))))
 
 # Pure functions
 
@@ -64,7 +65,7 @@ def test_the_newer_run_counts_where_it_was_of_another_size() -> None:
 def test_overhead_is_kept_for_a_card_a_model_a_shape_and_later_processes() -> None:
     seen = Overhead(10, 100, 1000, 7)
     learned.keep_overhead("card", SIZES, WORK, seen)
-    other = replace(WORK, modules=(("a", 30.0), ("b", 50.0)))
+    other = replace(WORK, modules=(("a", Operations(30.0)), ("b", Operations(50.0))))
     for _ in range(2):
         assert learned.recall_overhead("card", SIZES, WORK) == seen
         assert learned.recall_overhead("card", SIZES, WORK, 9) == seen.outside(9)
@@ -84,7 +85,7 @@ def test_overhead_is_kept_for_a_card_a_model_a_shape_and_later_processes() -> No
 def test_what_fits_is_told_by_the_driver_s_figure(budget: int, placement: str, fits: bool) -> None:
     """3 pieces of 10 bytes in a budget; 10 of work with 6 of workspace, 10 spare and 20 outside."""
     sizes = UnitSizes(30, 0, tuple(PieceSize(10, 10, (each,)) for each in "abc"))
-    work = UnitForecast(0, 10, 10, 1, 3.0, (("a", 1.0), ("b", 1.0), ("c", 1.0)))
+    work = UnitForecast(0, 10, 10, 1, Operations(3.0), tuple((name, Operations(1.0)) for name in "abc"))
     plan = make_plan("dit", sizes, work, ASSUMED, budget, 100, overhead=Overhead(6, 10, 100, 20))
     assert (plan.placement, plan.fits) == (placement, fits)
     assert plan.driver_bytes == plan.peak_vram_bytes + 30

@@ -16,6 +16,7 @@ from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, UnitForecast
+from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
@@ -27,7 +28,8 @@ PIECE = GB // 16
 Q4_K = next(kind for kind in TYPES.values() if kind.name == "Q4_K")
 SIZES = UnitSizes(11 * GB, GB, tuple(PieceSize(PIECE, PIECE, (f"m{i}",)) for i in range(160)))
 CALL = 40 * 0.25e12
-WORK = UnitForecast(GB // 16, GB // 2, GB // 2, 56, 56 * CALL, tuple((f"m{i}", 56 * CALL / 160) for i in range(160)))
+EACH = tuple((f"m{i}", Operations(56 * CALL / 160)) for i in range(160))
+WORK = UnitForecast(GB // 16, GB // 2, GB // 2, 56, Operations(56 * CALL), EACH)
 
 
 def planned(budget: str, work: UnitForecast = WORK, ram: str = "64GB", **more: object) -> Plan:
@@ -113,7 +115,7 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
 def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:
     sizes = UnitSizes(40, 0, (PieceSize(10, 10, ("a", "b.c")), PieceSize(10, 10, ("b.d",)), PieceSize(20, 20, ("e",))))
     seen = (("", 1.0), ("a", 2.0), ("b", 4.0), ("b.c.inner", 8.0), ("b.d", 16.0), ("f", 32.0), ("e", 64.0))
-    work = UnitForecast(0, 0, 0, 2, 127.0, seen)
+    work = UnitForecast(0, 0, 0, 2, Operations(127.0), tuple((path, Operations(done)) for path, done in seen))
     loads = sizes.loads(work, Rates(10.0, 10.0, 5.0, 1.0))
     assert loads.before_seconds == 0.5
     assert [piece.seconds for piece in loads.pieces] == [7.0, 24.0, 32.0]

@@ -64,10 +64,26 @@ def test_kernels_take_operations_over_rate() -> None:
         simulated.reset_stats()
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
         assert simulated.stats().compute_seconds == pytest.approx(4 * 6 * 10 * 10 * 4 / 1e6)
+        assert simulated.stats().attention_seconds == simulated.stats().compute_seconds
         simulated.reset_stats()
         a + 1
         a.view(-1)
         assert now() == 0
+
+
+def test_attention_may_have_a_rate_of_its_own() -> None:
+    simulated.enable("64MB", tflops=1e-6, attention_tflops=0.5e-6)
+    query = torch.zeros(2, 3, 10, 4, device="sim")
+    with torch.inference_mode():
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        seconds = 4 * 6 * 10 * 10 * 4 / 0.5e6
+        assert simulated.stats().compute_seconds == simulated.stats().attention_seconds == pytest.approx(seconds)
+        query @ query.transpose(-1, -2)
+        assert simulated.stats().compute_seconds == pytest.approx(seconds + 2 * 6 * 10 * 10 * 4 / 1e6)
+        assert simulated.stats().attention_seconds == pytest.approx(seconds)
+    for wrong in ({"attention_tflops": 1.0}, {"tflops": 1.0, "attention_tflops": 0.0}):
+        with pytest.raises(ValueError, match="attention_tflops"):
+            simulated.enable("64MB", **wrong)
 
 
 def test_events_and_waiting() -> None:

@@ -20,6 +20,7 @@ from ballast.memory.planning import learned
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import UnitForecast
 from ballast.memory.planning.measured import Measured, differs, measured_loads
+from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import PieceSize, UnitSizes
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.simulated import card, clock
@@ -93,9 +94,15 @@ def test_files_hold_four_digits(pieces: list[tuple[int, float]], before: float) 
 
 def test_seconds_are_kept_for_a_card_a_model_a_shape_and_later_processes() -> None:
     sizes = UnitSizes(50, 0, (PieceSize(10, 10, ("a",)), PieceSize(20, 20, ("b",)), PieceSize(20, 16, ("c",))))
-    work = UnitForecast(0, 1, 1, 4, 80.0, (("a", 40.0), ("b", 40.0)))
+    work = UnitForecast(0, 1, 1, 4, Operations(80.0), (("a", Operations(40.0)), ("b", Operations(40.0))))
     assert learned.keep("card", sizes, work, SOUND) == SOUND == learned.recall("card", sizes, work)
-    longer = replace(work, calls=8, operations=160.0, modules=(("a", 80.0), ("b", 80.0)), live_bytes=7)
+    longer = replace(
+        work,
+        calls=8,
+        operations=work.operations * 2,
+        modules=tuple((path, done * 2) for path, done in work.modules),
+        live_bytes=7,
+    )
     others: list[tuple[str, UnitSizes, UnitForecast]] = [
         ("other", sizes, work),
         ("card", replace(sizes, pieces=sizes.pieces[:2]), work),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ballast.memory import ManagedModel
 from ballast.memory.planning.fit import sizes_of
+from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.streaming.placement import Placement, Resident
@@ -115,7 +116,7 @@ def test_what_cannot_be_streamed_says_so_in_the_plan() -> None:
     assert all("head" in piece.paths for piece in sizes.pieces)
     from ballast.memory.planning.forecast import UnitForecast
 
-    work = UnitForecast(0, 1000, 1000, 1, 1e6)
+    work = UnitForecast(0, 1000, 1000, 1, Operations(1e6))
     plan = make_plan("dit", sizes, work, ASSUMED, sizes.total_bytes // 2, 2**40)
     assert not plan.fits
     assert plan.reason.startswith("Nothing fits ")

@@ -100,9 +100,9 @@ def test_a_dry_run_sees_the_order_and_who_reads_whose_weights() -> None:
     assert set(seen.whole) == {"attention", "shift"}
     assert set(seen.outside) == {"read", "query", "twins.0", "twins.1"} - {"twins.0", "twins.1"} | _shared(seen)
     product = 2.0 * 4 * WIDTH * WIDTH
-    assert dict(seen.modules)["first"] == product
-    assert dict(seen.modules)["twins.1"] == 2 * product, "its own, and the one that nobody's call belongs to"
-    assert sum(operations for _, operations in seen.modules) == seen.operations
+    assert dict(seen.modules)["first"].total == product
+    assert dict(seen.modules)["twins.1"].total == 2 * product, "its own, and the one that nobody's call belongs to"
+    assert sum(operations.total for _, operations in seen.modules) == seen.operations.total
 
 
 def _shared(seen: UnitForecast) -> set[str]:

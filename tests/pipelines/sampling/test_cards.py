@@ -17,6 +17,7 @@ import tiny
 import torch
 from ballast.memory.planning.cards import divided, ram_share
 from ballast.memory.planning.forecast import Forecast, UnitForecast
+from ballast.memory.planning.operations import Operations
 from ballast.memory.simulated import supported
 from ballast.pipelines.sampling.parallel import PROVED, check_cards
 from hypothesis import given
@@ -25,7 +26,9 @@ from places import SUPPORT
 
 Folders = Callable[[str], Path]
 SHORT = ("flux", "qwenimage", "wan")
-WORK = UnitForecast(10, 20, 30, 4, 900.0, (("a", 300.0), ("b", 600.0)))
+WORK = UnitForecast(
+    10, 20, 30, 4, Operations(600.0, 300.0), (("a", Operations(300.0)), ("b", Operations(300.0, 300.0)))
+)
 
 
 @pytest.mark.skipif(supported() is not None, reason=str(supported()))
@@ -64,10 +67,10 @@ def test_what_is_proved_has_a_test() -> None:
 def test_computing_is_divided_and_nothing_else(cards: int) -> None:
     whole = Forecast(7, {"dit": WORK}, 5, (1, 2))
     share = divided(whole, cards)
-    assert share.units["dit"].operations == 900 / cards
-    assert share.units["dit"].modules == (("a", 300 / cards), ("b", 600 / cards))
+    assert share.units["dit"].operations == Operations(600 / cards, 300 / cards)
+    assert share.units["dit"].modules == (("a", Operations(300 / cards)), ("b", Operations(300 / cards, 300 / cards)))
     assert divided(share, 1) == share and share.to_dict().keys() == whole.to_dict().keys()
-    again = {**share.units["dit"].__dict__, "operations": 900.0, "modules": WORK.modules}
+    again = {**share.units["dit"].__dict__, "operations": WORK.operations, "modules": WORK.modules}
     assert again == WORK.__dict__ and (share.idle_bytes, share.steps, share.result) == (7, 5, (1, 2))
 
 
