@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of one machine")
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
     parser.add_argument("--disk-gbps", type=float, help="GB/s from disk, in place of this machine's")
-    parser.add_argument("--tflops", type=float, help="TFLOPS of large products, in place of this machine's")
+    parser.add_argument("--tflops", type=float, help="TFLOPS of products and attention, in place of this machine's")
     parser.add_argument(
         "--compare-weights", action="store_true", help="also say what each choice of --weights would take and gain"
     )

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..simulated.tensor import SimTensor, wrap
-from .forecast import HeldBytes, ModuleOperations, operations_from
-from .operations import Operations
+from .forecast import HeldBytes, ModuleOperations, Operations, operations_from
 
 _APART = 64  # tokens at most, between two calls that tell what those between them take
 

@@ -25,9 +25,8 @@ from ..units.pieces import CallOrder, divide
 from ..units.structure import slots
 from ..units.unit import ManagedModel
 from .calls import Call, Given, KnownCalls, kind_of
-from .forecast import Forecast, HeldBytes, ModuleOperations, UnitForecast
+from .forecast import Forecast, HeldBytes, ModuleOperations, Operations, UnitForecast
 from .modules import ModuleWatch, done_by
-from .operations import Operations
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
 

@@ -18,14 +18,13 @@ from ..simulated.dry import DEVICE
 from ..simulated.tensor import wrap
 from ..units.structure import Slot, is_called, own_slots, slots
 from ..units.tables import LookUp
-from .forecast import HeldBytes, ModuleOperations
-from .operations import Operations
+from .forecast import HeldBytes, ModuleOperations, Operations
 
 
 def done_by(card: Card) -> Operations:
     """What the card of a dry run has done so far: it does one operation a second."""
     stats = card.stats()
-    return Operations(stats.compute_seconds - stats.attention_seconds, stats.attention_seconds)
+    return Operations(stats.product_seconds, stats.attention_seconds)
 
 
 class ModuleWatch:

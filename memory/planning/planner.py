@@ -16,9 +16,8 @@ from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
 from .decoded import decoded_for_good, moment_bytes, placing_bytes
-from .forecast import HeldBytes, UnitForecast
+from .forecast import HeldBytes, Operations, UnitForecast
 from .measured import Measured, Overhead, measured_loads
-from .operations import Operations
 from .ring import WINDOWS
 from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
 from .tiers import held_in_ram

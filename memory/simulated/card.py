@@ -42,9 +42,9 @@ class Stats:
     """What a card has done since its counters were last reset. Times in seconds of the virtual clock.
 
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
-    are how long the copy engines were busy, `compute_seconds` how long kernels ran, `attention_seconds` those of
-    attention among them. `hazards` counts operations that touched a storage before work queued on another stream was
-    done with it: on a real card, a data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the most that
+    are how long the copy engines were busy, `attention_seconds` how long kernels of attention ran, `product_seconds`
+    the others. `hazards` counts operations that touched a storage before work queued on another stream was done with
+    it: on a real card, a data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the most that
     the driver counted: tensors and the card's `Overhead`.
     """
 
@@ -58,11 +58,16 @@ class Stats:
     clock_seconds: float
     h2d_seconds: float
     d2h_seconds: float
-    compute_seconds: float
+    product_seconds: float
+    attention_seconds: float
     allocation_count: int
     hazards: int
     driver_peak_bytes: int
-    attention_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """How long kernels ran."""
+        return self.product_seconds + self.attention_seconds
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Card:
             self.host = self._zero = self.latest
             self._moved = {"h2d": 0, "d2h": 0}
             self._counts = {"h2d": 0, "d2h": 0}
-            self._busy = {"h2d": 0.0, "d2h": 0.0, "compute": 0.0, "attention": 0.0}
+            self._busy = {"h2d": 0.0, "d2h": 0.0, "product": 0.0, "attention": 0.0}
             self._allocations = self._hazards = 0
 
     def _settle(self) -> None:
@@ -280,8 +285,8 @@ class Card:
             return Stats(
                 self._allocated, self._peak, self.total_bytes if self.total_bytes is not None else 0,
                 self._moved["h2d"], self._moved["d2h"], self._counts["h2d"], self._counts["d2h"],
-                self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["compute"],
-                self._allocations, self._hazards, self._driver_peak, self._busy["attention"],
+                self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["product"],
+                self._busy["attention"], self._allocations, self._hazards, self._driver_peak,
             )  # fmt: skip
 
     def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool, stream: Any) -> None:
@@ -346,9 +351,7 @@ class Card:
                 self._mark(span, end, False)
             for span in writes:
                 self._mark(span, end, True)
-            self._busy["compute"] += seconds
-            if kind == "attention":
-                self._busy["attention"] += seconds
+            self._busy["attention" if kind == "attention" else "product"] += seconds
             self.latest = max(self.latest, end)
 
     def _paging_seconds(self, spans: list[Span]) -> float:

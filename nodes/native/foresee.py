@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...memory.planning.dry_run import dry_run
-from ...memory.planning.operations import Operations
+from ...memory.planning.forecast import Operations
 from ...memory.simulated.attention import Fuses
 from ...memory.simulated.dry import held_bytes
 from .structure import shapes_of

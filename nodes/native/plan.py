@@ -18,7 +18,7 @@ from ...memory.accelerator import Accelerator
 from ...memory.budget import spare_ram_bytes
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
-from ...memory.planning.operations import Operations
+from ...memory.planning.forecast import Operations
 from ...memory.planning.planner import Plan
 from ...memory.planning.runplan import RunPlan, StagePlan
 from ...memory.probe import rates as measured_rates

@@ -21,9 +21,8 @@ from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager
 from ...memory.planning import learned
 from ...memory.planning.fit import sizes_of
-from ...memory.planning.forecast import Forecast, UnitForecast
+from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Overhead
-from ...memory.planning.operations import Operations
 from ...memory.probe import card_of, rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes

@@ -14,9 +14,8 @@ from ...memory.accelerator import Accelerator
 from ...memory.planning import learned
 from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
-from ...memory.planning.forecast import Forecast, UnitForecast
+from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
-from ...memory.planning.operations import Operations
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.probe import card_of

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ballast.memory import accelerator, files, probe, speeds
 from ballast.memory.accelerator import Accelerator
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Operations
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.units import direct, hostbuffer, reader
 from ballast.memory.units.weights import stored_tensors

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from ballast.commands.plan import _named_rates
 from ballast.memory import ManagedModel, probe
 from ballast.memory.planning.batches import scaled
 from ballast.memory.planning.calls import KnownCalls
 from ballast.memory.planning.dry_run import dry_run, dry_run_known
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.planning.forecast import Forecast, UnitForecast
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import Plan, make_plan
-from ballast.memory.rates import Rates
+from ballast.memory.planning.runplan import RunPlan
+from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.attention import never
 from streamed_models import SIM, put, run
 from torch import nn
@@ -157,3 +159,15 @@ def test_what_streams_is_chosen_by_the_seconds_of_attention(sim: ModuleType) -> 
     assert attending >= 3 * (len(plan.streamed) - attending)
     as_products, wrong = placed(work, replace(rates, attention=0.0), room, sim)
     assert as_products > 1.1 * seconds and wrong.step_seconds < 0.95 * as_products
+
+
+def test_plans_tell_the_rate_of_attention_where_it_was_measured() -> None:
+    rates = Rates(25e9, 10e9, 3e9, 100e12, "measured", attention=72e12)
+    for known, words in ((rates, "100.0 TFLOPS (72.0 in attention), measured."), (ASSUMED, "60.0 TFLOPS, assumed.")):
+        assert RunPlan("flux", SIM, "", 1, 0, known, ()).basis().endswith(f"3.0 GB/s from disk and {words}")
+
+
+def test_a_rate_of_products_that_is_named_is_that_of_attention_too() -> None:
+    options = Namespace(h2d_gbps=None, disk_gbps=None, tflops=20.0)
+    named = _named_rates(Rates(25e9, 10e9, 3e9, 100e12, "measured", attention=72e12), options)
+    assert named.operations_in("BF16") == named.attention_in("BF16") == 20e12

@@ -11,8 +11,7 @@ import diffusers
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.planning.forecast import Forecast, UnitForecast
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.simulated.card import Card
 from ballast.memory.simulated.dry import dry_card
 from ballast.memory.units.unit import ManagedModel

@@ -13,9 +13,8 @@ import pytest
 import tiny
 import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager, speeds
-from ballast.memory.planning.forecast import Forecast, UnitForecast
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.ladder import Attempt, describe, next_attempt
-from ballast.memory.planning.operations import Operations
 from ballast.memory.units.batch import batch_of, in_parts, joined
 from torch import nn
 

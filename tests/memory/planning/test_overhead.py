@@ -16,9 +16,8 @@ import tiny
 import torch
 from ballast.memory import manager, speeds
 from ballast.memory.planning import learned
-from ballast.memory.planning.forecast import UnitForecast
+from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Overhead
-from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import PieceSize, UnitSizes, make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated import Overhead as OfCard

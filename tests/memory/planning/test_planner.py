@@ -15,8 +15,7 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
-from ballast.memory.planning.forecast import Forecast, UnitForecast
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes

@@ -18,9 +18,8 @@ import torch
 from ballast.memory import manager, speeds
 from ballast.memory.planning import learned
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.planning.forecast import UnitForecast
+from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Measured, differs, measured_loads
-from ballast.memory.planning.operations import Operations
 from ballast.memory.planning.planner import PieceSize, UnitSizes
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.simulated import card, clock

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ballast.memory import ManagedModel
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Operations
 from ballast.memory.planning.planner import make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.streaming.placement import Placement, Resident

@@ -16,8 +16,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory.planning.cards import divided, ram_share
-from ballast.memory.planning.forecast import Forecast, UnitForecast
-from ballast.memory.planning.operations import Operations
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.simulated import supported
 from ballast.pipelines.sampling.parallel import PROVED, check_cards
 from hypothesis import given
