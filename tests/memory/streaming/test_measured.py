@@ -105,7 +105,7 @@ def test_seconds_are_kept_for_a_card_a_model_a_shape_and_later_processes() -> No
     others: list[tuple[str, UnitSizes, UnitForecast]] = [
         ("other", sizes, work),
         ("card", replace(sizes, pieces=sizes.pieces[:2]), work),
-        ("card", sizes, replace(work, modules=(("a", 30.0), ("b", 50.0)))),
+        ("card", sizes, replace(work, modules=(("a", Operations(30.0)), ("b", Operations(50.0))))),
     ]
     for _ in range(2):
         assert learned.recall("card", sizes, longer) == SOUND, "steps do not matter"
