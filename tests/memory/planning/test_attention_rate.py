@@ -161,6 +161,15 @@ def test_what_streams_is_chosen_by_the_seconds_of_attention(sim: ModuleType) -> 
     assert as_products > 1.1 * seconds and wrong.step_seconds < 0.95 * as_products
 
 
+def test_what_is_resident_takes_the_seconds_of_both() -> None:
+    work, rates = foreseen(), Rates(25e9, 10e9, 3e9, FLOPS, float32=FLOPS, attention=FLOPS / 3)
+    plan = make_plan(
+        "dit", sizes_of(ManagedModel.from_module("dit", "transformer", Halves())), work, rates, 2**30, 2**30
+    )
+    assert plan.placement == "resident"
+    assert plan.step_seconds == pytest.approx((work.operations.products + 3 * work.operations.attention) / FLOPS)
+
+
 def test_plans_tell_the_rate_of_attention_where_it_was_measured() -> None:
     rates = Rates(25e9, 10e9, 3e9, 100e12, "measured", attention=72e12)
     for known, words in ((rates, "100.0 TFLOPS (72.0 in attention), measured."), (ASSUMED, "60.0 TFLOPS, assumed.")):
