@@ -16,7 +16,7 @@ from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, wo
 from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
-from .planner import PieceSize, UnitSizes, least_weights, window_bytes
+from .planner import PieceSize, UnitSizes, comparable, least_weights, window_bytes
 from .solver import Arrangement, Loads, arrange
 
 log = logging.getLogger("ballast")
@@ -171,7 +171,11 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
     last = list(least)[-1]
     if len(fitting) > 1 and demand.sizes.most_bytes > demand.sizes.resident_bytes:
         # What is encoded may be faster where some of it streams, and more of the rest is decoded for good.
-        fitting.sort(key=lambda kind: demand.call_seconds(kind, demand.weights_to_hold(kind, room_bytes)))
+
+        def seconds(kind: str) -> float:
+            return comparable(demand.call_seconds(kind, demand.weights_to_hold(kind, room_bytes)))
+
+        fitting.sort(key=seconds)
     if fitting or least[last] > room_bytes:
         return fitting
     # Without a forecast it has run so before, when its working memory was not known yet.

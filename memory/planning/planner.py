@@ -201,6 +201,11 @@ class Plan(Candidate):
         return tuple(i for i in range(self.pieces) if i not in set(self.streamed))
 
 
+def comparable(seconds: float) -> float:
+    """Seconds to choose by, without what adding them up in another order makes of the last digits."""
+    return float(f"{seconds:.9g}")
+
+
 def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
     """The least weights on the device at a time for each placement, best placement first."""
     least: dict[PlacementName, int] = {"resident": sizes.resident_bytes}
@@ -299,7 +304,7 @@ def make_plan(
     fitting = [c for c in in_ram if not (slow and c.read_bytes)]
     best = fitting or in_ram
     if best:  # of equally fast ones the first
-        chosen = min(best, key=lambda c: c.step_seconds)
+        chosen = min(best, key=lambda c: comparable(c.step_seconds))
     else:
         chosen = min(allowed, key=lambda c: (c.driver_bytes, c.ram_bytes))
     rejected = tuple(
