@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import opcode
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +34,7 @@ _OUT_OF_RAM = (
 )
 _COMMITMENT_LIMIT = 1455  # of Windows
 
+_NO_OPERATION = bytes([opcode.opmap["NOP"]])
 _OF_MODULE: tuple[str, ...] = ("__name__", "__loader__", "__spec__")  # by which the lines of its source are found
 
 
@@ -123,6 +125,8 @@ def _empty_frame(frame: FrameType) -> FrameType:
     shown = ["co_name", "co_filename", "co_firstlineno"]
     shown += ["co_qualname", "co_linetable"] if sys.version_info >= (3, 11) else []
     told: dict[str, Any] = {name: getattr(code, name) for name in shown}
+    # As long as the table: where calls are traced, Python writes the line of each instruction to memory of that size.
+    told["co_code"] = _never_started.__code__.co_code.ljust(len(code.co_code), _NO_OPERATION)
     module = {name: known[name] for name in _OF_MODULE if name in known}
     return FunctionType(_never_started.__code__.replace(**told), module)().gi_frame
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import sys
 import threading
 import traceback
 import weakref
@@ -182,6 +183,31 @@ def test_caught_error_is_shown_as_before_and_holds_nothing(fail: Any, things: Ca
     for _ in range(2):
         release_frames(caught.value)
         assert traceback.format_exception(caught.value) == before
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="lines have no table that is read so")
+@pytest.mark.parametrize("fail", WAYS)
+def test_frames_are_let_go_of_where_calls_are_traced(fail: Any, things: Callable[[], Thing]) -> None:
+    """By a debugger, a measure of coverage, or hypothesis: Python keeps a line for each instruction of what is called.
+
+    A table of lines that told of more instructions than there are would be written beyond the end of that memory.
+    """
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fail(things)
+    release_frames(caught.value)
+    for frame, _ in traceback.walk_tb(caught.value.__traceback__):
+        assert 2 * len(list(frame.f_code.co_positions())) <= len(frame.f_code.co_code), frame
+
+    def tracer(*_: Any) -> Any:
+        return tracer
+
+    before, shown = sys.gettrace(), traceback.format_exception(caught.value)
+    sys.settrace(tracer)
+    try:
+        release_frames(caught.value)
+    finally:
+        sys.settrace(before)
+    assert traceback.format_exception(caught.value) == shown
 
 
 @pytest.mark.parametrize("fail", WAYS)
