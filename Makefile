@@ -32,7 +32,7 @@ soak: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests -m soak
 	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
 		tests/pipelines/planning/test_plans.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
-		tests/bench
+		tests/memory/test_fault_mix.py tests/bench
 
 # All figures of this machine's CUDA card, in 9 minutes. Without one: make gpu ARGS=--dry
 gpu: .venv/test-ready

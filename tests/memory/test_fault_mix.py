@@ -34,7 +34,7 @@ from fault_points import KINDS, FaultError, InterruptProcessingException, raised
 from node_runner import run_node
 
 FAMILIES = ("auraflow", "zimage", "chroma")
-RUNS, WARM_UP = 200, 50
+RUNS, WARM_UP = 200 if os.environ.get("BALLAST_SOAK") else 100, 50
 STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")
 
 
@@ -136,7 +136,7 @@ def held(graph: Graph) -> dict[str, int]:
     }
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
 def test_many_random_runs_leave_nothing(sim: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)

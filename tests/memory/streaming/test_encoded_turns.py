@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 BLOCKS, CPU = CallOrder(blocks=True), torch.device("cpu")  # as `compile` wants it
-WEIGHTS = [pytest.param(how, marks=pytest.mark.soak) for how in ("q8_0", "int8", "4 bit")]
+WEIGHTS = [
+    pytest.param("q8_0", marks=pytest.mark.long),
+    *(pytest.param(how, marks=pytest.mark.soak) for how in ("int8", "4 bit")),
+]
 
 
 class Bench:
