@@ -193,6 +193,8 @@ class Streamed(Placement):
             # The copies read host memory that may be dropped next, and write to what is freed here.
             self._queues.finish()
             if self._ring:
+                for place in self._ring.places:
+                    place.pending = None  # after an error each still knows the other, and would wait for the collector
                 self._ring.clear()
             self._ring = self._current = self._watch = None
             self._order.lost()

@@ -16,7 +16,7 @@ from ballast.memory.units.pieces import CallOrder
 from ballast.pipelines.sampling.kernels import kernels
 from encoded_folders import Pair
 from fault_points import KINDS, FaultError, InterruptProcessingException, raised_at
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
@@ -56,11 +56,17 @@ def bench(request: pytest.FixtureRequest, tiny_folders: Callable[[str], Path], t
 
 
 RUN = st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(-200_000, 200_000))
+# Of what comes in turn some lies in RAM, some comes from the disk, and a copy fails.
+HALF_IN_RAM = [
+    ((0.71, 0.51, True, -244), None),
+    ((0.0, 0.58, True, -1169), ("copy", 52, True)),
+]
 FAULT = st.none() | st.tuples(st.sampled_from(KINDS), st.integers(1, 400), st.booleans())
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=st.lists(st.tuples(RUN, FAULT), min_size=2, max_size=5))
+@example(runs=HALF_IN_RAM)
 def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: list[Any]) -> None:
     """One run after another: the latents of plain weights, or the error that was raised; books are bytes."""
     mgr = manager("sim")
