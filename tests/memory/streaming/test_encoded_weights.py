@@ -140,7 +140,7 @@ def test_tiny_models_take_what_is_planned(
     least, most = peak("leafwise"), peak("resident")
     peak("streamed")
     peak("auto", (least + most) // 2)
-    assert peak("resident", most) == most and len(planned) > 2, "what there is room for is used"
+    assert peak("resident", most) == most and len(planned) > 1, "what there is room for is used"
 
 
 @pytest.mark.parametrize("way", [pytest.param("resident", marks=pytest.mark.soak), "streamed", "from disk"])
