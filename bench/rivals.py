@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.streaming.placement import Resident
+from ..memory.streaming.resident import Resident
 from ..memory.units.structure import block_lists
 from .stream import Regime, streamed
 

@@ -23,7 +23,7 @@ from ..memory.planning.forecast import UnitForecast
 from ..memory.planning.planner import PieceSize, UnitSizes
 from ..memory.planning.solver import arrange
 from ..memory.rates import Rates
-from ..memory.streaming.placement import Resident
+from ..memory.streaming.resident import Resident
 from ..memory.streaming.stream import Streamed
 from ..memory.units import hostbuffer
 from ..memory.units.pieces import CallOrder, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -169,6 +170,14 @@ class Accelerator:
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.pages_above is not None
         return is_wddm(self.device.type)
+
+    @property
+    def simulated_disk(self) -> Callable[[int], Any] | None:
+        """What lets a simulated disk read so many bytes, and tells the event that they have come; None for real ones.
+
+        The event is None where the disk takes no time.
+        """
+        return getattr(self._module, "read_from_disk", None)
 
     @property
     def attention(self) -> str:

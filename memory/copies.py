@@ -56,6 +56,14 @@ class HostCopies:
         staying = [u for u in self._everyone() if u is not unit and (u.leases or u.pinned or not u.reloadable)]
         return self._budget.ram_bytes - sum(u.host_bytes for u in staying)
 
+    def spare_bytes(self) -> int:
+        """RAM of the budget that no copy takes."""
+        return self._budget.ram_bytes - sum(unit.host_bytes for unit in self._everyone())
+
+    def wanted_bytes(self, unit: ManagedModel) -> int:
+        """Bytes of the copies, other than a unit's, that somebody refers to."""
+        return sum(other.host_bytes for other in self._everyone() if other is not unit and not other.is_cached)
+
     def fixed_bytes(self) -> int:
         """Bytes of the copies that may not be dropped now."""
         droppable = self._droppable()

@@ -118,7 +118,7 @@ class MemoryManager:
     @property
     def disk_bytes_read(self) -> int:
         """Bytes of weights that have been read from files so far."""
-        return self._residents.disk_bytes_read
+        return self._residents.readings.disk_bytes
 
     @property
     def device_bytes_in(self) -> int:
@@ -273,7 +273,7 @@ class MemoryManager:
             if unit.leases == 0 and unit.placement is None:
                 self._residents.copies.keep_budget(unit)
             if failed and evict:
-                self._residents.stop_reading()
+                self._residents.readings.stop()
             else:
                 self._residents.read_ahead()
 
@@ -399,7 +399,7 @@ class MemoryManager:
     def stop_reading(self) -> None:
         """Give up what is being read to RAM of units that are not in place."""
         with self._lock:
-            self._residents.stop_reading()
+            self._residents.readings.stop()
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.

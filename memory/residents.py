@@ -6,7 +6,7 @@ all of this.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import logging
 import sys
@@ -19,17 +19,17 @@ from .accelerator import Accelerator
 from .books import Books
 from .budget import Budget
 from .copies import HostCopies
-from .errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
-from .host import management as host
+from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .planning.eviction import Use, choose_shrinks
-from .planning.fit import Demand, fitting_placements, ram_left, ram_pieces, sizes_of, why_no_ram, why_nothing_fits
-from .planning.planner import meant_by, window_bytes
+from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_nothing_fits
+from .planning.planner import meant_by
+from .readings import Readings
 from .reports.guests import guests_on
-from .reports.timeline import OnDevice, Progress, Timeline
+from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
 from .sizes import format_bytes
 from .streaming.choice import make_placement
-from .streaming.placement import Resident
+from .streaming.resident import Resident
 from .streaming.stream import Streamed
 from .streaming.timing import CallTimes
 from .units.unit import ManagedModel
@@ -49,19 +49,15 @@ class Residents:
         self.budget = Budget(accelerator, books.units, everyone)
         self.schedule = Schedule()
         self.timeline = Timeline(accelerator, self._on_device, lambda: guests_on(accelerator.device))
-        self.disk_bytes_read = 0
         self.device_bytes_in = 0
         self.work = WorkBook()
         self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
+        self.readings = Readings(accelerator, self.units, self.budget, self.copies, self.timeline, self._give_ram)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
-        # What was allocated when a unit was called, and what of that its stage held beside weights.
-        self._called: weakref.WeakKeyDictionary[ManagedModel, tuple[int, int]] = weakref.WeakKeyDictionary()
-        # The RAM that there was for units that have pieces there.
-        self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        # What was allocated when a unit was called, what of that its stage held beside weights, and what the unit had.
+        self._called: weakref.WeakKeyDictionary[ManagedModel, tuple[int, int, int, frozenset[int]]] = weakref.WeakKeyDictionary()
         # The working memory and the seconds that a placement was made for.
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
-        # What is being read to RAM while something runs.
-        self._coming_bytes: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
         self._whole: CallTimes[Work] = CallTimes(self.device)
 
@@ -100,8 +96,10 @@ class Residents:
 
     def runs(self, unit: ManagedModel) -> None:
         """Note that a unit is about to run."""
-        self._called[unit] = self.timeline.record("call", unit).allocated_bytes, self.budget.live_bytes
+        allocated = self.timeline.record("call", unit).allocated_bytes
         work, placement = self.work.of(unit), unit.placement
+        decoded = placement.decoded if isinstance(placement, Resident) else frozenset()
+        self._called[unit] = allocated, self.budget.live_bytes, unit.resident_bytes, decoded
         learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
         if learns and isinstance(placement, Streamed) and placement.time_call():
             self._timed[unit] = work
@@ -111,17 +109,17 @@ class Residents:
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
         if called := self._called.pop(unit, None):
-            before, held_bytes = called
+            before, held_bytes, had_bytes, decoded = called
             peak = self._came(unit, "ran")
-            if not failed:
-                decoded = unit.placement.decoded if isinstance(unit.placement, Resident) else ()
-                self.work.took(unit, peak - before, held_bytes, decoded)
+            if not failed:  # nor do weights count that were decoded for good meanwhile
+                measured = peak - before - max(0, unit.resident_bytes - had_bytes)
+                self.work.took(unit, measured, held_bytes, decoded)
         if unit.placement is not None:
             unit.placement.rest(failed)
             if isinstance(unit.placement, Resident):
                 self._whole.ended(unit, failed)
             self._learn(unit)
-        self._has_come(unit)
+        self.readings.has_come(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
@@ -181,35 +179,6 @@ class Residents:
         self.books.forget()
         self.copies.keep_budget()
 
-    # RAM
-
-    def _make_ram(self, unit: ManagedModel, kind: str) -> bool:
-        """Make RAM for a unit's weights. False, and nothing is done, if the budget has none or they are best left.
-
-        An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
-        """
-        if unit.size_bytes > self._left_for(unit, kind):
-            return False
-        coming = unit.size_bytes - unit.host_bytes
-        best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
-        if self._ram_missing(coming) > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
-            return False
-        self._take_ram(unit, coming)
-        return True
-
-    def _ram_missing(self, coming_bytes: int) -> int:
-        """What is missing of RAM for so many bytes more, when all copies that may be dropped now have been."""
-        return self.copies.fixed_bytes() + coming_bytes - self.budget.ram_bytes
-
-    def _take_ram(self, unit: ManagedModel, coming_bytes: int) -> None:
-        """Let others give up what a unit takes more in RAM, those on the device last."""
-        missing = self._ram_missing(coming_bytes)
-        for other in [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]:
-            if missing > 0:
-                missing -= other.host_bytes
-                self.evict(other)
-        self.copies.keep_budget(unit, coming_bytes)
-
     def _lies_wrong(self, unit: ManagedModel) -> bool:
         """Whether a unit that is in place has less in RAM than there could be, or more, or cannot run on.
 
@@ -219,11 +188,11 @@ class Residents:
             return False
         if not unit.in_ram and unit.is_stale():
             return True
-        fits = unit.size_bytes <= self._left_for(unit, unit.placement.name)
+        fits = unit.size_bytes <= self.readings.left_for(unit, unit.placement.name)
         stated = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return stated and not fits
-        return fits or (stated and self._held_in.get(unit, 0) != self._ram_for(unit)[0])
+        return fits or (stated and (self.readings.held_in(unit) or 0) != self.readings.ram_for(unit)[0])
 
     # How a unit comes
 
@@ -255,10 +224,12 @@ class Residents:
                 raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
             try:
-                self._load(unit, kind)
+                self.readings.load(unit, kind, functools.partial(self._ram_pieces, unit, kind))
                 self._make_room(unit, kind)
                 loads = self._demand(unit).loads if kind == "streamed" else None
-                placement = make_placement(unit, kind, self.device, self._weights(unit, kind), loads)
+                placement = make_placement(
+                    unit, kind, self.device, self._weights(unit, kind), loads, self.readings.incoming(unit)
+                )
                 placement.place()
             except Exception as error:
                 short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
@@ -272,111 +243,16 @@ class Residents:
                 self._came(unit, "place")
                 return
 
-    def _load(self, unit: ManagedModel, kind: str) -> None:
-        """Bring a unit to RAM, unless it does not fit there and can run from disk.
-
-        Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
-        """
-        limit = self.budget.ram_limit
-        if unit.reading and unit.reading.failed:
-            unit.give_up_reading()
-        stays = limit is None and not self.accelerator.is_unified
-        if unit.in_ram and (stays or not unit.reloadable or unit.size_bytes <= self._left_for(unit, kind)):
-            self.copies.keep_budget(unit)
-            if kind == "cpu":
-                unit.load()
-            return
-        if not self._make_ram(unit, kind):
-            if kind != "cpu" and unit.source() is not None:
-                self._hold(unit, kind)
-                return
-            if dropped := unit.drop():
-                self.timeline.record("drop", unit, dropped)
-            if limit is not None:
-                raise DoesNotFitError(why_no_ram(unit, kind, self.copies.left_for(unit), limit))
-            self.copies.keep_budget(unit, unit.size_bytes)
-        self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), unit.size_bytes, kind)
-
-    def _hold(self, unit: ManagedModel, kind: str) -> None:
-        """Let RAM hold what it can of a unit, and what it is best to."""
-        room, spare = self._ram_for(unit)
-        self._held_in[unit] = room
-        pieces, wanted = ram_pieces(self._demand(unit, short=True), kind, self._weights(unit, kind), spare)
-        if dropped := unit.keep(pieces):
-            self.timeline.record("drop", unit, dropped)
-        self._take_ram(unit, max(0, wanted - unit.host_bytes))
-        if pieces - unit.held:
-            self._read(unit, lambda look: unit.hold(pieces, look), wanted, kind)
-
-    def _ram_for(self, unit: ManagedModel) -> tuple[int, int]:
-        """RAM for the pieces of a unit that cannot have all, and as much as there is without taking it from others.
-
-        An encoder, which is read once wherever to, takes none from others.
-        """
-        spare = self.budget.ram_bytes - sum(u.host_bytes for u in self.everyone() if u is not unit and not u.is_cached)
-        spare = ram_left(unit, spare, self.accelerator.is_unified)
-        return (spare if unit.role == "text_encoder" else self._left_for(unit)), spare
-
-    def _left_for(self, unit: ManagedModel, kind: str = "") -> int:
-        room = self.copies.left_for(unit)
-        return room if kind == "cpu" else ram_left(unit, room, self.accelerator.is_unified)
-
-    def _read(self, unit: ManagedModel, read: Callable[[Callable[[int], None]], int], wanted: int, kind: str) -> None:
-        """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""
-        self.timeline.record("read", unit, wanted)
-        try:
-            came = read(self._looking(unit))
-        except Exception as error:
-            if not is_out_of_ram(error) or kind == "cpu" or unit.source() is None:
-                raise
-            release_frames(error)
-            log.warning("Ballast: %s runs from disk: %s", unit.name, str(error))
-            self.copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
-            return
-        self.disk_bytes_read += came
-        if came and unit.reading:
-            self._coming_bytes[unit] = came
-        elif came:
-            self.timeline.record("load", unit, came)
-
-    def _has_come(self, unit: ManagedModel) -> None:
-        """Note that a unit is in RAM, if it was read while it ran, or others did."""
-        unit.forget_reading()
-        if not unit.reading and (came := self._coming_bytes.pop(unit, 0)) and unit.in_ram:  # not dropped meanwhile
-            self.timeline.record("load", unit, came)
+    def _give_ram(self, wanted: ManagedModel, missing_bytes: int) -> None:
+        """Let others leave the device, so that their copies may go, as far as so much RAM is missing."""
+        for other in [u for u in self.evictable(wanted) if u.host_bytes and u.reloadable]:
+            if missing_bytes > 0:
+                missing_bytes -= other.host_bytes
+                self.evict(other)
 
     def read_ahead(self) -> None:
-        """Begin to read what runs next, where RAM has room for it beside all that is there, and nothing else is read.
-
-        Its disk is left to a unit that runs from there.
-        """
-        for unit in self.units():
-            self._has_come(unit)
-        beside = not (self.accelerator.is_cpu or self.accelerator.is_unified)
-        if not beside or any(u.reading or (u.leases and not u.in_ram) for u in self.units()):
-            return
-        for unit in [unit for unit in self.schedule.units() if not unit.in_ram][:1]:
-            self._begin_to_read(unit)
-
-    def _begin_to_read(self, unit: ManagedModel) -> None:
-        if unit.placement or unit.leases or not unit.reloadable or unit not in self.units():
-            return
-        spare = self.budget.ram_bytes - sum(other.host_bytes for other in self.everyone())
-        if unit.size_bytes - unit.host_bytes > spare:
-            return
-        with contextlib.suppress(OSError, ValueError, MemoryError):  # of which it is told when it runs
-            if came := unit.read_ahead(self._looking(unit)):
-                self.timeline.record("read", unit, unit.size_bytes)
-                self.disk_bytes_read += came
-                self._coming_bytes[unit] = came
-
-    def stop_reading(self) -> None:
-        """Give up what is being read of units that are not in place."""
-        for unit in self.units():
-            self._has_come(unit)
-            if unit.reading and unit.placement is None:
-                self._coming_bytes.pop(unit, None)
-                unit.give_up_reading()
+        """Begin to read what runs next."""
+        self.readings.read_ahead(self.schedule.units())
 
     def keep_made(self, unit: ManagedModel) -> None:
         """Encode a unit's weights into their file, if it is to have one and there is none yet."""
@@ -385,20 +261,7 @@ class Residents:
         self.evict(unit)
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
-        unit.keep_made(self._looking(unit, "encoding", unmade))
-
-    def _looking(self, unit: ManagedModel, doing: Progress = "reading", total_bytes: int = 0) -> Callable[[int], None]:
-        """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
-        told, step = 0, max(1, (total_bytes or unit.size_bytes) // 100)
-
-        def look(read: int) -> None:
-            nonlocal told
-            host.throw_if_interrupted()
-            if read - told >= step:
-                told = read
-                self.timeline.tell(doing, unit, read)
-
-        return look
+        unit.keep_made(self.readings.looking(unit, "encoding", unmade))
 
     def _room_bytes(self, unit: ManagedModel) -> int:
         """What a unit could have once everything that may leave has left."""
@@ -422,8 +285,11 @@ class Residents:
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
         """What a unit wants, with the RAM that there was for it where that does not hold all, or is `short` now."""
         demand = self._wants(unit)
-        ram_bytes = None if unit.in_ram and not short else self._held_in.get(unit)
+        ram_bytes = None if unit.in_ram and not short else self.readings.held_in(unit)
         return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
+
+    def _ram_pieces(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
+        return ram_pieces(self._demand(unit, short=True), kind, self._weights(unit, kind), spare_bytes)
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
         """Evict what must leave, of ours by the policy and of the host's by its own."""
@@ -458,9 +324,12 @@ class Residents:
 
     def _complete(self, unit: ManagedModel) -> None:
         """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
-        if isinstance(unit.placement, Resident) and not unit.placement.is_whole:
+        if not isinstance(unit.placement, Resident):
+            return
+        if is_short := not unit.placement.is_whole:
             self._make_room(unit, "resident")
-            unit.placement.complete()
+        unit.placement.complete()
+        if is_short:
             self._came(unit, "place")
 
     def _coming(self) -> list[Use] | None:
@@ -476,7 +345,7 @@ class Residents:
         """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
         came = unit.placement.take_bytes_in() if unit.placement else 0
         self.device_bytes_in += came
-        self.disk_bytes_read += unit.placement.take_bytes_read() if unit.placement else 0
+        self.readings.disk_bytes += unit.placement.take_bytes_read() if unit.placement else 0
         return self.timeline.record(kind, unit, came).peak_bytes
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:

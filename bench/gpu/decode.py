@@ -13,7 +13,7 @@ from torch import nn
 from ...memory import striped
 from ...memory.probe import rates
 from ...memory.sizes import format_bytes
-from ...memory.streaming.placement import Resident
+from ...memory.streaming.resident import Resident
 from ...memory.striped import Traffic
 from ...pipelines.decoding.decode import pace
 from ...pipelines.decoding.precision import full_float32

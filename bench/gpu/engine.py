@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...memory.streaming.placement import Resident
+from ...memory.streaming.resident import Resident
 from .. import models, stream
 from ..encoded import encode
 from ..stream import Regime

@@ -5,21 +5,28 @@ from __future__ import annotations
 import torch
 
 from ..planning.solver import Loads
+from ..units.incoming import NOTHING, Incoming
 from ..units.unit import ManagedModel
-from .placement import Cpu, Placement, Resident
+from .placement import Cpu, Placement
+from .resident import Resident
 from .stream import Streamed
 
 
 def make_placement(
-    unit: ManagedModel, kind: str, device: torch.device, weights_bytes: int, loads: Loads | None = None
+    unit: ManagedModel,
+    kind: str,
+    device: torch.device,
+    weights_bytes: int,
+    loads: Loads | None = None,
+    incoming: Incoming = NOTHING,
 ) -> Placement:
     """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device.
 
-    What is not in RAM comes from disk. `loads` say what its pieces compute.
+    What is not in RAM comes from disk, save what is `incoming`. `loads` say what its pieces compute.
     """
     source = None if unit.in_ram else unit.source()
     if kind == "streamed":
-        return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads, reading=unit.reading)
+        return Streamed(unit.module, device, weights_bytes, source, unit.calls, loads, incoming=incoming)
     if kind == "resident":
-        return Resident(unit.module, device, source, unit.calls, weights_bytes, reading=unit.reading)
+        return Resident(unit.module, device, source, unit.calls, weights_bytes, incoming=incoming)
     return Cpu(unit.module, torch.device("cpu"), source, unit.calls)

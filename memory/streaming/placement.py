@@ -1,7 +1,7 @@
 """How a leased unit sits: put in place, and taken away without copying a weight back.
 
-`resident`: all weights on the device. `cpu`: the unit runs where its weights are. `streamed`, in `stream`: some pieces
-resident, the rest through a ring. Tables of embeddings are never on the device.
+`cpu`: the unit runs where its weights are. `resident`, in a file of its own: all weights on the device. `streamed`, in
+`stream`: some pieces resident, the rest through a ring. Tables of embeddings are never on the device.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..planning.decoded import decoded_for_good
 from ..units.calls import Forward, interpose
 from ..units.encoding import Source
+from ..units.incoming import NOTHING, Incoming
 from ..units.loading import find_stored
 from ..units.pieces import CallOrder, Owner, divide, encoded, nbytes_of
-from ..units.reader import Reading
 from ..units.structure import Slot, slots
 from ..units.tables import LookUp, rows_of
 from ..vocabulary import PlacementName
+from .arrivals import Arrivals
 from .decoding import Workspace, decode
 from .queues import Queues
 from .ring import Piece
@@ -58,7 +58,7 @@ class Placement:
         source: Mapping[str, Source] | None = None,
         calls: CallOrder | None = None,
         *,
-        reading: Reading | None = None,
+        incoming: Incoming = NOTHING,
     ) -> None:
         self.module = module
         self.device = device
@@ -82,7 +82,9 @@ class Placement:
         here = {id(slot.tensor) for slot in self.host_slots if not slot.tensor.is_meta}
         self._found = {key: at for key, at in found.items() if key not in here}
         streaming = self._pieces if self._streams else []
-        self._supply = Supply(streaming, self._queues, self._found, largest, reading)
+        self._supply = Supply(streaming, self._queues, self._found, largest, incoming)
+        self._arrivals = Arrivals(self._pieces, self._supply, self._queues)
+        self._gates: dict[Piece, list[Callable[[], None]]] = {}
 
     def place(self) -> None:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
@@ -121,13 +123,19 @@ class Placement:
 
     def take_bytes_in(self) -> int:
         """Bytes of weights copied to the device since this was last asked."""
+        self._count()
         taken, self._bytes_in = self._bytes_in, 0
         return taken
 
     def take_bytes_read(self) -> int:
         """Those of them that were not in RAM."""
+        self._count()
         taken, self._bytes_read = self._bytes_read, 0
         return taken
+
+    def _count(self) -> None:
+        came, read = self._arrivals.take_bytes()
+        self._bytes_in, self._bytes_read = self._bytes_in + came, self._bytes_read + read
 
     def goes_with(self, unit: object) -> None:
         """Let the module be taken away at once when the unit that it is of is deleted."""
@@ -139,6 +147,7 @@ class Placement:
         if self._last_resort is not None:
             self._last_resort.detach()
         with torch.inference_mode():
+            self._close_gates()
             while self._undo:
                 self._undo.pop()()
             for slot in self.host_slots:
@@ -161,6 +170,7 @@ class Placement:
         (slot,) = table.slots
         weight = slot.tensor
         self._supply.await_ram([weight])
+        self._supply.await_disk([weight])
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
             rows = rows_of(slot, self._found.get(id(weight)), ids.cpu()).to(self.device)
@@ -179,6 +189,7 @@ class Placement:
         for slot in moving:
             if id(slot.tensor) not in copies:
                 self._supply.await_ram([slot.tensor])
+                self._supply.await_disk([slot.tensor])
                 copies[id(slot.tensor)] = slot.tensor.detach().to(self.device)
                 came += slot.tensor.nbytes
             slot.set(copies[id(slot.tensor)])
@@ -186,8 +197,9 @@ class Placement:
         self._bytes_in += came
 
     def _move_rest(self) -> None:
-        """Bring what is in no piece, and decode it for good: who reads it is not known."""
+        """Bring what is in no piece, and decode it for good: who reads it is not known. It comes before all others."""
         self._move(self._rest)
+        self._supply.begin()
         self.resident_bytes += decode_for_good(self._rest) - nbytes_of([slot for slot, _ in encoded(self._rest)])
 
     def _decode_calls(self) -> None:
@@ -211,28 +223,29 @@ class Placement:
         """Whether a tensor lies where other weights come to."""
         return self._workspace.holds(tensor)
 
-    @contextlib.contextmanager
-    def _windows(self) -> Iterator[None]:
-        """Windows to read through, for the time of one move."""
-        self._supply.open()
-        try:
-            yield
-        finally:
-            self._supply.close()
+    def _open_gates(self, pieces: Sequence[Piece]) -> None:
+        """Let the calls of these pieces' modules pass by `_gate`."""
+        for piece in pieces:
+            if piece not in self._gates:
+                gates = [(owner.module, functools.partial(self._gate, piece)) for owner in piece.owners]
+                self._gates[piece] = [interpose(module, gate) for module, gate in gates]
+
+    def _close_gates(self) -> None:
+        for undo in (undo for gates in self._gates.values() for undo in gates):
+            undo()
+        self._gates.clear()
+
+    def _gate(self, piece: Piece, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)
 
     def _bring(self, piece: Piece) -> None:
-        """Let a piece stay; on any failure it is where it was."""
-        before = self.resident_bytes
-        try:
-            self._move(piece.slots)
-            piece.resident = True
-        except BaseException:
-            piece.restore()
-            self.resident_bytes = before
-            raise
+        """Let a piece stay: the device has room for it from now on, and its weights when it is called."""
+        self.resident_bytes += self._arrivals.expect(piece)
+        piece.resident = True
 
     def _give_up(self, piece: Piece) -> None:
         """Let a piece stay no longer."""
+        self._arrivals.forget(piece)
         piece.restore()
         self.resident_bytes -= piece.resident_bytes
         piece.resident = piece.decoded = False
@@ -247,78 +260,6 @@ def decode_for_good(slots: Sequence[Slot]) -> int:
             decoded[id(slot.tensor)] = decode(codec, slot.here)
         slot.here, slot.holder[slot.key] = None, decoded[id(slot.tensor)]
     return sum(tensor.nbytes for tensor in decoded.values())
-
-
-class Resident(Placement):
-    """All weights on the device. Between calls pieces may leave; `complete` must bring them back before the next.
-
-    Of encoded pieces those are decoded for good that there is room for, within `weights_bytes` in all.
-    """
-
-    name = "resident"
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        source: Mapping[str, Source] | None = None,
-        calls: CallOrder | None = None,
-        weights_bytes: int = 0,
-        *,
-        reading: Reading | None = None,
-    ) -> None:
-        super().__init__(module, device, source, calls, reading=reading)
-        self._weights_bytes = weights_bytes
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all pieces are there."""
-        return all(piece.resident for piece in self._pieces)
-
-    @property
-    def decoded(self) -> frozenset[int]:
-        """Which of the pieces that are called are decoded for good."""
-        called = [piece for piece in self._pieces if piece.called]
-        return frozenset(i for i, piece in enumerate(called) if piece.decoded)
-
-    def _place(self) -> None:
-        with self._windows():
-            self._move_rest()
-            self._move([slot for piece in self._pieces for slot in piece.slots])
-        for piece in self._pieces:
-            piece.resident = True
-        self._place_tables()
-        self._decode_calls()
-        called = [piece for piece in self._pieces if piece.called]
-        for i in sorted(decoded_for_good(called, self._weights_bytes - self.resident_bytes)[0]):
-            before = called[i].resident_bytes
-            decode_for_good(called[i].slots)
-            called[i].decoded = True
-            self.resident_bytes += called[i].resident_bytes - before
-
-    def shrink(self, bytes: int) -> int:
-        before = self.resident_bytes
-        for piece in self._pieces:
-            if piece.resident and before - self.resident_bytes < bytes:
-                self._give_up(piece)
-        return before - self.resident_bytes
-
-    def grow(self, bytes: int) -> int:
-        before = self.resident_bytes
-        if self.is_whole:
-            return 0
-        with outside_inference(), self._windows():
-            for piece in self._pieces:
-                if not piece.resident and self.resident_bytes - before + piece.held_bytes <= bytes:
-                    self._bring(piece)
-        return self.resident_bytes - before
-
-    def complete(self) -> None:
-        self.grow(sum(piece.held_bytes for piece in self._pieces))
-
-    def _remove(self) -> None:
-        for piece in self._pieces:
-            piece.resident = piece.decoded = False
 
 
 class Cpu(Placement):

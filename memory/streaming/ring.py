@@ -11,6 +11,7 @@ import torch
 from ..planning.ring import offsets
 from ..units.hostbuffer import layout, pack, pin, place_of, unpin
 from ..units.pieces import PieceWeights
+from ..units.structure import Slot
 from .queues import Queues
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, and to
@@ -27,9 +28,9 @@ class Piece(PieceWeights):
     resident: bool = False
     decoded: bool = False  # for good, while it is resident
     place: Place | None = None  # in the ring
-    owed: list[Copy] = field(default_factory=list)  # while it is resident: what has not been sent to the device
-    arrived: Any = None  # event: what was owed is there, to be waited for once
-    coming: list[Copy] = field(default_factory=list)  # until then
+    owed: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)  # its room, until the weights are there
+    sent: bool = False  # their copies have been queued
+    arrived: Any = None  # event: they are there; before they are sent, the room is free
     undo: list[Callable[[], Any]] = field(default_factory=list)
 
     @property

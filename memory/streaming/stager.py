@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +59,7 @@ class _Chunk:
     parts: list[Part] = field(default_factory=list)
     targets: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     end: int = 0
+    is_last: bool = False  # of its group
 
 
 class Stager:
@@ -149,22 +150,36 @@ class Stager:
 
     def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
         """Read weights to contiguous tensors on the device; their copies are queued where the caller computes."""
+        for _ in self.bringing([targets]):
+            pass
+
+    def bringing(self, groups: Iterable[Sequence[tuple[Stored, torch.Tensor]]]) -> Generator[None, None, None]:
+        """The same group by group: one has come at each step, while what follows is read as far as windows are idle."""
         under_way: deque[tuple[_Fill, _Chunk]] = deque()
         try:
-            for chunk in self._chunks(targets):
-                with self._changed:
-                    while not (idle := self._idle()):
-                        if under_way:
-                            self._deliver(*under_way.popleft())
-                        else:
-                            self._wait_for_window()
-                    under_way.append((self._begin(None, chunk.parts, idle), chunk))
-                    under_way[-1][0].taken = True
+            for targets in groups:
+                for chunk in self._chunks(targets):
+                    while not (fill := self._begin_chunk(chunk, not under_way)):
+                        if self._deliver(*under_way.popleft()):
+                            yield
+                    under_way.append((fill, chunk))
             while under_way:
-                self._deliver(*under_way.popleft())
+                if self._deliver(*under_way.popleft()):
+                    yield
         finally:
             for fill, _ in under_way:
                 fill.taken = False
+
+    def _begin_chunk(self, chunk: _Chunk, waits: bool) -> _Fill | None:
+        """Begin to read a chunk, if there is a window for it, or it waits for one."""
+        with self._changed:
+            while not (idle := self._idle()):
+                if not waits:
+                    return None
+                self._wait_for_window()
+            fill = self._begin(None, chunk.parts, idle)
+            fill.taken = True
+            return fill
 
     def settle(self) -> None:
         """Wait until nothing is being read."""
@@ -266,7 +281,8 @@ class Stager:
         if self._closed:
             raise RuntimeError(_TAKEN_AWAY)
 
-    def _deliver(self, fill: _Fill, chunk: _Chunk) -> None:
+    def _deliver(self, fill: _Fill, chunk: _Chunk) -> bool:
+        """Wait for a chunk and queue its copies. Returns whether it is the last of its group."""
         with self._changed:
             try:
                 host.throw_if_interrupted()
@@ -281,6 +297,7 @@ class Stager:
                 finally:  # also of those copies that were queued before an interrupt
                     self._queues.mark(fill.window.copied)
                 fill.window.fill = None
+                return chunk.is_last
             finally:
                 fill.taken = False
 
@@ -297,8 +314,8 @@ class Stager:
                 chunk.parts.append(replace(piece, at=chunk.end))
                 chunk.targets.append((flat[piece.at : piece.at + size], chunk.end))
                 chunk.end += -(-size // hostbuffer.ALIGNMENT_BYTES) * hostbuffer.ALIGNMENT_BYTES
-        if chunk.parts:
-            yield chunk
+        chunk.is_last = True
+        yield chunk
 
     # In the threads
 

@@ -8,7 +8,6 @@ and nothing comes back.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,10 +21,10 @@ from ..host import management as host
 from ..planning.measured import Measured
 from ..planning.solver import Arrangement, Loads, arrange, least_bytes
 from ..sizes import format_bytes
-from ..units.calls import Forward, interpose
+from ..units.calls import Forward
 from ..units.encoding import Source
-from ..units.pieces import CallOrder, Owner, plain_bytes_of
-from ..units.reader import Reading
+from ..units.incoming import NOTHING, Incoming
+from ..units.pieces import CallOrder, plain_bytes_of
 from .order import Order
 from .placement import Placement, decode_for_good, outside_inference
 from .ring import Piece, Place, Ring
@@ -59,13 +58,12 @@ class Streamed(Placement):
         calls: CallOrder | None = None,
         loads: Loads | None = None,
         *,
-        reading: Reading | None = None,
+        incoming: Incoming = NOTHING,
     ) -> None:
-        super().__init__(module, device, source, calls, reading=reading)
+        super().__init__(module, device, source, calls, incoming=incoming)
         self._lock = threading.RLock()
         self._ring: Ring | None = None
         self._current: Piece | None = None  # the one that runs
-        self._owing: list[Piece] = []  # that stay, and have not been sent
         self._watch: Stopwatch | None = None  # of the call that is timed, until it is read
         self._steady = False  # the last call has brought everything, and ended well
         self._called = [piece for piece in self._pieces if piece.called]
@@ -137,6 +135,8 @@ class Streamed(Placement):
             if failed:
                 self._order.lost()
             elif last:
+                if any(piece.resident and not (piece.decoded or piece.owed) for piece in self._to_decode()):
+                    self._settle()
                 self._fetch(last)
 
     def time_call(self) -> bool:
@@ -180,9 +180,7 @@ class Streamed(Placement):
         self._settle()
         self._place_tables()
         self._decode_calls()
-        for piece in self._pieces:
-            for owner in piece.owners:
-                self._undo.append(interpose(owner.module, functools.partial(self._gate, piece, owner)))
+        self._open_gates(self._pieces)
         self._placed = True
         if self._called:
             self._fetch(self._called[-1])
@@ -200,15 +198,14 @@ class Streamed(Placement):
             self._order.lost()
             self._order.forget()
             self._placed = self._unsettled = self._steady = False
-            self._owing.clear()
+            self._arrivals.clear()
             for piece in self._pieces:
                 piece.resident = piece.decoded = False
                 piece.place = None
-                piece.owed, piece.coming, piece.arrived = [], [], None
 
     # The gates at each call
 
-    def _gate(self, piece: Piece, owner: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def _gate(self, piece: Piece, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self._current is not piece:
             self._enter(piece)
         result = forward(*args, **kwargs)
@@ -216,17 +213,16 @@ class Streamed(Placement):
 
     def _enter(self, piece: Piece) -> None:
         host.throw_if_interrupted()
-        self._supply.await_ram(piece.hosts or [tensor for tensor, _ in piece.owed])  # without the lock, as below
+        if piece.resident:  # without the lock, as below
+            self._arrivals.await_ram(piece)
+        else:
+            self._supply.await_ram(piece.hosts)
         with self._lock:
             self._leave()
             if not (piece.resident or piece.place):
                 with outside_inference():
                     self._bring(piece)  # thought never to be called, and too large for the ring
-            if piece.owed:
-                self._send(piece)
-            if piece.coming:
-                self._queues.wait(piece.arrived)
-                piece.coming, piece.arrived = [], None
+            self._arrivals.enter(piece)
             self._current, place = piece, piece.place
             self._order.called(piece)
             if place:
@@ -259,7 +255,7 @@ class Streamed(Placement):
     def _fetch(self, piece: Piece) -> None:
         """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""
         if self._ring is None:
-            self._send_before(None)
+            self._arrivals.send_before(None, self._current)
             return
         upcoming = self._order.after(piece, self._ring.most_at_a_time)
         kept: list[Place | None] = [self._current.place if self._current else None]
@@ -269,40 +265,13 @@ class Streamed(Placement):
             if not place.holds:
                 if any(other in kept for other in place.overlaps) or not self._supply.has_room(following):
                     break
-                if self._owing and not self._send_before(following):
+                if self._arrivals.owes and not self._arrivals.send_before(following, self._current):
                     break
                 self._load(place)
             kept.append(place)
         if self._supply.reach:
-            self._supply.ahead(self._order.after(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH))
-
-    def _send_before(self, following: Piece | None) -> bool:
-        """Queue the copies of what stays and is called before another piece, as far as it has come to RAM.
-
-        One stream copies all, in the order of the calls. Returns whether nothing is left of it.
-        """
-        upto = self._called.index(following) if following and following.called else len(self._called)
-        now = self._called.index(self._current) if self._current and self._current.called else -1
-        for piece in list(self._owing) if upto <= now else [p for p in self._owing if self._called.index(p) < upto]:
-            if self._supply.is_on_disk(piece) or not self._supply.in_ram([tensor for tensor, _ in piece.owed]):
-                return False
-            self._send(piece)
-        return True
-
-    def _send(self, piece: Piece) -> None:
-        """Queue the copies of a piece that stays, behind what used their bytes before."""
-        self._supply.await_ram([tensor for tensor, _ in piece.owed])
-        on_disk = [copy for copy in piece.owed if id(copy[0]) in self._found]
-        self._supply.fill(on_disk)
-        self._bytes_read += sum(target.nbytes for _, target in on_disk)
-        freed, done = piece.arrived, self._queues.event()
-        for source, target in piece.owed:
-            if id(source) not in self._found:
-                self._queues.copy(target, source, [freed] if freed else [], done)
-            self._bytes_in += target.nbytes
-        piece.coming, piece.owed = piece.owed, []
-        piece.arrived = done if len(on_disk) < len(piece.coming) else None
-        self._owing.remove(piece)
+            upcoming = self._order.after(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH)
+            self._supply.ahead(self._arrivals.before_disk(upcoming, self._current))
 
     def _load(self, place: Place) -> None:
         assert self._ring is not None
@@ -314,26 +283,8 @@ class Streamed(Placement):
         if self._supply.is_on_disk(place.piece):
             self._bytes_read += place.piece.stored_bytes
 
-    def _bring(self, piece: Piece) -> None:
-        """Let a piece stay: the device has room for it from now on, and its weights when it runs."""
-        tensors = {id(slot.tensor): slot.tensor.detach() for slot in piece.slots}
-        fresh = {key: torch.empty_like(tensor, device=self.device) for key, tensor in tensors.items()}
-        for slot in piece.slots:
-            slot.set(fresh[id(slot.tensor)])
-        piece.owed = [(slot.tensor, fresh[id(slot.tensor)]) for slot in {id(s.tensor): s for s in piece.slots}.values()]
-        piece.arrived = self._queues.event()
-        self._queues.mark(piece.arrived)  # work that is queued may still read what was there before
-        piece.resident = True
-        self._owing.append(piece)
-        self.resident_bytes += sum(tensor.nbytes for tensor in fresh.values())
-
     def _keep_decoded(self, piece: Piece) -> None:
         """Let a piece that stays do so decoded."""
-        if piece.owed:
-            self._send(piece)
-        if piece.coming:
-            self._queues.wait(piece.arrived)
-            piece.coming, piece.arrived = [], None
         try:
             decode_for_good(piece.slots)
         except BaseException:
@@ -341,14 +292,6 @@ class Streamed(Placement):
             raise
         self.resident_bytes += piece.plain_bytes - piece.held_bytes
         piece.decoded = True
-
-    def _give_up(self, piece: Piece) -> None:
-        if piece.coming and piece.arrived:
-            self._queues.finish()  # the copies into what is freed here
-        if piece.owed:
-            self._owing.remove(piece)
-        piece.owed, piece.coming, piece.arrived = [], [], None
-        super()._give_up(piece)
 
     # What streams and what stays
 
@@ -371,6 +314,10 @@ class Streamed(Placement):
     def _streaming(self) -> list[Piece]:
         return [self._called[i] for i in self._arrangement.streamed]
 
+    def _to_decode(self) -> list[Piece]:
+        """What is to stay decoded, from the end of the call that it comes in."""
+        return [self._called[i] for i in self._arrangement.decoded]
+
     def _planned_bytes(self, arrangement: Arrangement | None = None) -> int:
         """What the weights take once everything is where it shall be."""
         return self._fixed_bytes + (arrangement or self._arrangement).device_bytes
@@ -392,7 +339,7 @@ class Streamed(Placement):
             self._watch = None  # pieces move meanwhile
         with outside_inference():
             streaming = self._streaming()
-            decoded = [self._called[i] for i in self._arrangement.decoded]
+            decoded = self._to_decode()
             stored_again = [piece for piece in self._called if piece.decoded and piece not in decoded]
             leaving = [piece for piece in streaming if piece.resident]
             for piece in streaming:
@@ -416,7 +363,7 @@ class Streamed(Placement):
                     if not (piece.resident or piece.place):
                         self._bring(piece)
                 for piece in decoded:
-                    if not piece.decoded:
+                    if not (piece.decoded or piece.owed):
                         self._keep_decoded(piece)
             except Exception as error:
                 if not is_out_of_memory(error) or not self._placed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +12,8 @@ from ..errors import release_frames
 from ..planning.ring import WINDOWS
 from ..units import hostbuffer
 from ..units.encoding import Source, extents
-from ..units.reader import BATCH_BYTES, Reading
+from ..units.incoming import NOTHING, Incoming
+from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
 from .queues import Queues
 from .ring import Copy, Piece, Place
@@ -21,7 +24,7 @@ class Supply:
     """Brings pieces to the ring, and other weights to the device. `close` must follow.
 
     `on_disk` tells, by `id` of the parameters on `meta`, where they lie in files; empty for a module that is in RAM,
-    or is being brought there by a `reading`.
+    or `incoming`.
     Windows are as large as the largest of the pieces that stream or, where none do, as the largest tensor of
     `tensor_bytes`.
     """
@@ -32,14 +35,16 @@ class Supply:
         queues: Queues,
         on_disk: Mapping[int, Source],
         tensor_bytes: int,
-        reading: Reading | None = None,
+        incoming: Incoming = NOTHING,
     ) -> None:
         self._pieces = pieces
         self._queues = queues
         self._window_bytes = max((piece.packed_bytes for piece in pieces), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
-        self._reading = reading
+        self._incoming = incoming
         self._stager: Stager | None = None
+        self._flow: Generator[None, None, None] | None = None  # brings what is to stay, group by group
+        self._awaited: deque[int] = deque()  # the groups that it has not brought, by `id` of their first targets
         self.reach = 0  # how many pieces that come through windows can be on their way beyond those in the ring
 
     @property
@@ -48,8 +53,8 @@ class Supply:
         return self._stager.held_bytes if self._stager else 0
 
     def open(self) -> None:
-        """Make the windows, if the weights are on disk."""
-        if self._on_disk:
+        """Make the windows, if weights are on disk."""
+        if self._on_disk and not self._stager:
             self._stager, self.reach = self._new_stager(), WINDOWS
             self._stager.pin()
 
@@ -61,6 +66,7 @@ class Supply:
 
     def close(self) -> None:
         """End the threads and let go of the windows."""
+        self.stop()
         if self._stager:
             self._stager.close()
             self._stager, self.reach = None, 0
@@ -78,22 +84,75 @@ class Supply:
 
     def fill(self, wanted: Sequence[Copy]) -> None:
         """Read tensors that are on disk to those on the device, once each."""
-        if wanted and self._stager:
-            once = {id(tensor): (tensor, target) for tensor, target in wanted}.values()
-            self._stager.bring([pair for t, target in once for pair in _targets(self._on_disk[id(t)], target)])
+        if not wanted or not self._stager:
+            return
+        if self._flow and id(wanted[0][1]) in self._awaited:
+            self._follow(id(wanted[0][1]))
+        else:
+            self._stager.bring(self._targets(wanted))
+
+    def follow(self, groups: Sequence[Sequence[Copy]]) -> None:
+        """Read these to the device, one after the other, each no later than `fill` asks for it. `stop` ends it."""
+        self.stop()
+        if groups and self._stager:
+            self._flow = self._stager.bringing([self._targets(copies) for copies in groups])
+            self._awaited = deque(id(copies[0][1]) for copies in groups)
+
+    def stop(self) -> None:
+        """Read no longer ahead what `follow` was told; `fill` still reads it."""
+        if self._flow:
+            self._flow.close()
+        self._flow = None
+        self._awaited.clear()
+
+    def _follow(self, wanted: int) -> None:
+        """Let groups come until one has."""
+        assert self._flow
+        try:
+            while wanted in self._awaited:
+                next(self._flow)
+                self._awaited.popleft()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _targets(self, copies: Sequence[Copy]) -> list[tuple[Stored, torch.Tensor]]:
+        once = {id(tensor): (tensor, target) for tensor, target in copies}.values()
+        return [pair for tensor, target in once for pair in _targets(self._on_disk[id(tensor)], target)]
 
     def await_ram(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait until weights that are being read to RAM have come there. Raises what the reading raised."""
-        if self._reading and not self._reading.has(tensors):
-            self._reading.wait(tensors)
+        self._incoming.wait(tensors)
+
+    def begin(self) -> None:
+        """Let be read what goes to RAM."""
+        self._incoming.begin()
+
+    def await_disk(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let what is queued from now on wait for a simulated disk."""
+        for event in self._incoming.events(tensors):
+            self._queues.wait(event)
+
+    def events(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """What copies of these must wait for, where the disk is simulated."""
+        return self._incoming.events(tensors)
 
     def in_ram(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether nothing of these is still being read to RAM."""
-        return self._reading is None or self._reading.has(tensors)
+        return self._incoming.has(tensors)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether there are windows."""
+        return self._stager is not None
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether one of the host's tensors is not in RAM, and comes from disk."""
+        return id(tensor) in self._on_disk
 
     def is_on_disk(self, piece: Piece) -> bool:
         """Whether a piece's weights are not in RAM."""
-        return bool(self._on_disk) and any(id(slot.tensor) in self._on_disk for slot in piece.slots)
+        return bool(self._on_disk) and any(self.reads(slot.tensor) for slot in piece.slots)
 
     def prepare(self, pieces: list[Piece]) -> None:
         """Make pieces ready to be streamed: in pinned memory where they may be, or through the windows."""
@@ -109,7 +168,7 @@ class Supply:
 
     def pin_too(self, pieces: Sequence[Piece]) -> None:
         """Pin what stays on the device as well, while it is being read: it comes there faster, this time and again."""
-        if self._reading and not self._stager and hostbuffer.wants_pinned(self._queues.device):
+        if self._incoming.is_under_way and not self._stager and hostbuffer.wants_pinned(self._queues.device):
             for piece in pieces:
                 self._pack(piece)
 
@@ -120,6 +179,8 @@ class Supply:
 
     def load(self, place: Place) -> None:
         """Let a piece come to its place, behind those before it. `wait` must be asked before its `copied` event."""
+        if events := self.events(place.piece.hosts):
+            place.after = [*place.after, *events]
         if self._stager:
             self._stager.load(place)
             return

@@ -82,10 +82,14 @@ def load_stored(
 
 
 def load_behind(
-    module: nn.Module, stored: Mapping[str, Source], look: Look = lambda read: None, calls: CallOrder | None = None
+    module: nn.Module,
+    stored: Mapping[str, Source],
+    look: Look = lambda read: None,
+    calls: CallOrder | None = None,
+    pieces: Collection[int] | None = None,
 ) -> Reading | None:
     """Begin to read what is on `meta` of a module, as `load_stored` does: first what is in no piece, then the pieces
-    in the order of their calls.
+    in the order of their calls. Just some of the `pieces` are read when the reading is told to `begin`.
 
     The module has its buffers at once, and what `Reading.wait` has waited for is in them. None, and nothing is done, if
     it is not all found, or must be encoded first.
@@ -95,12 +99,16 @@ def load_behind(
     if found is None or any(slot.encoding and slot.encoding.maker for slot in places):
         return None
     divided = divide(module, places, calls or CallOrder())
-    parts = _parts(divided, found)
     first = len(divided.pieces)
-    parts = [tensors for tensors in parts[first:] + parts[:first] if any(tensor.is_meta for tensor in tensors)]
+    parts = _parts(divided, found)
+    parts = parts[first:] + parts[:first] if pieces is None else [parts[i] for i in sorted(pieces)]
+    parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
     new, jobs = _buffers(parts, found)
     _keep(places, new)
-    return Reading(jobs, look)
+    reading = Reading(jobs, look)
+    if pieces is None:
+        reading.begin()
+    return reading
 
 
 def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:

@@ -181,7 +181,8 @@ def read(jobs: Iterable[Job], look: Look = lambda read: None) -> None:
 class Reading:
     """Jobs under way in several threads, group after group, while others use what has come already. `close` ends it.
 
-    `look` is called by who waits, with the bytes read so far; what it raises goes to them.
+    It begins with `begin`, or when somebody waits. `look` is called by who waits, with the bytes read so far; what it
+    raises goes to them.
     """
 
     def __init__(self, groups: Iterable[Sequence[Job]], look: Look = lambda read: None) -> None:
@@ -191,15 +192,25 @@ class Reading:
         self._error: BaseException | None = None
         self._closed = False
         self._so_far = 0
-        self._start = time.perf_counter()
+        self._start = 0.0
         work = [batch for jobs in groups for batch in batches(jobs)]
         self._disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
         for batch in work:
             self._left.update(_buffers(batch))
-        room = direct.chunk_bytes(sum(piece.stored_bytes for batch in work for piece, _ in batch))
+        self._room = direct.chunk_bytes(sum(piece.stored_bytes for batch in work for piece, _ in batch))
+        self._order = [(sum(piece.stored_bytes for piece, _ in batch), _buffers(batch)) for batch in work]
+        self._work = work  # until it begins
         self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
+
+    def begin(self) -> None:
+        """Let the threads read, if they do not yet."""
+        with self._changed:
+            work, self._work = self._work, []
+            if not work or self._closed:
+                return
+            self._start = time.perf_counter()
         for batch in work:
-            self._pool.submit(self._fill, batch, room)
+            self._pool.submit(self._fill, batch)
         self._pool.shutdown(wait=False)  # the threads go when all is read
 
     @property
@@ -212,16 +223,22 @@ class Reading:
         """Whether something could not be read: what has not come does not come any more."""
         return self._error is not None
 
+    @property
+    def order(self) -> list[tuple[int, set[int]]]:
+        """What is read, one after the other: the bytes of each batch, and the addresses of its buffers."""
+        return self._order
+
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether these have come, as far as they are read here."""
-        return not self._left or not any(_address(tensor) in self._left for tensor in tensors)
+        return not self._left or not any(address_of(tensor) in self._left for tensor in tensors)
 
     def wait(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Wait until these have come, as far as they are read here, or everything has. Raises what the reading raised.
 
         RuntimeError if it was ended before.
         """
-        wanted = None if tensors is None else {_address(tensor) for tensor in tensors}
+        self.begin()
+        wanted = None if tensors is None else {address_of(tensor) for tensor in tensors}
         seen, look = 0, self._look  # it is let go of when all has come
         while True:
             with self._changed:
@@ -246,11 +263,11 @@ class Reading:
         self._pool.shutdown(cancel_futures=True)
         self._look = lambda read: None
 
-    def _fill(self, batch: list[Job], room: int) -> None:
+    def _fill(self, batch: list[Job]) -> None:
         try:
             if self._closed or self._error:
                 return
-            from_disk = fill_batch(batch, room)
+            from_disk = fill_batch(batch, self._room)
         except BaseException as error:
             release_frames(error)
             with self._changed:
@@ -273,12 +290,13 @@ class Reading:
             observe_disk(self._so_far, time.perf_counter() - self._start, only)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the buffer begins that a tensor lies in."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _buffers(batch: list[Job]) -> set[int]:
-    return {_address(buffer) for _, buffer in batch}
+    return {address_of(buffer) for _, buffer in batch}
 
 
 def _read_piece(file: BinaryIO, piece: Piece, buffer: torch.Tensor, room: int = CAST_BYTES) -> None:

@@ -104,6 +104,7 @@ class ManagedModel:
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
         self._held_calls = CallOrder()  # by which it was divided into these
+        self._coming: frozenset[int] = frozenset()  # of them, what the reading brings
         self.reading: Reading | None = None  # that brings the weights to RAM, as long as that is under way
         self._worn: Worn = ()
         self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
@@ -293,8 +294,8 @@ class ManagedModel:
 
     @property
     def held(self) -> frozenset[int]:
-        """Which of its pieces RAM holds, where it does not hold all the weights."""
-        return frozenset(self._held)
+        """Which of its pieces RAM holds, where it does not hold all the weights, as it is divided now."""
+        return frozenset(self._held if self._held_calls == self.calls else ())
 
     @property
     def is_cached(self) -> bool:
@@ -366,23 +367,32 @@ class ManagedModel:
         """End a reading that has not ended well, with all that it has brought. Not while the unit is placed."""
         self.forget_reading()
         if self.reading and self.placement is None:
-            self.drop()
+            there = set(self._held) - self._coming
+            self.reading.close()
+            self.reading = None
+            self.keep(there) if there else self.drop()
 
-    def hold(self, pieces: Collection[int], look: Look = lambda read: None) -> int:
+    def hold(self, pieces: Collection[int], look: Look = lambda read: None, behind: bool = False) -> int:
         """Bring just these of its pieces to RAM, as `divide` numbers them, beside those that are there; as `load` does.
 
         For a unit that has a `source`, and is not in RAM as a whole.
         """
         if self._held and self._held_calls != self.calls:
             self.drop()
+        if set(pieces) - set(self._held) or not behind:
+            self.await_reading()
         missing = sorted(set(pieces) - set(self._held))
         if self._on_host or not missing or self._stored is None:
             return 0
-        try:
-            load_stored(self.module, self._stored(), look, self.calls, missing)
-        except BaseException as error:
-            release_frames(error)
-            raise
+        if behind:
+            self.reading = load_behind(self.module, self._stored(), look, self.calls, missing)
+            self._coming = frozenset(missing)
+        if self.reading is None:
+            try:
+                load_stored(self.module, self._stored(), look, self.calls, missing)
+            except BaseException as error:
+                release_frames(error)
+                raise
         divided = self._pieces()
         read = {i: divided[i].stored_bytes for i in missing}
         self._held, self._held_calls = self._held | read, self.calls
@@ -394,6 +404,8 @@ class ManagedModel:
             return self.drop()
         self._refuse_if_placed()
         self.forget_reading()
+        if self.reading and not self._on_host and set(self._held) <= set(pieces):
+            return 0
         if self.reading:
             return self.drop()
         before, divided = self.host_bytes, self._pieces()

@@ -17,7 +17,7 @@ from ballast.memory import ManagedModel
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
 from ballast.memory.streaming import queues, ring, stager
-from ballast.memory.streaming.placement import Resident
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units import hostbuffer, reader
 from ballast.memory.units.structure import slots

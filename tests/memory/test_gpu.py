@@ -24,7 +24,8 @@ from ballast.memory import ManagedModel, manager, simulated, striped
 from ballast.memory.accelerator import Accelerator, resolve_device
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.simulated import card as simulated_card
-from ballast.memory.streaming.placement import Placement, Resident
+from ballast.memory.streaming.placement import Placement
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units import hostbuffer
 from ballast.pipelines.decoding.precision import full_float32

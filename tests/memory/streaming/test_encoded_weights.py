@@ -102,6 +102,8 @@ def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: Module
         assert peak <= plan.peak_vram_bytes <= min(vram, 1.05 * peak)
         assert sim.stats().allocated_bytes == 0
     assert peaks == sorted(set(peaks)), "what there is room for is used"
+    one.sample(cond, **size)
+    assert manager("sim").timeline.stages[-1].peak_bytes == peaks[-1], "what is decoded for good is no activation"
 
 
 PLANNED = [

@@ -11,7 +11,8 @@ from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Operations
 from ballast.memory.planning.planner import make_plan
 from ballast.memory.rates import ASSUMED
-from ballast.memory.streaming.placement import Placement, Resident
+from ballast.memory.streaming.placement import Placement
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from torch import nn
 from torch.utils._pytree import tree_map

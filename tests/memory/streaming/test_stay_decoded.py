@@ -17,6 +17,7 @@ from ballast.memory.planning.decoded import moment_bytes
 from ballast.memory.planning.measured import Measured
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.simulated import card
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from encoded_folders import Pair
 from hypothesis import HealthCheck, given, settings
@@ -71,9 +72,15 @@ class Model:
         placement.remove()
 
     def put(self, weights_bytes: int) -> Streamed:
+        """Placed, not called yet: what is to stay decoded does so from the end of the first call."""
         placement = Streamed(self.unit.module, torch.device(SIM), weights_bytes, calls=self.calls, loads=self.loads)
         placement.place()
+        return placement
+
+    def put_and_called(self, weights_bytes: int) -> Streamed:
+        placement = self.put(weights_bytes)
         rests(placement)
+        assert torch.equal(self.call(), self.expected)
         return placement
 
     def call(self) -> torch.Tensor:
@@ -101,6 +108,11 @@ def decoded(placement: Streamed) -> list[Any]:
 def test_what_stays_is_decoded_once(model: Model, sim: ModuleType, share: float) -> None:
     sim.take_interval_peak()
     placement = model.put(model.budget(share))
+    assert not decoded(placement), "the first call waits for no more than its first piece"
+    assert torch.equal(model.call(), model.expected)
+    sim.take_interval_peak()
+    placement.rest()
+    rests(placement)
     assert sim.take_interval_peak() <= model.budget(share)
     assert placement.resident_bytes == sim.stats().allocated_bytes
     assert placement.resident_bytes <= placement._planned_bytes() <= model.budget(share)
@@ -111,6 +123,7 @@ def test_what_stays_is_decoded_once(model: Model, sim: ModuleType, share: float)
     placement.remove()
     assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
     placement.place()
+    assert not decoded(placement)
     assert torch.equal(model.call(), model.expected)
     assert placement.resident_bytes == sim.stats().allocated_bytes
     placement.remove()
@@ -131,7 +144,7 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
             return type(layer).forward(layer, x)
 
         layer.forward = forward
-    placement = model.put(model.budget(0.5))
+    placement = model.put_and_called(model.budget(0.5))
     for i, (change, share) in enumerate(changes):
         amount = int(share * (model.all_decoded - model.least))
 
@@ -149,7 +162,8 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
         inside.clear()
         assert placement.resident_bytes == sim.stats().allocated_bytes
         assert placement.resident_bytes <= max(placement._planned_bytes(), model.least)
-        assert {placement._called.index(piece) for piece in decoded(placement)} == set(placement._arrangement.decoded)
+        arrived = {piece for piece in placement._to_decode() if not piece.owed}  # others come in the next call
+        assert set(decoded(placement)) == arrived
     placement.remove()
     for layer in layers:
         del layer.forward
@@ -158,14 +172,21 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
 
 def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
     for at in range(1, 600):
-        placement = None
+        placement, left = None, at
         with sim.fail_after(at):
             try:
                 placement = model.put(model.budget(0.6))
-                placement.refit(model.budget(0.9), model.loads)
             except Exception as error:
                 assert is_out_of_memory(error), error
-            was_hit = card.card.fail_in == 0
+            left = card.card.fail_in
+        was_hit = left == 0
+        if placement is not None and left:
+            for piece in placement._pieces:
+                placement._arrivals.enter(piece)  # as a call does
+            with sim.fail_after(left):
+                placement.rest()
+                placement.refit(model.budget(0.9), model.loads)
+                was_hit = card.card.fail_in == 0
         if placement is not None:
             gc.collect()
             assert placement.resident_bytes == sim.stats().allocated_bytes
@@ -178,7 +199,8 @@ def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
 
 
 def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
-    placement = model.put(model.budget(0.5))
+    placement = model.put_and_called(model.budget(0.5))
+    assert 0 < len(decoded(placement)) < len(model.pieces)
     found = [10.0 - 8.0 * piece.decoded for piece in placement._called]
 
     class Watch:
@@ -192,3 +214,24 @@ def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
     placement.remove()
     assert isinstance(measured, Measured) and measured.before_seconds == 0.5
     assert set(measured.seconds) == {10.0} and len(measured.seconds) == len(model.pieces)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_resident_module_tells_which_pieces_are_decoded(model: Model, sim: ModuleType, share: float) -> None:
+    most = sum(piece.plain_bytes - piece.held_bytes for piece in model.pieces)
+    placement = Resident(model.unit.module, torch.device(SIM), None, model.calls)
+    placement.place()
+    stored = placement.resident_bytes
+    placement.remove()
+    placement = Resident(model.unit.module, torch.device(SIM), None, model.calls, stored + int(share * most))
+    placement.place()
+    assert torch.equal(model.call(), model.expected)
+    placement.complete()
+    assert torch.equal(model.call(), model.expected)
+    called = [piece for piece in placement._pieces if piece.called]
+    encoded = {i for i, piece in enumerate(called) if piece.codecs}
+    found = {i for i in encoded if all(slot.here is None for slot in called[i].slots)}
+    assert placement.decoded == found <= encoded
+    assert (not found, found == encoded) == (share == 0, share == 1)
+    placement.remove()
+    assert sim.stats().allocated_bytes == 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ballast.memory.planning.solver import Arrangement, Loads, PieceLoad
 from ballast.memory.streaming import queues
-from ballast.memory.streaming.placement import Resident
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units import hostbuffer
 from ballast.memory.units.pieces import CallOrder, divide

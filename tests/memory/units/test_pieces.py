@@ -11,7 +11,7 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.forecast import UnitForecast
-from ballast.memory.streaming.placement import Resident
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.units import pieces
 from ballast.memory.units.pieces import CallOrder, Division, divide
 from ballast.memory.units.structure import Slot, slots

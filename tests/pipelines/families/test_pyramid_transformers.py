@@ -12,7 +12,7 @@ import places
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.streaming.placement import Resident
+from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.structure import block_lists
 from ballast.memory.units.weights import stored_tensors

@@ -1,0 +1,210 @@
+"""How weights come to RAM: before a unit runs, while it does, and ahead of what runs next. Without a lock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+from .accelerator import Accelerator
+from .budget import Budget
+from .copies import HostCopies
+from .errors import DoesNotFitError, is_out_of_ram, release_frames
+from .host import management as host
+from .planning.fit import ram_left, sizes_of, why_no_ram
+from .planning.planner import window_bytes
+from .reports.timeline import Progress, Timeline
+from .units.incoming import DiskTimes, Incoming
+from .units.reader import Look
+from .units.unit import ManagedModel
+
+log = logging.getLogger("ballast")
+
+Pieces = Callable[[int], tuple[frozenset[int], int]]  # to hold, and the RAM that takes, where so many bytes are spare
+
+
+class Readings:
+    """Reads the weights of one manager's units, within its RAM budget.
+
+    `give_ram` lets others than a unit leave the device, as far as so many bytes of RAM are missing.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        units: Callable[[], list[ManagedModel]],
+        budget: Budget,
+        copies: HostCopies,
+        timeline: Timeline,
+        give_ram: Callable[[ManagedModel, int], None],
+    ) -> None:
+        self.disk_bytes = 0  # that were read so far
+        self._accelerator, self._units = accelerator, units
+        self._budget, self._copies, self._timeline, self._give_ram = budget, copies, timeline, give_ram
+        # The RAM that there was for units that have pieces there.
+        self._held_in: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        # What is being read to RAM while something runs.
+        self._coming_bytes: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
+        self._times: weakref.WeakKeyDictionary[ManagedModel, DiskTimes] = weakref.WeakKeyDictionary()
+
+    def load(self, unit: ManagedModel, kind: str, pieces: Pieces) -> None:
+        """Bring a unit to RAM for a placement, or the `pieces` of one that can run from disk and does not fit there.
+
+        Raises DoesNotFitError for what can do neither in a RAM budget that was stated.
+        """
+        limit = self._budget.ram_limit
+        if unit.reading and unit.reading.failed:
+            unit.give_up_reading()
+        stays = limit is None and not self._accelerator.is_unified
+        if unit.in_ram and (stays or not unit.reloadable or unit.size_bytes <= self.left_for(unit, kind)):
+            self._copies.keep_budget(unit)
+            if kind == "cpu":
+                unit.load()
+            return
+        if not self._make_ram(unit, kind):
+            if kind != "cpu" and unit.source() is not None:
+                self._hold(unit, kind, pieces)
+                return
+            if dropped := unit.drop():
+                self._timeline.record("drop", unit, dropped)
+            if limit is not None:
+                raise DoesNotFitError(why_no_ram(unit, kind, self._copies.left_for(unit), limit))
+            self._copies.keep_budget(unit, unit.size_bytes)
+        self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), unit.size_bytes, kind)
+
+    def incoming(self, unit: ManagedModel) -> Incoming:
+        """What is on its way to RAM of a unit."""
+        return Incoming(unit.reading, self._times.get(unit))
+
+    def held_in(self, unit: ManagedModel) -> int | None:
+        """The RAM that there was for a unit of which only pieces were brought there."""
+        return self._held_in.get(unit)
+
+    def ram_for(self, unit: ManagedModel) -> tuple[int, int]:
+        """RAM for the pieces of a unit that cannot have all, and as much as there is without taking it from others.
+
+        An encoder, which is read once wherever to, takes none from others.
+        """
+        spare = self._budget.ram_bytes - self._copies.wanted_bytes(unit)
+        spare = ram_left(unit, spare, self._accelerator.is_unified)
+        return (spare if unit.role == "text_encoder" else self.left_for(unit)), spare
+
+    def left_for(self, unit: ManagedModel, kind: str = "") -> int:
+        """RAM that a unit's weights may take in a placement, once every other copy that may go is gone."""
+        room = self._copies.left_for(unit)
+        return room if kind == "cpu" else ram_left(unit, room, self._accelerator.is_unified)
+
+    def read_ahead(self, coming: Sequence[ManagedModel]) -> None:
+        """Begin to read the first of what is coming, where RAM has room for it beside all that is there, and nothing
+        else is read.
+
+        Its disk is left to a unit that runs from there.
+        """
+        units = self._units()
+        for unit in units:
+            self.has_come(unit)
+        beside = not (self._accelerator.is_cpu or self._accelerator.is_unified)
+        if not beside or any(u.reading or (u.leases and not u.in_ram) for u in units):
+            return
+        for unit in [unit for unit in coming if not unit.in_ram][:1]:
+            self._begin_ahead(unit)
+
+    def _begin_ahead(self, unit: ManagedModel) -> None:
+        if unit.placement or unit.leases or not unit.reloadable or unit not in self._units():
+            return
+        if unit.size_bytes - unit.host_bytes > self._copies.spare_bytes():
+            return
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # of which it is told when it runs
+            if came := unit.read_ahead(self.looking(unit)):
+                self._timeline.record("read", unit, unit.size_bytes)
+                self._begun(unit, came)
+
+    def stop(self) -> None:
+        """Give up what is being read of units that are not in place."""
+        for unit in self._units():
+            self.has_come(unit)
+            if unit.reading and unit.placement is None:
+                self._coming_bytes.pop(unit, None)
+                unit.give_up_reading()
+
+    def has_come(self, unit: ManagedModel) -> None:
+        """Note that a unit is in RAM, if it was read while it ran, or others did."""
+        unit.forget_reading()
+        if not unit.reading and (came := self._coming_bytes.pop(unit, 0)) and (unit.in_ram or unit.held):
+            self._timeline.record("load", unit, came)  # it was not dropped meanwhile
+
+    def looking(self, unit: ManagedModel, doing: Progress = "reading", total_bytes: int = 0) -> Look:
+        """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
+        told, step = 0, max(1, (total_bytes or unit.size_bytes) // 100)
+
+        def look(read: int) -> None:
+            nonlocal told
+            host.throw_if_interrupted()
+            if read - told >= step:
+                told = read
+                self._timeline.tell(doing, unit, read)
+
+        return look
+
+    def _make_ram(self, unit: ManagedModel, kind: str) -> bool:
+        """Make RAM for a unit's weights. False, and nothing is done, if the budget has none or they are best left.
+
+        An encoder is read once, wherever to: one that can run from disk takes no RAM from units on the device.
+        """
+        if unit.size_bytes > self.left_for(unit, kind):
+            return False
+        coming = unit.size_bytes - unit.host_bytes
+        best_left = unit.role == "text_encoder" and kind != "cpu" and unit.source() is not None
+        if self._missing(coming) > 0 and best_left and window_bytes(sizes_of(unit), kind) < unit.size_bytes:
+            return False
+        self._take_ram(unit, coming)
+        return True
+
+    def _missing(self, coming_bytes: int) -> int:
+        """What is missing of RAM for so many bytes more, when all copies that may be dropped now have been."""
+        return self._copies.fixed_bytes() + coming_bytes - self._budget.ram_bytes
+
+    def _take_ram(self, unit: ManagedModel, coming_bytes: int) -> None:
+        """Let others give up what a unit takes more in RAM, those on the device last."""
+        self._give_ram(unit, self._missing(coming_bytes))
+        self._copies.keep_budget(unit, coming_bytes)
+
+    def _hold(self, unit: ManagedModel, kind: str, pieces: Pieces) -> None:
+        """Let RAM hold what it can of a unit, and what it is best to."""
+        self._held_in[unit], spare = self.ram_for(unit)
+        chosen, wanted = pieces(spare)
+        if dropped := unit.keep(chosen):
+            self._timeline.record("drop", unit, dropped)
+        self._take_ram(unit, max(0, wanted - unit.host_bytes))
+        if chosen - unit.held:
+            self._read(unit, lambda look: unit.hold(chosen, look, behind=True), wanted, kind)
+
+    def _read(self, unit: ManagedModel, read: Callable[[Look], int], wanted: int, kind: str) -> None:
+        """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""
+        self._timeline.record("read", unit, wanted)
+        try:
+            came = read(self.looking(unit))
+        except Exception as error:
+            if not is_out_of_ram(error) or kind == "cpu" or unit.source() is None:
+                raise
+            release_frames(error)
+            log.warning("Ballast: %s runs from disk: %s", unit.name, str(error))
+            self._copies.keep_budget(unit, window_bytes(sizes_of(unit), kind))
+            return
+        self._begun(unit, came)
+        if came and not unit.reading:
+            self._timeline.record("load", unit, came)
+
+    def _begun(self, unit: ManagedModel, came: int) -> None:
+        """Note that so many bytes have been read, or are being read while others run."""
+        self.disk_bytes += came
+        disk = self._accelerator.simulated_disk
+        if came and unit.reading:
+            self._coming_bytes[unit] = came
+            if disk:
+                self._times[unit] = DiskTimes(unit.reading.order, disk)
+                if unit.in_ram:  # else the placement begins it
+                    self._times[unit].read_all()
+        elif came and disk and (event := disk(came)):
+            event.synchronize()

@@ -1,0 +1,151 @@
+"""All weights of a module on the device: it begins with the first piece, and the others come while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..host import management as host
+from ..planning.decoded import decoded_for_good
+from ..units.calls import Forward
+from ..units.encoding import Source
+from ..units.incoming import NOTHING, Incoming
+from ..units.pieces import CallOrder
+from .placement import Placement, decode_for_good, outside_inference
+from .ring import Piece
+
+
+class Resident(Placement):
+    """All weights on the device. Between calls pieces may leave; `complete` must come before each call.
+
+    Where `calls` are known, a piece that was brought comes when it is called first, and gates at its modules wait for
+    it; `complete` takes them away as soon as all is there. Else all is there before the call: who reads what is not
+    known. Of encoded pieces those are decoded for good that there is room for, within `weights_bytes` in all.
+    """
+
+    name = "resident"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        source: Mapping[str, Source] | None = None,
+        calls: CallOrder | None = None,
+        weights_bytes: int = 0,
+        *,
+        incoming: Incoming = NOTHING,
+    ) -> None:
+        super().__init__(module, device, source, calls, incoming=incoming)
+        self._weights_bytes = weights_bytes
+        self._undecoded: list[Piece] = []  # that are to be decoded for good
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces are there, or have their room."""
+        return all(piece.resident for piece in self._pieces)
+
+    @property
+    def decoded(self) -> frozenset[int]:
+        """Which of the pieces that are called are decoded for good."""
+        called = [piece for piece in self._pieces if piece.called]
+        return frozenset(i for i, piece in enumerate(called) if piece.decoded)
+
+    def _place(self) -> None:
+        self._supply.open()
+        self._move_rest()
+        self._place_tables()
+        self._decode_calls()
+        self._supply.pin_too(self._pieces)
+        for piece in self._pieces:
+            self._bring(piece)
+        called = [piece for piece in self._pieces if piece.called]
+        chosen = decoded_for_good(called, self._weights_bytes - self.resident_bytes)[0]
+        self._undecoded = [called[i] for i in sorted(chosen)]
+        self._let_come()
+
+    def shrink(self, bytes: int) -> int:
+        before = self.resident_bytes
+        for piece in self._pieces:
+            if piece.resident and before - self.resident_bytes < bytes:
+                self._supply.stop()  # it holds on to the room of what is to come
+                self._give_up(piece)
+        return before - self.resident_bytes
+
+    def grow(self, bytes: int) -> int:
+        before = self.resident_bytes
+        if self.is_whole:
+            return 0
+        with outside_inference():
+            for piece in self._pieces:
+                if not piece.resident and self.resident_bytes - before + piece.held_bytes <= bytes:
+                    self._supply.open()
+                    self._bring(piece)
+            self._let_come()
+        return self.resident_bytes - before
+
+    def complete(self) -> None:
+        self.grow(sum(piece.held_bytes for piece in self._pieces))
+        self._arrivals.send_before(None, None)
+        if self._supply.has_windows or (self._gates and not self._arrivals.owes):
+            self._arrive()
+
+    def rest(self, failed: bool = False) -> None:
+        if not failed:
+            self._arrivals.send_before(None, None)
+
+    def settle(self) -> None:
+        if self._supply.has_windows:  # whose RAM is wanted otherwise
+            self._arrive()
+        self._supply.settle()
+
+    def _let_come(self) -> None:
+        """Let what has been brought come when it is called, or now."""
+        self._supply.follow(self._arrivals.disk_copies())
+        if self.calls.order:
+            self._open_gates([piece for piece in self._pieces if piece.owed])
+            self._arrivals.send_before(None, None)
+        else:
+            self._arrive()
+
+    def _gate(self, piece: Piece, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if piece.owed:
+            host.throw_if_interrupted()
+            self._arrivals.enter(piece)
+            self._arrivals.send_before(None, None)
+            # What it takes for a moment must be no more than all will in the end: others of the budget are at work now.
+            growth = sum(each.plain_bytes - each.held_bytes for each in self._undecoded if each is not piece)
+            if piece in self._undecoded and piece.held_bytes <= growth:
+                self._decode_for_good(piece)
+        return forward(*args, **kwargs)
+
+    def _arrive(self) -> None:
+        """Let all that was brought be there, which needs no gates and no windows any more."""
+        for piece in self._pieces:
+            self._arrivals.enter(piece)
+        self._close_gates()
+        self._supply.close()
+        while self._undecoded:
+            self._decode_for_good(self._undecoded[0])
+
+    def _decode_for_good(self, piece: Piece) -> None:
+        self._undecoded.remove(piece)
+        before = piece.resident_bytes
+        decode_for_good(piece.slots)
+        piece.decoded = True
+        self.resident_bytes += piece.resident_bytes - before
+
+    def _give_up(self, piece: Piece) -> None:
+        if piece in self._undecoded:
+            self._undecoded.remove(piece)
+        super()._give_up(piece)
+
+    def _remove(self) -> None:
+        self._supply.close()
+        self._queues.finish()  # the copies read host memory that may be dropped next, and write to what is freed here
+        self._arrivals.clear()
+        self._undecoded.clear()
+        for piece in self._pieces:
+            piece.resident = piece.decoded = False

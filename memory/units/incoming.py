@@ -1,0 +1,81 @@
+"""Weights on their way to RAM: what is to be waited for before they are looked at, or copied."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .reader import Reading, address_of
+
+
+class DiskTimes:
+    """When buffers come from a simulated disk, which `read` lets read so many bytes and tells the event.
+
+    The disk reads them in their `order`: all when it is told to, or each when it is asked for.
+    """
+
+    def __init__(self, order: Sequence[tuple[int, set[int]]], read: Callable[[int], Any]) -> None:
+        self._left = deque(order)
+        self._wanted = Counter(address for _, addresses in order for address in addresses)
+        self._read = read
+        self._events: dict[int, Any] = {}
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """Those that are to be waited for before these are read."""
+        addresses = {address_of(tensor) for tensor in tensors}
+        while self._left and any(self._wanted[address] for address in addresses):
+            self._read_next()
+        return [event for address in addresses if (event := self._events.get(address)) is not None]
+
+    def read_all(self) -> None:
+        """Let the disk read all."""
+        while self._left:
+            self._read_next()
+
+    def _read_next(self) -> None:
+        nbytes, addresses = self._left.popleft()
+        event = self._read(nbytes)
+        for address in addresses:
+            self._wanted[address] -= 1
+            self._events[address] = event
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A reading that brings a unit's weights, if there is one, and when they come from a simulated disk."""
+
+    reading: Reading | None = None
+    times: DiskTimes | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is still being read."""
+        return self.reading is not None and not self.reading.done
+
+    def begin(self) -> None:
+        """Let it be read now, if that has not begun."""
+        if self.reading:
+            self.reading.begin()
+            if self.times:
+                self.times.read_all()
+
+    def has(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these have come."""
+        return self.reading is None or self.reading.has(tensors)
+
+    def wait(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait until these have come. Raises what the reading raised."""
+        tensors = list(tensors)
+        if self.reading and not self.reading.has(tensors):
+            self.reading.wait(tensors)
+
+    def events(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """What a simulated device has to wait for before it copies these."""
+        return self.times.of(tensors) if self.times else []
+
+
+NOTHING = Incoming()
