@@ -16,6 +16,7 @@ from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
 from .decoded import decoded_for_good, moment_bytes, placing_bytes
+from .first_call import Beside, first_call_seconds
 from .forecast import HeldBytes, Operations, UnitForecast
 from .measured import Measured, Overhead, measured_loads
 from .ring import WINDOWS
@@ -118,6 +119,12 @@ class UnitSizes:
         """Which pieces an arrangement is to have in RAM, where that has `ram_bytes` and does not hold all."""
         return held_in_ram([piece.packed_bytes for piece in self.pieces], found.copied, found.from_disk, ram_bytes)
 
+    def beside(self, ram: frozenset[int] | None, there: frozenset[int] | None) -> Beside:
+        """What the first call brings, where RAM is to hold some pieces, None for all, and some are there by now."""
+        rest_bytes = self.fixed_bytes - self.decoded_bytes
+        held = tuple(piece.held_bytes for piece in self.pieces)
+        return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
+
     def ram_bytes(self, pieces: Iterable[int]) -> int:
         """What these of the pieces take in RAM."""
         return sum(self.pieces[i].packed_bytes for i in pieces)
@@ -145,9 +152,10 @@ class Candidate:
     Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device, where those that are decoded for
     good take `decoded_bytes` more. `peak_vram_bytes` is the most there, weights and work together, beside which the
     driver counts `overhead_bytes`; `ram_bytes` what the weights hold in RAM.
-    The first step brings the weights, the others do not; no step can be faster than `bound_seconds`, and its copies
-    alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the weights that a call copies
-    `read_bytes` are read for it, in `read_seconds` of each step. `why_not` is empty for the one that was chosen.
+    All weights come while the first step computes, in the others only what streams; no step can be faster than
+    `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
+    weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. `why_not` is empty for the
+    one that was chosen.
     """
 
     placement: PlacementName
@@ -183,6 +191,11 @@ class Candidate:
         stays, read = (min(1, part / max(1, self.whole_bytes)) for part in (self.stay_bytes, self.read_bytes))
         where = f", {read:.0%} come from disk" if self.read_bytes else ""
         return f"streamed, {stays:.0%} of the weights stay{where}"
+
+    def beginning_with(self, call_seconds: float, calls_per_step: float) -> Candidate:
+        """The same with a first call that takes so long, in which the weights come."""
+        others = self.step_seconds * (calls_per_step - 1) / calls_per_step
+        return replace(self, first_step_seconds=max(self.step_seconds, call_seconds + max(0.0, others)))
 
 
 @dataclass(frozen=True)
@@ -240,7 +253,7 @@ def make_plan(
     strategy: str = "auto",
     by_user: bool = True,
     idle_bytes: int = 0,
-    in_ram_bytes: int = 0,
+    there: frozenset[int] | None = frozenset(),
     from_disk: bool = False,
     whole_in_ram: bool = False,
     measured: Measured | None = None,
@@ -250,10 +263,10 @@ def make_plan(
 
     `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
-    than the whole, where that is asked for, is resident. Of the weights `in_ram_bytes` need not be read first;
-    `from_disk` says that they can be streamed from there, `whole_in_ram` that RAM must hold them all. What the pieces
-    were `measured` to compute counts for more than operations and rates; what is beside tensors is `overhead`. When
-    nothing fits, the plan is the one that wants least, with `fits` false.
+    than the whole, where that is asked for, is resident. The pieces that are `there` in RAM, None for all weights, need
+    not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
+    What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
+    `overhead`. When nothing fits, the plan is the one that wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -267,6 +280,7 @@ def make_plan(
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
+    by_piece = loads if work.modules else loads.computing(compute)
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
@@ -282,14 +296,16 @@ def make_plan(
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
                 beside = overhead.on(bare.with_decoding(sizes.decoding_beside(decoded)))
-            candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes, in_ram_bytes)
+            candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
-            made.append(
-                _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
-                if streams_from_disk
-                else candidate
-            )
+            if streams_from_disk:
+                candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
+            held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
+            first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
+            if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
+                first += sizes.total_bytes / rates.disk_bytes_per_second
+            made.append(candidate.beginning_with(first, work.calls / steps))
     made = [
         replace(c, overhead_bytes=overhead.driver_bytes(c.peak_vram_bytes) - c.peak_vram_bytes)
         for i, c in enumerate(made)
@@ -341,15 +357,12 @@ def _candidate(
     found: Arrangement,
     steps: int,
     idle_bytes: int,
-    in_ram_bytes: int,
 ) -> Candidate:
     calls_per_step = work.calls / steps
     whole = sizes.fixed_bytes + sum(piece.held_bytes for piece in sizes.pieces)
     stay_bytes = whole - sum(sizes.pieces[i].held_bytes for i in found.streamed)
     weights_bytes = sizes.fixed_bytes + found.device_bytes
-    to_device = rates.pinned_bytes_per_second
-    copied = found.copied_bytes / to_device
-    read = max(0, sizes.total_bytes - in_ram_bytes) / rates.disk_bytes_per_second
+    copied = found.copied_bytes / rates.pinned_bytes_per_second
     seconds = found.step_seconds if found.streamed else compute
     return Candidate(
         placement=placement,
@@ -359,7 +372,7 @@ def _candidate(
         streamed=found.streamed,
         pieces=len(sizes.pieces),
         step_seconds=seconds * calls_per_step,
-        first_step_seconds=read + weights_bytes / to_device + seconds * calls_per_step,
+        first_step_seconds=seconds * calls_per_step,
         bound_seconds=max(compute, copied) * calls_per_step,
         transfer_seconds=copied * calls_per_step,
         ring_bytes=found.ring_bytes,
@@ -379,8 +392,6 @@ def _short_of_ram(
         candidate,
         from_disk=True,
         ram_bytes=window_bytes(sizes, candidate.placement) + held,
-        # What is read for a step is not read before it too.
-        first_step_seconds=max(candidate.step_seconds, candidate.first_step_seconds - read),
         bound_seconds=max(candidate.bound_seconds, read),
         transfer_seconds=max(candidate.transfer_seconds, read),
         read_bytes=found.read_bytes,

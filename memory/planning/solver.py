@@ -76,6 +76,12 @@ class Loads:
         """What a call computes in all."""
         return self.before_seconds + sum(piece.seconds for piece in self.pieces)
 
+    def computing(self, seconds: float) -> Loads:
+        """The same for a call that computes so long in all, in the same proportions."""
+        times = seconds / self.compute_seconds if self.compute_seconds else 0.0
+        pieces = tuple(replace(piece, seconds=piece.seconds * times) for piece in self.pieces)
+        return replace(self, pieces=pieces, before_seconds=self.before_seconds * times)
+
     @classmethod
     def even(cls, pieces: Iterable[HasSizes]) -> Loads:
         """Of pieces that compute for as long as they are copied: what to go by when nothing is known."""

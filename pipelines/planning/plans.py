@@ -209,7 +209,7 @@ def plan_stage(
             strategy=strategy,
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
-            in_ram_bytes=named[unit].host_bytes,
+            there=None if named[unit].in_ram else named[unit].held,
             from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads_pieces(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],

@@ -1,0 +1,69 @@
+"""How long the first call of a module takes, which begins with the first of its weights. Pure functions.
+
+The disk reads one thing after the other: tables, what lies outside the pieces, those that RAM is to hold in the order
+of their calls, and then the others, through windows. What lies outside is copied before anything computes. Then one
+stream copies the pieces in their order, those that stay and those that pass through the ring, as they come to RAM,
+while others compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .ring import WINDOWS, offsets, overwritten
+from .solver import Arrangement, Loads
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a first call brings beside what any does, in bytes.
+
+    That is all that is outside the pieces, `rest_bytes`; tables, if they are read; and each of the pieces, without
+    gaps. Of pieces RAM is to hold those in `ram`, None for all, and has those that are `there`, None for all weights.
+    """
+
+    rest_bytes: int
+    table_bytes: int
+    held: Sequence[int]
+    there: frozenset[int] | None = frozenset()
+    ram: frozenset[int] | None = None
+
+
+def first_call_seconds(loads: Loads, found: Arrangement, beside: Beside) -> float:
+    """Seconds of the first call in an arrangement, from when its weights begin to be read."""
+    bus, disk = loads.bytes_per_second, loads.disk_bytes_per_second
+    sizes = loads.sizes
+    passing = [sizes[i] for i in found.streamed]
+    ago = overwritten(passing, offsets(passing, found.ring_bytes)) if passing else []
+    turn = {i: k for k, i in enumerate(found.streamed)}
+    used = [0.0] * len(passing)
+    windows = [0.0] * WINDOWS
+    comes_whole = beside.there is None and beside.ram is None
+    fetched = 0.0 if comes_whole else (beside.table_bytes + beside.rest_bytes) / disk
+    copied = fetched + beside.rest_bytes / bus
+    done = copied + loads.before_seconds
+    ready: dict[int, float] = {}  # when each piece that RAM is to hold is there
+    for i, nbytes in enumerate(beside.held):
+        if beside.ram is None or i in beside.ram:
+            is_there = beside.there is None or i in beside.there
+            fetched += 0.0 if is_there else nbytes / disk
+            ready[i] = 0.0 if is_there else fetched
+    for i, piece in enumerate(loads.pieces):
+        k = turn.get(i)
+        nbytes = beside.held[i] if k is None else sizes[i]
+        through = i not in ready  # windows
+        if through:
+            fetched = max(fetched, windows[0]) + nbytes / disk
+        begin = max(copied, ready.get(i, fetched))
+        if k is not None and k >= ago[k] > 0:
+            begin = max(begin, used[k - ago[k]])
+        if through and k is None:
+            begin = max(begin, done)  # what stays is copied out of the windows where it computes
+        copied = begin + nbytes / bus
+        if through:
+            windows = [*windows[1:], copied]
+        done = max(done, copied) + piece.seconds
+        if k is not None:
+            used[k] = done
+    return done
