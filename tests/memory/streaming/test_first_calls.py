@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from streamed_models import Blocks, nbytes, noise, run
 
 COUNT = 24
 TOKENS = 64
+TIMES = 20
 WIDE = 96
 OPERATIONS = 2 * TOKENS * WIDE * WIDE  # of a layer
 PATHS = tuple(f"blocks.{i}.{layer}" for i in range(COUNT) for layer in ("up", "down"))
@@ -35,14 +37,22 @@ WORK = UnitForecast(
 )
 
 
-def unit(folder: Path) -> ManagedModel:
+class LateBlocks(Blocks):
+    """The first of which computes far longer than the others."""
+
+    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+        many = self.blocks[0](x.repeat(TIMES, 1))
+        return super().forward(many[: x.shape[0]], list(range(1, COUNT)))
+
+
+def unit(folder: Path, kind: type[Blocks] = Blocks) -> ManagedModel:
     path = folder / "dit.safetensors"
     if not path.exists():
-        save_file(dict(Blocks(COUNT, WIDE).state_dict()), path)
+        save_file(dict(kind(COUNT, WIDE).state_dict()), path)
 
     def build() -> Blocks:
         with torch.device("meta"):
-            return Blocks(COUNT, WIDE)
+            return kind(COUNT, WIDE)
 
     def never() -> Blocks:
         raise AssertionError("read by the library")
@@ -52,10 +62,10 @@ def unit(folder: Path) -> ManagedModel:
     return made
 
 
-def planned(dit: ManagedModel, strategy: str, vram: int, ram: int) -> Plan:
+def planned(dit: ManagedModel, strategy: str, vram: int, ram: int, work: UnitForecast = WORK) -> Plan:
     sizes, known = sizes_of(dit), rates(torch.device("sim:0"))
     return make_plan(
-        "dit", sizes, WORK, known, vram, ram, strategy=strategy, there=None if dit.in_ram else dit.held,
+        "dit", sizes, work, known, vram, ram, strategy=strategy, there=None if dit.in_ram else dit.held,
         from_disk=sizes.total_bytes > ram,
     )  # fmt: skip
 
@@ -98,3 +108,30 @@ def test_a_first_call_takes_what_is_planned(seed: int, sim: ModuleType, tmp_path
     del x
     gc.collect()
     assert sim.stats().allocated_bytes == 0
+
+
+def test_copies_wait_for_what_the_ring_still_holds(sim: ModuleType, tmp_path: Path) -> None:
+    """What computes long at first holds up what streams, and that what stays and comes behind it."""
+    size = nbytes(Blocks(COUNT, WIDE))
+    operations = [float(OPERATIONS * (TIMES if path.startswith("blocks.0.") else 1)) for path in PATHS]
+    computes = sum(operations) / 1e9  # seconds
+    work = replace(
+        WORK,
+        working_bytes=TIMES * WORK.working_bytes,
+        first_bytes=TIMES * WORK.first_bytes,
+        operations=sum(operations),
+        modules=tuple(zip(PATHS, operations, strict=True)),
+    )
+    sim.enable(total="1GB", tflops=1e-3, h2d_gbps=size / computes / 1e9, disk_gbps=1e6)
+    mgr, dit = manager("sim"), unit(tmp_path, LateBlocks)
+    vram = size * 8 // 10 + work.peak_bytes
+    plan = planned(dit, "streamed", vram, 2 * size, work)
+    assert plan.first_step_seconds > 1.3 * computes > 1.2 * plan.step_seconds
+    events = [torch.get_device_module("sim").Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    with mgr._lock, mgr.stage("sample", [dit], "streamed", forecast=Forecast(0, {"dit": work}), vram=vram):
+        run(dit.module, noise(TOKENS, WIDE)).cpu()
+        events[1].record()
+        seconds = events[0].elapsed_time(events[1]) / 1000
+    assert seconds == pytest.approx(plan.first_step_seconds, rel=0.05)
+    dit.drop()
