@@ -26,6 +26,7 @@ TIMES = 20
 WIDE = 96
 OPERATIONS = 2 * TOKENS * WIDE * WIDE  # of a layer
 PATHS = tuple(f"blocks.{i}.{layer}" for i in range(COUNT) for layer in ("up", "down"))
+QUICK = (0, 1, 26)  # the last has a resident plan no faster than a streamed one, but for how sums are rounded
 MARKS = {True: pytest.mark.long, False: pytest.mark.soak}
 WORK = UnitForecast(
     live_bytes=TOKENS * WIDE * 4,
@@ -70,7 +71,9 @@ def planned(dit: ManagedModel, strategy: str, vram: int, ram: int, work: UnitFor
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=MARKS[n < 30]) for n in range(3, 180))])
+@pytest.mark.parametrize(
+    "seed", [*QUICK, *(pytest.param(n, marks=MARKS[n < 30]) for n in range(180) if n not in QUICK)]
+)
 def test_a_first_call_takes_what_is_planned(seed: int, sim: ModuleType, tmp_path: Path) -> None:
     """Whatever is slowest, wherever the weights are to lie, and wherever they lay before."""
     gc.collect()
