@@ -38,6 +38,8 @@ from .work import Work, WorkBook
 
 log = logging.getLogger("ballast")
 
+_Before = tuple[int, int, int, frozenset[int]]
+
 
 class Residents:
     """The units of one manager that are on its device, or are to be."""
@@ -54,8 +56,9 @@ class Residents:
         self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
         self.readings = Readings(accelerator, self.units, self.budget, self.copies, self.timeline, self._give_ram)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
-        # What was allocated when a unit was called, what of that its stage held beside weights, and what the unit had.
-        self._called: weakref.WeakKeyDictionary[ManagedModel, tuple[int, int, int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and which
+        # of its pieces were decoded for good.
+        self._called: weakref.WeakKeyDictionary[ManagedModel, _Before] = weakref.WeakKeyDictionary()
         # The working memory and the seconds that a placement was made for.
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
         self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
@@ -98,7 +101,7 @@ class Residents:
         """Note that a unit is about to run."""
         allocated = self.timeline.record("call", unit).allocated_bytes
         work, placement = self.work.of(unit), unit.placement
-        decoded = placement.decoded if isinstance(placement, Resident) else frozenset()
+        decoded: frozenset[int] = placement.decoded if isinstance(placement, Resident) else frozenset()
         self._called[unit] = allocated, self.budget.live_bytes, unit.resident_bytes, decoded
         learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
         if learns and isinstance(placement, Streamed) and placement.time_call():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.planning.forecast import Forecast, UnitForecast
+from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import Plan, make_plan
 from ballast.memory.probe import rates
 from ballast.memory.units.pieces import CallOrder
@@ -33,8 +33,8 @@ WORK = UnitForecast(
     working_bytes=4 * TOKENS * WIDE * 4,
     first_bytes=4 * TOKENS * WIDE * 4,
     calls=1,
-    operations=len(PATHS) * OPERATIONS,
-    modules=tuple((path, float(OPERATIONS)) for path in PATHS),
+    operations=Operations(len(PATHS) * OPERATIONS),
+    modules=tuple((path, Operations(OPERATIONS)) for path in PATHS),
 )
 
 
@@ -122,8 +122,8 @@ def test_copies_wait_for_what_the_ring_still_holds(sim: ModuleType, tmp_path: Pa
         WORK,
         working_bytes=TIMES * WORK.working_bytes,
         first_bytes=TIMES * WORK.first_bytes,
-        operations=sum(operations),
-        modules=tuple(zip(PATHS, operations, strict=True)),
+        operations=Operations(sum(operations)),
+        modules=tuple(zip(PATHS, map(Operations, operations), strict=True)),
     )
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=size / computes / 1e9, disk_gbps=1e6)
     mgr, dit = manager("sim"), unit(tmp_path, LateBlocks)
