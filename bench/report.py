@@ -10,8 +10,8 @@ from typing import Any
 
 from PIL import Image
 
+from ..memory.charts.tables import format_table
 from ..memory.sizes import format_bytes
-from ..memory.tables import format_table
 
 
 def words(name: str, value: Any) -> str:

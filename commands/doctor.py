@@ -12,9 +12,9 @@ import torch
 from .. import requirements
 from ..memory import ram, simulated
 from ..memory.accelerator import Accelerator, resolve_device
+from ..memory.charts.tables import format_table
 from ..memory.host import contract as host_contract
 from ..memory.sizes import format_bytes
-from ..memory.tables import format_table
 from ..pipelines.encoding.embedding_cache import default_directory
 
 _MIN_RAM_BYTES = 8 * 2**30

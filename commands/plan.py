@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plans, print them, and draw the picture if one is wanted. Raises ValueError for bad options."""
-    from ..memory.planning.choices import CHOICES, compare_weights
     from ..memory.planning.runplan import compare
+    from ..pipelines.planning.choices import CHOICES, compare_weights
     from ..pipelines.planning.forecasts import quietly
 
     if arguments.out and arguments.out.suffix.lower() not in _PICTURES:

@@ -200,8 +200,8 @@ class Cluster:
 
     def table(self) -> str:
         """What each worker has done: requests, how fast, and the peak of its card; and the step that it is at."""
+        from ..memory.charts.tables import format_table
         from ..memory.sizes import format_bytes
-        from ..memory.tables import format_table
 
         rows: list[tuple[str, ...]] = [("worker", "machine", "card", "lines", "a minute", "peak VRAM", "step")]
         for number, share in enumerate(self.shares, 1):

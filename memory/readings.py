@@ -15,7 +15,7 @@ from .host import management as host
 from .planning.fit import ram_left, sizes_of, why_no_ram
 from .planning.planner import window_bytes
 from .reports.timeline import Progress, Timeline
-from .units.incoming import DiskTimes, Incoming
+from .streaming.incoming import DiskTimes, Incoming
 from .units.reader import Look
 from .units.unit import ManagedModel
 

@@ -56,8 +56,8 @@ class Residents:
         self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
         self.readings = Readings(accelerator, self.units, self.budget, self.copies, self.timeline, self._give_ram)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
-        # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and which
-        # of its pieces were decoded for good.
+        # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and
+        # which of its pieces were decoded for good.
         self._called: weakref.WeakKeyDictionary[ManagedModel, _Before] = weakref.WeakKeyDictionary()
         # The working memory and the seconds that a placement was made for.
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()

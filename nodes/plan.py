@@ -157,7 +157,7 @@ class VramPlan(io.ComfyNode):
 
 def _choices(pipeline: Any, budgets: list[int | None], asked: dict[str, Any]) -> str:
     """What each choice of weights would take and gain, a table for each budget."""
-    from ..memory.planning.choices import CHOICES, compare_weights
+    from ..pipelines.planning.choices import CHOICES, compare_weights
 
     if not isinstance(pipeline, PipelineReference):
         raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")

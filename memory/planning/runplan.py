@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..charts.tables import format_table
 from ..rates import ASSUMED, Rates
 from ..sizes import format_bytes
-from ..tables import format_table
 from .planner import Candidate, Plan
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..charts.tables import format_table
 from ..sizes import format_bytes
-from ..tables import format_table
 from ..units.unit import ManagedModel
 from ..vocabulary import Role, Tier
 

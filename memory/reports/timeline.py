@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
+from ..charts.tables import format_table
 from ..planning.measured import Overhead
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
-from ..tables import format_table
 from ..units.unit import ManagedModel
 from ..vocabulary import Role, Tier
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..planning.solver import Loads
-from ..units.incoming import NOTHING, Incoming
 from ..units.unit import ManagedModel
+from .incoming import NOTHING, Incoming
 from .placement import Cpu, Placement
 from .resident import Resident
 from .stream import Streamed

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..units.calls import Forward, interpose
 from ..units.encoding import Source
-from ..units.incoming import NOTHING, Incoming
 from ..units.loading import find_stored
 from ..units.pieces import CallOrder, Owner, divide, encoded, nbytes_of
 from ..units.structure import Slot, slots
@@ -26,6 +25,7 @@ from ..units.tables import LookUp, rows_of
 from ..vocabulary import PlacementName
 from .arrivals import Arrivals
 from .decoding import Workspace, decode
+from .incoming import NOTHING, Incoming
 from .queues import Queues
 from .ring import Piece
 from .strays import clear_strays

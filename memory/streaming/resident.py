@@ -12,8 +12,8 @@ from ..host import management as host
 from ..planning.decoded import decoded_for_good
 from ..units.calls import Forward
 from ..units.encoding import Source
-from ..units.incoming import NOTHING, Incoming
 from ..units.pieces import CallOrder
+from .incoming import NOTHING, Incoming
 from .placement import Placement, decode_for_good, outside_inference
 from .ring import Piece
 

@@ -23,8 +23,8 @@ from ..planning.solver import Arrangement, Loads, arrange, least_bytes
 from ..sizes import format_bytes
 from ..units.calls import Forward
 from ..units.encoding import Source
-from ..units.incoming import NOTHING, Incoming
 from ..units.pieces import CallOrder, plain_bytes_of
+from .incoming import NOTHING, Incoming
 from .order import Order
 from .placement import Placement, decode_for_good, outside_inference
 from .ring import Piece, Place, Ring

@@ -12,9 +12,9 @@ from ..errors import release_frames
 from ..planning.ring import WINDOWS
 from ..units import hostbuffer
 from ..units.encoding import Source, extents
-from ..units.incoming import NOTHING, Incoming
 from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
+from .incoming import NOTHING, Incoming
 from .queues import Queues
 from .ring import Copy, Piece, Place
 from .stager import Stager, parts_of

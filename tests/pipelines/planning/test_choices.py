@@ -12,11 +12,11 @@ import ballast.commands.main
 import pytest
 import torch
 from ballast.memory.codecs.making import MAKERS
-from ballast.memory.planning.choices import CHOICES, compare_weights
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
+from ballast.pipelines.planning.choices import CHOICES, compare_weights
 from node_runner import run_node
 
 SIZE: dict[str, Any] = {"width": 64, "height": 64, "steps": 2}

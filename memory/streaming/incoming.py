@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .reader import Reading, address_of
+from ..units.reader import Reading, address_of
 
 
 class DiskTimes:

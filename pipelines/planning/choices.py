@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..codecs.making import MAKERS
-from ..sizes import format_bytes
-from ..tables import format_table
-from .runplan import RunPlan, seconds
+from ...memory.charts.tables import format_table
+from ...memory.codecs.making import MAKERS
+from ...memory.planning.runplan import RunPlan, seconds
+from ...memory.sizes import format_bytes
 
 AS_STORED = "auto"
 CHOICES = (AS_STORED, *MAKERS)
