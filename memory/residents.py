@@ -80,7 +80,7 @@ class Residents:
             if alone and refit:
                 self._make_room(unit, unit.placement.name)
                 self._resize(unit)
-            self._complete(unit)
+            self._complete(unit, alone)
         self._fitted_for[unit] = self._fit_of(unit)
 
     def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
@@ -316,7 +316,9 @@ class Residents:
                 self.evict(other)
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
-        """Let more of a streamed unit's pieces stay, or fewer, as the room and the work now want it."""
+        """Let more of a unit's pieces stay, or be decoded for good, or fewer, as the room and the work now want it."""
+        if isinstance(unit.placement, Resident):
+            unit.placement.refit(self._weights(unit, "resident"))
         if isinstance(unit.placement, Streamed):
             weights_bytes = self._weights(unit, "streamed")
             if weights_bytes > unit.resident_bytes and grow:
@@ -325,13 +327,17 @@ class Residents:
             if weights_bytes < unit.resident_bytes or grow:
                 unit.placement.refit(weights_bytes, self._demand(unit).loads)
 
-    def _complete(self, unit: ManagedModel) -> None:
+    def _complete(self, unit: ManagedModel, alone: bool) -> None:
         """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
         if not isinstance(unit.placement, Resident):
             return
         if is_short := not unit.placement.is_whole:
             self._make_room(unit, "resident")
+            if alone:
+                self._resize(unit)
         unit.placement.complete()
+        if alone:
+            unit.placement.decode()
         if is_short:
             self._came(unit, "place")
 

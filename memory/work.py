@@ -85,13 +85,13 @@ class WorkBook:
     def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
         """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
-        0 if it is not known. With `placing` what of it is there already when it is put in place.
+        0 if it is not known. With `placing` what of it is there already when it is called.
         """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
         expected = work.forecast.with_decoding(sizes_of(unit).decoding_beside())
-        expected_bytes = expected.live_bytes if placing else expected.peak_bytes
+        expected_bytes = expected.called_bytes if placing else expected.peak_bytes
         peak_bytes = expected_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
@@ -163,4 +163,5 @@ class WorkBook:
             sizes.spared_bytes(work.forecast) if work.forecast else 0,
             work.attempt.share,
             work.forecast is not None,
+            work.forecast is not None and work.forecast.calls <= 1,
         )

@@ -127,7 +127,7 @@ class _Peaks:
             self.modules[path] = self.modules.get(path, Operations()) + operations
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
-        for path, nbytes in inside.held:
+        for path, nbytes in (("", 0), *inside.held):
             self.held[path] = max(self.held.get(path, 0), before + nbytes - self.live)
 
 

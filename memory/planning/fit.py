@@ -31,7 +31,7 @@ class Demand:
 
     `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
     good; `spared_bytes` are none where all are. Of the pieces that could stay, a `share` may; `loads` are the pieces
-    with what they compute.
+    with what they compute. A unit that is called `once` decodes nothing for good.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Demand:
     spared_bytes: int = 0
     share: float = 1.0
     has_forecast: bool = False
+    once: bool = False
 
     def least_weights(self, kind: str) -> int:
         """The least weights on the device in a placement. One that is asked to stream may have nothing to stream."""
@@ -68,7 +69,7 @@ class Demand:
         does what is resident, as far as there is something to decode for good.
         """
         least = self.least_weights(kind)
-        if kind == "cpu" or not self.working_bytes:
+        if kind == "cpu" or not self.working_bytes or (kind == "resident" and self.once):
             return least
         if kind == "resident":
             room, spared = room_bytes - self.working_bytes - least, self.spared_bytes

@@ -63,7 +63,8 @@ class UnitForecast:
     others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
     `first_bytes` in the first call alone. `operations` are those of all calls; `modules` tells those
     from the call of each module with weights until that of the next, in the order of the first calls, and `held` what
-    is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most.
+    is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most, and when the
+    unit itself is, by the path "".
     """
 
     live_bytes: int
@@ -77,11 +78,16 @@ class UnitForecast:
     held: HeldBytes = ()
 
     def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
-        """The same where the call of each of these modules takes so many bytes first; "" is before any of them."""
+        """The same where the call of each of these modules takes so many bytes first; "" is that of the unit."""
         held = {"": 0, **dict(self.held)}
         most = max((held.get(path, self.working_bytes) + nbytes for path, nbytes in decoding), default=0)
         first_bytes, working_bytes = max(self.first_bytes, most), max(self.working_bytes, most)
         return replace(self, first_bytes=first_bytes, working_bytes=working_bytes)
+
+    @property
+    def called_bytes(self) -> int:
+        """What is there when the unit is called, at most."""
+        return self.live_bytes + dict(self.held).get("", 0)
 
     @property
     def peak_bytes(self) -> int:

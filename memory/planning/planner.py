@@ -54,7 +54,7 @@ class UnitSizes:
     `pieces` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
     `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
     which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
-    `decoding` takes so much for a moment when each of these modules is called, "" when the unit is put in place.
+    `decoding` takes so much for a moment when each of these modules is called, "" when the unit itself is.
     With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
     computes in `dtype`, as safetensors names it.
     """
@@ -100,7 +100,10 @@ class UnitSizes:
         return self.fixed_bytes + least_bytes([PieceLoad(p.packed_bytes, p.held_bytes) for p in self.pieces])
 
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
-        """The pieces with the seconds that they compute in one call, as far as that is known, and their rates."""
+        """The pieces with the seconds that they compute in one call, as far as that is known, and their rates.
+
+        Of a single call none is to be decoded for good, which would be done once either way.
+        """
         rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
         if work is None or not work.modules:
             even = Loads.even(self.pieces)
@@ -110,7 +113,9 @@ class UnitSizes:
         calls = max(1, work.calls)
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
-            PieceLoad(p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *p.decoding(rates))
+            PieceLoad(
+                p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *(p.decoding(rates) if calls > 1 else ())
+            )
             for p, own in zip(self.pieces, taken, strict=True)
         )
         return Loads(loads, rate, first, from_disk)
@@ -289,20 +294,25 @@ def make_plan(
             left, beside = room - sizes.fixed_bytes - found.device_bytes, work
             if placement == "resident":
                 room = tensor_bytes - work.peak_bytes - least if strategy != "leafwise" else 0
-                placing_room = tensor_bytes - bare.live_bytes - overhead.workspace_bytes - least
+                placing_room = tensor_bytes - bare.called_bytes - overhead.workspace_bytes - least
                 spared = sizes.spared_bytes(bare) if strategy != "leafwise" else 0
-                decoded, more_bytes = decoded_for_good(sizes.pieces, room, placing_room, spared)
+                rooms = room, placing_room, spared
+                decoded, more_bytes = decoded_for_good(sizes.pieces, *rooms) if work.calls > 1 else (frozenset(), 0)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
                 left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
                 beside = overhead.on(bare.with_decoding(sizes.decoding_beside(decoded)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
+            if placement == "resident":  # whose first call decodes all as it goes
+                first_bytes = least + work.peak_bytes
+                candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
             if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
             first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
+            first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
                 first += sizes.total_bytes / rates.disk_bytes_per_second
             made.append(candidate.beginning_with(first, work.calls / steps))

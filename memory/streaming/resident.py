@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import is_out_of_memory, release_frames
 from ..host import management as host
-from ..planning.decoded import decoded_for_good
+from ..planning.decoded import decoded_for_good, placing_bytes
 from ..units.calls import Forward
 from ..units.encoding import Source
 from ..units.pieces import CallOrder
@@ -23,7 +24,8 @@ class Resident(Placement):
 
     Where `calls` are known, a piece that was brought comes when it is called first, and gates at its modules wait for
     it; `complete` takes them away as soon as all is there. Else all is there before the call: who reads what is not
-    known. Of encoded pieces those are decoded for good that there is room for, within `weights_bytes` in all.
+    known. Of encoded pieces those are decoded for good, by `decode`, that there is room for within `weights_bytes` in
+    all.
     """
 
     name = "resident"
@@ -40,7 +42,7 @@ class Resident(Placement):
     ) -> None:
         super().__init__(module, device, source, calls, incoming=incoming)
         self._weights_bytes = weights_bytes
-        self._undecoded: list[Piece] = []  # that are to be decoded for good
+        self._stored_bytes = 0  # of all, with nothing decoded for good
 
     @property
     def is_whole(self) -> bool:
@@ -50,8 +52,11 @@ class Resident(Placement):
     @property
     def decoded(self) -> frozenset[int]:
         """Which of the pieces that are called are decoded for good."""
-        called = [piece for piece in self._pieces if piece.called]
-        return frozenset(i for i, piece in enumerate(called) if piece.decoded)
+        return frozenset(i for i, piece in enumerate(self._called) if piece.decoded)
+
+    @property
+    def _called(self) -> list[Piece]:
+        return [piece for piece in self._pieces if piece.called]
 
     def _place(self) -> None:
         self._supply.open()
@@ -61,9 +66,7 @@ class Resident(Placement):
         self._supply.pin_too(self._pieces)
         for piece in self._pieces:
             self._bring(piece)
-        called = [piece for piece in self._pieces if piece.called]
-        chosen = decoded_for_good(called, self._weights_bytes - self.resident_bytes)[0]
-        self._undecoded = [called[i] for i in sorted(chosen)]
+        self._stored_bytes = self.resident_bytes
         self._let_come()
 
     def shrink(self, bytes: int) -> int:
@@ -92,6 +95,42 @@ class Resident(Placement):
         if self._supply.has_windows or (self._gates and not self._arrivals.owes):
             self._arrive()
 
+    def refit(self, weights_bytes: int) -> None:
+        """Let no more be decoded for good than so many bytes allow; what else was comes back as it is stored."""
+        self._weights_bytes = weights_bytes
+        decoded = self._to_decode()
+        with outside_inference():
+            coming = [piece for piece in decoded if not piece.decoded]
+            # In the order of the calls they take no more for a moment than is planned, in another they may.
+            anew = placing_bytes(coming) > placing_bytes(decoded)
+            again = [piece for piece in self._called if piece.decoded and (anew or piece not in decoded)]
+            for piece in again:
+                self._give_up(piece)
+            for piece in again:
+                self._supply.open()
+                self._bring(piece)
+            if again:
+                self._let_come()
+
+    def decode(self) -> None:
+        """Decode for good what is there and is to be. No call may be under way."""
+        with outside_inference():
+            for piece in self._to_decode():
+                if not piece.resident or piece.decoded or piece.owed:
+                    continue
+                try:
+                    decode_for_good(piece.slots)
+                except BaseException as error:
+                    self._give_up(piece)
+                    if not is_out_of_memory(error):
+                        raise
+                    release_frames(error)
+                    self._weights_bytes = 0  # there is less memory than was said
+                    self.complete()
+                    return
+                self.resident_bytes += piece.plain_bytes - piece.held_bytes
+                piece.decoded = True
+
     def rest(self, failed: bool = False) -> None:
         if not failed:
             self._arrivals.send_before(None, None)
@@ -110,15 +149,17 @@ class Resident(Placement):
         else:
             self._arrive()
 
+    def _to_decode(self) -> list[Piece]:
+        """Which pieces are to be decoded for good."""
+        called = self._called
+        chosen = decoded_for_good(called, self._weights_bytes - self._stored_bytes)[0]
+        return [called[i] for i in sorted(chosen)]
+
     def _gate(self, piece: Piece, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if piece.owed:
             host.throw_if_interrupted()
             self._arrivals.enter(piece)
             self._arrivals.send_before(None, None)
-            # What it takes for a moment must be no more than all will in the end: others of the budget are at work now.
-            growth = sum(each.plain_bytes - each.held_bytes for each in self._undecoded if each is not piece)
-            if piece in self._undecoded and piece.held_bytes <= growth:
-                self._decode_for_good(piece)
         return forward(*args, **kwargs)
 
     def _arrive(self) -> None:
@@ -127,25 +168,10 @@ class Resident(Placement):
             self._arrivals.enter(piece)
         self._close_gates()
         self._supply.close()
-        while self._undecoded:
-            self._decode_for_good(self._undecoded[0])
-
-    def _decode_for_good(self, piece: Piece) -> None:
-        self._undecoded.remove(piece)
-        before = piece.resident_bytes
-        decode_for_good(piece.slots)
-        piece.decoded = True
-        self.resident_bytes += piece.resident_bytes - before
-
-    def _give_up(self, piece: Piece) -> None:
-        if piece in self._undecoded:
-            self._undecoded.remove(piece)
-        super()._give_up(piece)
 
     def _remove(self) -> None:
         self._supply.close()
         self._queues.finish()  # the copies read host memory that may be dropped next, and write to what is freed here
         self._arrivals.clear()
-        self._undecoded.clear()
         for piece in self._pieces:
             piece.resident = piece.decoded = False

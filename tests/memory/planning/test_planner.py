@@ -14,6 +14,7 @@ import tiny
 import torch
 from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.planning.decoded import placing_bytes
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
@@ -109,6 +110,49 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     assert beside(64 * GB) == beside(most) == (4, work.peak_bytes)
     assert beside(most - 1) == (3, calls)
     assert beside(sizes.resident_bytes + calls) == (0, calls)
+
+
+def test_decoding_for_good_has_room_beside_what_is_there_between_calls() -> None:
+    codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, (piece,) * 4)
+    work = replace(WORK, held=(("", WORK.working_bytes),), modules=())
+    more, moment = codec.decoded_bytes - codec.stored_bytes, placing_bytes((piece,) * 4)
+    whole = sizes.resident_bytes + 4 * more + work.peak_bytes + moment
+    assert moment > 0
+    for budget, count in ((64 * GB, 4), (whole, 4), (whole - 1, 3)):
+        plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
+        assert plan.fits and plan.peak_vram_bytes <= budget
+        assert plan.weights_bytes == sizes.resident_bytes + count * more
+        assert plan.peak_vram_bytes == plan.weights_bytes + work.peak_bytes + moment
+
+
+def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
+    codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    pieces = tuple(replace(piece, paths=(path,)) for path, _ in EACH[:4])
+    sizes, work = UnitSizes(4 * piece.held_bytes, 0, pieces), replace(WORK, calls=28, modules=EACH[:4])
+    rates = replace(RATES, memory_bytes_per_second=300e9)
+    decoding = 4 * piece.decode_seconds(rates)
+    assert decoding > 0
+    whole, stored = (
+        make_plan("dit", sizes, work, rates, budget, 64 * GB, steps=28, strategy="resident")
+        for budget in (64 * GB, sizes.resident_bytes + work.peak_bytes)
+    )
+    assert stored.step_seconds - whole.step_seconds == pytest.approx(decoding)
+    assert whole.first_step_seconds - stored.first_step_seconds == pytest.approx(decoding)
+
+
+def test_the_first_call_decodes_as_it_goes() -> None:
+    """Which may take more than to have all decoded for good later."""
+    codec, mega = codec_of(Q4_K, (8, 256), torch.bfloat16), 2**20
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, ("m",), (codec,), codec.decoded_bytes)
+    sizes = UnitSizes(piece.held_bytes + mega, mega, (piece,), decoding=(("m", WORK.working_bytes + mega),))
+    work = replace(WORK, held=(("m", 0),), modules=())
+    first = sizes.resident_bytes + work.peak_bytes + mega
+    plan = make_plan("dit", sizes, work, RATES, first, 64 * GB, steps=28, strategy="resident")
+    assert plan.fits and plan.weights_bytes > sizes.resident_bytes
+    assert plan.peak_vram_bytes == first
 
 
 def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:

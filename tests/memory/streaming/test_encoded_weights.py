@@ -84,7 +84,7 @@ def test_encoders_and_their_tables_too(how: str, tiny_folders: Folders, tmp_path
 @pytest.mark.parametrize("how", ["q8_0", pytest.param("int8", marks=pytest.mark.long)])
 def test_runs_are_as_planned_at_any_budget(how: str, tmp_path: Path, sim: ModuleType) -> None:
     pair = Pair(ROOT / "demo" / "shapes", ["transformer"], how, tmp_path)
-    size = {"width": 320, "height": 320, "steps": 1, "guidance": 1.0}
+    size = {"width": 320, "height": 320, "steps": 2, "guidance": 1.0}
     pipe = pair.open()
     cond = pipe.encode("a red circle")
     expected = pair.open(encoded=False).sample(cond, **size)
@@ -130,7 +130,7 @@ def test_tiny_models_take_what_is_planned(
     ours = folder if how == "exact12" else Pair(folder, ["transformer"], how, tmp_path).encoded
     weights = "exact12" if how == "exact12" else "auto"
     pipe, encode, _, _ = tiny.stages(name, ours, "sim", dtype="bf16", weights=weights, cache_dir=tmp_path)
-    cond, size = encode(), {"width": family.size[0], "height": family.size[1], "frames": family.frames, "steps": 1}
+    cond, size = encode(), {"width": family.size[0], "height": family.size[1], "frames": family.frames, "steps": 2}
 
     def peak(strategy: str, vram: int | None = None) -> int:
         pipe.within(vram=vram).sample(cond, **size, **family.call_kwargs, strategy=strategy)

@@ -227,7 +227,10 @@ def test_a_resident_module_tells_which_pieces_are_decoded(model: Model, sim: Mod
     placement.place()
     assert torch.equal(model.call(), model.expected)
     placement.complete()
+    assert not placement.decoded
+    placement.decode()
     assert torch.equal(model.call(), model.expected)
+    assert placement.resident_bytes == sim.stats().allocated_bytes
     called = [piece for piece in placement._pieces if piece.called]
     encoded = {i for i, piece in enumerate(called) if piece.codecs}
     found = {i for i in encoded if all(slot.here is None for slot in called[i].slots)}
@@ -235,3 +238,30 @@ def test_a_resident_module_tells_which_pieces_are_decoded(model: Model, sim: Mod
     assert (not found, found == encoded) == (share == 0, share == 1)
     placement.remove()
     assert sim.stats().allocated_bytes == 0
+
+
+def test_decoding_of_a_resident_module_fails_at_any_allocation(model: Model, sim: ModuleType) -> None:
+    """It stays as it is stored then, as far as it is."""
+    most = sum(piece.plain_bytes for piece in model.pieces)
+    for at in range(1, 200):
+        placement = Resident(model.unit.module, torch.device(SIM), None, model.calls, 2 * most)
+        placement.place()
+        placement.complete()
+        with sim.fail_after(at):
+            placement.decode()
+            was_hit = card.card.fail_in == 0
+        assert placement.is_whole and placement.resident_bytes == sim.stats().allocated_bytes
+        assert torch.equal(model.call(), model.expected)
+        placement.complete()
+        placement.decode()
+        encoded = {i for i, piece in enumerate(model.pieces) if piece.codecs}
+        assert placement.decoded < encoded if was_hit else placement.decoded == encoded
+        placement.refit(2 * most)
+        placement.decode()
+        assert placement.decoded == encoded and placement.resident_bytes == sim.stats().allocated_bytes
+        assert torch.equal(model.call(), model.expected)
+        placement.remove()
+        assert sim.stats().allocated_bytes == 0
+        if not was_hit:
+            return
+    raise AssertionError("there are more allocations than were tried")
