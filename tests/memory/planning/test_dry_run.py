@@ -177,7 +177,7 @@ def test_what_is_held_when_each_module_is_called() -> None:
     forecast, _ = dry_run({"pair": module}, twice)
     work = forecast.units["pair"]
     # The second call finds what the first has given, whose own input is gone.
-    held = {"wide": 3 * row, "narrow": 3 * (row + 8 * row), "inside": 6 * row, "inside.0": 6 * row}
+    held = {"": 3 * row, "wide": 3 * row, "narrow": 3 * (row + 8 * row), "inside": 6 * row, "inside.0": 6 * row}
     assert dict(work.held) == held
     assert Forecast.from_dict(forecast.to_dict()) == forecast
 

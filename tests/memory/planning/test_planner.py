@@ -131,7 +131,8 @@ def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
     piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
     pieces = tuple(replace(piece, paths=(path,)) for path, _ in EACH[:4])
-    sizes, work = UnitSizes(4 * piece.held_bytes, 0, pieces), replace(WORK, calls=28, modules=EACH[:4])
+    sizes = UnitSizes(4 * piece.held_bytes, 0, pieces)
+    work = replace(WORK, calls=28, operations=EACH[0][1] * 4, modules=EACH[:4])
     rates = replace(RATES, memory_bytes_per_second=300e9)
     decoding = 4 * piece.decode_seconds(rates)
     assert decoding > 0
