@@ -44,8 +44,8 @@ class Stats:
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
     are how long the copy engines were busy, `attention_seconds` how long kernels of attention ran, `product_seconds`
     the others. `hazards` counts operations that touched a storage before work queued on another stream was done with
-    it: on a real card, a data race. `total_bytes` is 0 without a cap. `driver_peak_bytes` is the most that
-    the driver counted: tensors and the card's `Overhead`.
+    it, or with one freed before it was made, whose bytes it may have: on a real card, a data race. `total_bytes` is 0
+    without a cap. `driver_peak_bytes` is the most that the driver counted: tensors and the card's `Overhead`.
     """
 
     allocated_bytes: int
@@ -95,20 +95,28 @@ class Times(NamedTuple):
     used: float = 0.0
 
 
+class Freed(NamedTuple):
+    """Bytes given back, and until when queued work uses them."""
+
+    nbytes: int
+    used: float
+
+
 class Allocation:
     """Bytes of one storage. It is kept by the storage object, so it goes when the last view goes."""
 
     __slots__ = ("__weakref__", "card", "freed", "nbytes", "spans")
 
-    def __init__(self, card: Card, nbytes: int, freed: deque[int]) -> None:
+    def __init__(self, card: Card, nbytes: int, freed: deque[Freed], used: float = 0.0) -> None:
         self.card = card
         self.nbytes = nbytes
         self.freed = freed
-        self.spans: dict[tuple[int, int], Times] = {}
+        # Until `used` its bytes are those of others that have been freed.
+        self.spans: dict[tuple[int, int], Times] = {(0, nbytes): Times(used, used)} if used else {}
 
     def __del__(self) -> None:
         # The collector may run this anywhere, also inside the card's lock: so only leave a note.
-        self.freed.append(self.nbytes)
+        self.freed.append(Freed(self.nbytes, max((times.used for times in self.spans.values()), default=0.0)))
 
 
 class Card:
@@ -118,7 +126,7 @@ class Card:
         self.device = device  # what its tensors say they are on; None until that name means something to torch
         self.dry = dry
         self.lock = threading.Lock()
-        self.freed: deque[int] = deque()
+        self.freed: deque[Freed] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fuses: Fuses | None = None  # which attention is one kernel; None for all
         self.unified = False  # its memory is the system's
@@ -131,6 +139,7 @@ class Card:
         self._allocated = self._peak = self._interval_peak = 0
         self._pool = self._pool_peak = self._interval_pool = self._driver_peak = 0
         self.host = self.latest = 0.0
+        self._freed_used = 0.0  # until when queued work uses bytes that have been freed
         self._engines = {"h2d": 0.0, "d2h": 0.0, "disk": 0.0}
         self.configure(total_bytes, 0, 25e9, 25e9, None)
 
@@ -174,7 +183,9 @@ class Card:
 
     def _settle(self) -> None:
         while self.freed:
-            self._allocated -= self.freed.popleft()
+            freed = self.freed.popleft()
+            self._allocated -= freed.nbytes
+            self._freed_used = max(self._freed_used, freed.used)
 
     def allocate(self, nbytes: int) -> Allocation:
         """Count a new storage. Raises torch.OutOfMemoryError, having counted nothing, if it does not fit."""
@@ -189,7 +200,9 @@ class Card:
             self._hold(nbytes)
             self._allocated += nbytes
             self._allocations += 1
-        return Allocation(self, nbytes, self.freed)
+            # An allocator gives freed bytes away at once: any of them may be these.
+            used = self._freed_used if self._freed_used > self.host else 0.0
+        return Allocation(self, nbytes, self.freed, used)
 
     def _hold(self, nbytes: int) -> None:
         """Count the peaks with so many bytes more. Raises torch.OutOfMemoryError where they do not fit."""

@@ -182,3 +182,34 @@ def test_reading_a_value_waits_for_it() -> None:
     assert not done.query()
     assert total.item() == 0
     assert done.query()
+
+
+@pytest.mark.parametrize("waits", ["not", "for the work", "on its stream", "on the host"])
+def test_bytes_that_were_freed_may_be_given_away_at_once(waits: str) -> None:
+    """A new storage may have the bytes of one that queued work still reads."""
+    weight, old = torch.zeros(250_000), torch.zeros(250_000, device="sim")
+    compute(old, 1.0)
+    del old
+    new, side, done = torch.empty(250_000, device="sim"), torch.sim.Stream(), torch.sim.Event()
+    done.record()
+    if waits == "for the work":
+        side.wait_event(done)
+    elif waits == "on the host":
+        done.synchronize()
+    with torch.sim.default_stream() if waits == "on its stream" else side:
+        new.copy_(weight, non_blocking=True)
+    assert simulated.stats().hazards == (waits == "not")
+
+
+def test_a_copy_to_bytes_that_are_freed_may_come_upon_others() -> None:
+    old = torch.empty(250_000, device="sim")
+    with torch.sim.Stream():
+        old.copy_(torch.zeros(250_000), non_blocking=True)
+    del old
+    new = torch.empty(250_000, device="sim")
+    new.zero_()
+    found = simulated.stats().hazards
+    assert found
+    torch.sim.synchronize()
+    new.zero_()
+    assert simulated.stats().hazards == found
