@@ -219,9 +219,8 @@ class Streamed(Placement):
             self._supply.await_ram(piece.hosts)
         with self._lock:
             self._leave()
-            if not (piece.resident or piece.place):
-                with outside_inference():
-                    self._bring(piece)  # thought never to be called, and too large for the ring
+            if not (piece.resident or (piece.called and piece.place)):
+                self._expect(piece)
             self._arrivals.enter(piece)
             self._current, place = piece, piece.place
             self._order.called(piece)
@@ -236,6 +235,15 @@ class Streamed(Placement):
             self._queues.wait(place.copied)
         if watch := self._watch:
             watch.start(piece)
+
+    def _expect(self, piece: Piece) -> None:
+        """Make a piece ready to come that was thought never to be called."""
+        with outside_inference():
+            if piece.place:
+                self._supply.prepare([piece])
+                self._supply.await_ram(piece.hosts)
+            else:
+                self._bring(piece)  # it is too large for the ring
 
     def _leave(self) -> None:
         """Note that the piece that ran does no longer."""
