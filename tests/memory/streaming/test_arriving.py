@@ -17,14 +17,13 @@ from ballast.memory import ManagedModel, manager
 from ballast.memory.host import management as host
 from ballast.memory.manager import MemoryManager
 from ballast.memory.units import reader
-from ballast.memory.units.reader import Job
 from ballast.memory.units.weights import stored_tensors
 from ballast.memory.vocabulary import Role
 from safetensors.torch import save_file
+from slow_disk import SECONDS, Slow
 from streamed_models import Blocks, nbytes, noise, run
 
 COUNT = 12
-SECONDS = 20.0  # after which a test has failed
 
 
 @pytest.fixture
@@ -53,30 +52,6 @@ def unit(folder: Path, name: str = "dit", role: Role = "transformer", count: int
             return Blocks(count)
 
     return ManagedModel(name, role, build, never, stored=lambda: stored_tensors([path]))
-
-
-class Slow:
-    """A disk that gives no more than it is allowed to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allowed = threading.Semaphore(0)
-        self.over = False  # it gives nothing any more
-        self.read: list[int] = []  # bytes of each batch
-        fill = reader.fill_batch
-        monkeypatch.setattr(reader, "FILLERS", 1)
-
-        def filled(batch: list[Job], room: int) -> bool:
-            assert self.allowed.acquire(timeout=SECONDS), "it waits for what nothing asks for"
-            if self.over:
-                raise OSError("unplugged")
-            done = fill(batch, room)
-            self.read.append(sum(piece.stored_bytes for piece, _ in batch))
-            return done
-
-        monkeypatch.setattr(reader, "fill_batch", filled)
-
-    def allow(self, count: int = 1) -> None:
-        self.allowed.release(count)
 
 
 @pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
