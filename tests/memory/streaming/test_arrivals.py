@@ -23,7 +23,7 @@ from ballast.memory.streaming.ring import Piece, Place
 from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.incoming import Incoming
 from ballast.memory.units.pieces import CallOrder
-from ballast.memory.units.reader import Job
+from ballast.memory.units.reader import Job, Look
 from ballast.memory.units.weights import Stored, stored_tensors
 from safetensors.torch import save_file
 from slow_disk import Slow
@@ -58,8 +58,10 @@ def stored(folder: Path, module: nn.Module, in_ram: Collection[str] = ()) -> dic
     return stored_tensors([folder / "dit.safetensors"])
 
 
-def coming(folder: Path, kind: str, weights_bytes: int = ALL) -> tuple[ManagedModel, Placement]:
-    """A module in place, of which the disk was let give what is in no piece."""
+def coming(
+    folder: Path, kind: str, weights_bytes: int = ALL, look: Look = lambda read: None
+) -> tuple[ManagedModel, Placement]:
+    """A module in place, of which the disk was let give what is in no piece. Who waits for more calls `look`."""
     save_file(dict(Blocks(COUNT).state_dict()), folder / "dit.safetensors")
 
     def build() -> Blocks:
@@ -70,7 +72,7 @@ def coming(folder: Path, kind: str, weights_bytes: int = ALL) -> tuple[ManagedMo
         "dit", "transformer", build, Blocks, stored=lambda: stored_tensors([folder / "dit.safetensors"])
     )
     unit.learn(CallOrder(PATHS))
-    unit.load(behind=True)
+    unit.load(look, behind=True)
     assert unit.reading
     placement = make_placement(unit, kind, torch.device(SIM), weights_bytes, incoming=Incoming(unit.reading))
     placement.place()
@@ -109,6 +111,16 @@ def test_nothing_waits_for_what_comes_later(
         block.middle = middle
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
     assert computed == list(range(COUNT)) and not arrivals.owes
+    end(unit, placement)
+
+
+@pytest.mark.parametrize("kind", ["resident", "streamed"])
+def test_what_is_called_is_waited_for(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Slow(monkeypatch)
+    disk.allow(2 * COUNT)
+    unit, placement = coming(tmp_path, kind, look=lambda read: disk.allow())
+    placement.complete()
+    torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
     end(unit, placement)
 
 
@@ -224,29 +236,30 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 class Detour(Blocks):
     """Calls a layer in its middle that was not seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__(COUNT)
-        self.unseen = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.unseen = nn.Linear(64, width, bias=False).requires_grad_(False)
         self.after: Callable[[], None] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x, list(range(COUNT // 2)))
-        x = self.unseen(x)
+        x = self.unseen(x)[:, :64]
         self.after()
         return super().forward(x, list(range(COUNT // 2, COUNT)))
 
 
+@pytest.mark.parametrize("width", [64, 1024])  # which the ring has no room for
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_what_was_not_seen_lets_nothing_come_early(
-    where: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, share: float, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes when it is called, and what follows it is not known."""
-    module = Detour()
+    module = Detour(width)
     truth = run(module, noise().cpu())
     source = stored(tmp_path, module) if where == "disk" else None
-    placement = Streamed(module, torch.device(SIM), budget(module, share), source, CallOrder(PATHS))
-    *pieces, unseen = placement._pieces
+    placement = Streamed(module, torch.device(SIM), budget(Blocks(COUNT), share), source, CallOrder(PATHS))
+    unseen = placement._pieces[-1]
     assert not unseen.called
     asked = followed(placement, monkeypatch)
     marks: list[int] = []
@@ -324,6 +337,7 @@ def test_what_left_before_it_came_does_too(tmp_path: Path, monkeypatch: pytest.M
     placement.complete()
     assert [placement._pieces.index(piece) for piece in asked] == list(range(2 * COUNT))
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
+    assert not any(piece.owed for piece in placement._pieces)
     placement.complete()
     assert not placement._gates, "all is there"
     end(unit, placement)
