@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import ManagedModel
+from ballast.memory.simulated import clock
 from ballast.memory.streaming import stager
 from ballast.memory.streaming.arrivals import Arrivals
 from ballast.memory.streaming.choice import make_placement
@@ -21,7 +23,7 @@ from ballast.memory.streaming.placement import Placement
 from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.ring import Piece, Place
 from ballast.memory.streaming.stream import Streamed
-from ballast.memory.units.incoming import Incoming
+from ballast.memory.units.incoming import DiskTimes, Incoming
 from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.reader import Job, Look
 from ballast.memory.units.weights import Stored, stored_tensors
@@ -59,7 +61,7 @@ def stored(folder: Path, module: nn.Module, in_ram: Collection[str] = ()) -> dic
 
 
 def coming(
-    folder: Path, kind: str, weights_bytes: int = ALL, look: Look = lambda read: None
+    folder: Path, kind: str, weights_bytes: int = ALL, look: Look = lambda read: None, timed: bool = False
 ) -> tuple[ManagedModel, Placement]:
     """A module in place, of which the disk was let give what is in no piece. Who waits for more calls `look`."""
     save_file(dict(Blocks(COUNT).state_dict()), folder / "dit.safetensors")
@@ -74,7 +76,9 @@ def coming(
     unit.learn(CallOrder(PATHS))
     unit.load(look, behind=True)
     assert unit.reading
-    placement = make_placement(unit, kind, torch.device(SIM), weights_bytes, incoming=Incoming(unit.reading))
+    times = DiskTimes(unit.reading.order, clock.read_from_disk) if timed else None
+    incoming = Incoming(unit.reading, times)
+    placement = make_placement(unit, kind, torch.device(SIM), weights_bytes, incoming=incoming)
     placement.place()
     return unit, placement
 
@@ -116,11 +120,25 @@ def test_nothing_waits_for_what_comes_later(
 
 @pytest.mark.parametrize("kind", ["resident", "streamed"])
 def test_what_is_called_is_waited_for(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Slow(monkeypatch)
-    disk.allow(2 * COUNT)
-    unit, placement = coming(tmp_path, kind, look=lambda read: disk.allow())
-    placement.complete()
+    disk, runs = Slow(monkeypatch), threading.Event()
+    disk.allow(1)
+    unit, placement = coming(tmp_path, kind, look=lambda read: disk.allow(runs.is_set()))
+    disk.allow(2 * COUNT - 1)
+    assert not placement._supply.in_ram(placement._pieces[-1].stored())
+    runs.set()
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
+    end(unit, placement)
+
+
+@pytest.mark.parametrize("kind", ["resident", "streamed"])
+def test_copies_wait_for_a_simulated_disk(kind: str, sim: ModuleType, tmp_path: Path) -> None:
+    sim.enable(total="1GB", disk_gbps=1e-3)
+    begin, end_of_call = (sim.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    unit, placement = coming(tmp_path, kind, timed=True)
+    run(placement.module, noise())
+    end_of_call.record()
+    assert begin.elapsed_time(end_of_call) == pytest.approx(ALL / 1e6 * 1000, rel=0.01)
     end(unit, placement)
 
 
