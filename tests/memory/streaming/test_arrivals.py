@@ -19,11 +19,11 @@ from ballast.memory.simulated import clock
 from ballast.memory.streaming import stager
 from ballast.memory.streaming.arrivals import Arrivals
 from ballast.memory.streaming.choice import make_placement
+from ballast.memory.streaming.incoming import DiskTimes, Incoming
 from ballast.memory.streaming.placement import Placement
 from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.ring import Piece, Place
 from ballast.memory.streaming.stream import Streamed
-from ballast.memory.units.incoming import DiskTimes, Incoming
 from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.reader import Job, Look
 from ballast.memory.units.weights import Stored, stored_tensors
