@@ -1,0 +1,88 @@
+"""Modules whose pieces stay, and have yet to come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+from ballast.memory import ManagedModel
+from ballast.memory.simulated import clock
+from ballast.memory.streaming.arrivals import Arrivals
+from ballast.memory.streaming.choice import make_placement
+from ballast.memory.streaming.incoming import DiskTimes, Incoming
+from ballast.memory.streaming.placement import Placement
+from ballast.memory.streaming.ring import Piece, Place
+from ballast.memory.units.pieces import CallOrder
+from ballast.memory.units.reader import Look
+from ballast.memory.units.weights import Stored, stored_tensors
+from safetensors.torch import save_file
+from streamed_models import SIM, Blocks, nbytes, noise, run
+from torch import nn
+
+COUNT = 8
+PATHS = tuple(f"blocks.{i}.{layer}" for i in range(COUNT) for layer in ("up", "down"))  # a piece each
+ALL = nbytes(Blocks(COUNT))
+
+
+def expected() -> torch.Tensor:
+    return run(Blocks(COUNT), noise().cpu())
+
+
+def stored(folder: Path, module: nn.Module, in_ram: Collection[str] = ()) -> dict[str, Stored]:
+    """Write a module's weights to a file, and put on `meta` what is of none of the modules `in_ram`."""
+    save_file(dict(module.state_dict()), folder / "dit.safetensors")
+    for path, part in module.named_modules():
+        for key, weight in part._parameters.items():
+            if weight is not None and path not in in_ram:
+                part._parameters[key] = nn.Parameter(weight.to("meta"), requires_grad=False)
+    return stored_tensors([folder / "dit.safetensors"])
+
+
+def coming(
+    folder: Path, kind: str, weights_bytes: int = ALL, look: Look = lambda read: None, timed: bool = False
+) -> tuple[ManagedModel, Placement]:
+    """A module in place, of which the disk was let give what is in no piece. Who waits for more calls `look`."""
+    save_file(dict(Blocks(COUNT).state_dict()), folder / "dit.safetensors")
+
+    def build() -> Blocks:
+        with torch.device("meta"):
+            return Blocks(COUNT)
+
+    unit = ManagedModel(
+        "dit", "transformer", build, Blocks, stored=lambda: stored_tensors([folder / "dit.safetensors"])
+    )
+    unit.learn(CallOrder(PATHS))
+    unit.load(look, behind=True)
+    assert unit.reading
+    times = DiskTimes(unit.reading.order, clock.read_from_disk) if timed else None
+    incoming = Incoming(unit.reading, times)
+    placement = make_placement(unit, kind, torch.device(SIM), weights_bytes, incoming=incoming)
+    placement.place()
+    return unit, placement
+
+
+def end(unit: ManagedModel, placement: Placement) -> None:
+    placement.remove()
+    unit.await_reading()
+    unit.drop()
+
+
+def followed(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """The pieces in the order in which their copies are asked for."""
+    asked: list[Piece] = []
+    send, load = Arrivals._send, getattr(placement, "_load", None)
+
+    def sent(self: Arrivals, piece: Piece) -> None:
+        asked.append(piece)
+        send(self, piece)
+
+    def loaded(place: Place) -> None:
+        asked.append(place.piece)
+        load(place)
+
+    monkeypatch.setattr(Arrivals, "_send", sent)
+    if load:
+        monkeypatch.setattr(placement, "_load", loaded)
+    return asked
