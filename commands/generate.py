@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
         cache_dir=cache_dir,
         **family_arguments(arguments),
     )
-    with pipe.manager.timeline.watched(_ReadingBar()):
+    with pipe.manager.timeline.watched(_ReadingBar()), contextlib.ExitStack() as exits:
+        exits.callback(pipe.manager.stop_reading)  # for what does not come where a stage fails
         latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
         if not cards.is_first(arguments.cards):
             return 0
@@ -101,21 +103,23 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
     images, pictures = opened_pictures(arguments, pipe.edits)
     if pipe.starts_from_latents and arguments.image:
         picture = open_image(arguments.image[0], arguments.width, arguments.height)
-        further["init_latents"] = pipe.encode_image(picture)
+        further["init_latents"] = pipe.followed_by("encode", "sample", "decode").encode_image(picture)
         pictures.pop("image")
     pipe.check_cards(arguments.cards, compile=arguments.compile, attention=arguments.attention)
+    first = cards.is_first(arguments.cards)  # which decodes
     conditioning = cards.encoded_once(
-        arguments.cards, lambda: pipe.encode(arguments.prompt, arguments.negative, images=images)
+        arguments.cards,
+        lambda: pipe.followed_by("sample", "decode").encode(arguments.prompt, arguments.negative, images=images),
     )
     for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
         print(f"Note: {note}")
-    with tqdm(desc="sample", unit="step", disable=not cards.is_first(arguments.cards)) as bar:
+    with tqdm(desc="sample", unit="step", disable=not first) as bar:
 
         def on_step(step: int, steps: int, _: object) -> None:
             bar.total = steps
             bar.update(step - bar.n)  # parts of a batch may be drawn anew
 
-        return cards.sampler(pipe, arguments.cards).sample(
+        return cards.sampler(pipe.followed_by("decode") if first else pipe, arguments.cards).sample(
             conditioning,
             width=arguments.width,
             height=arguments.height,

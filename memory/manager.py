@@ -291,6 +291,7 @@ class MemoryManager:
         keep: bool = False,
         vram: int | None = None,
         ram: int | None = None,
+        then: Sequence[ManagedModel] | None = None,
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
@@ -299,13 +300,15 @@ class MemoryManager:
         `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
         what it will take, and `planned` goes into the record. Of the stage's units at most one is on the device at a
         time, with `alone` of all units.
-        `vram` and `ram` are budgets in bytes for this stage. With `keep` its units stay when the block ends well, to be
+        `vram` and `ram` are budgets in bytes for this stage. `then` are the units that run after it, before those that
+        `schedule` was told; None where that is not known. With `keep` its units stay when the block ends well, to be
         evicted when others need the room. However the block ends, nothing that it leased stays leased.
         """
         run = run_stage(
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
         )
-        with self._stage_lock, self.budget.narrowed(vram, ram, units), run:
+        coming = self._residents.schedule.of_stage(units, then)
+        with self._stage_lock, self.budget.narrowed(vram, ram, units), coming, run:
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
@@ -396,10 +399,10 @@ class MemoryManager:
                     unit.placement.settle()
         _watch.wake()
 
-    def stop_reading(self) -> None:
-        """Give up what is being read to RAM of units that are not in place."""
+    def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
+        """Give up what is being read to RAM of these units, by default of all, but not of those in place."""
         with self._lock:
-            self._residents.readings.stop()
+            self._residents.readings.stop(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.

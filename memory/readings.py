@@ -120,9 +120,9 @@ class Readings:
                 self._timeline.record("read", unit, unit.size_bytes)
                 self._begun(unit, came)
 
-    def stop(self) -> None:
-        """Give up what is being read of units that are not in place."""
-        for unit in self._units():
+    def stop(self, units: Sequence[ManagedModel] | None = None) -> None:
+        """Give up what is being read of these units, by default of all, but not of those in place."""
+        for unit in self._units() if units is None else units:
             self.has_come(unit)
             if unit.reading and unit.placement is None:
                 self._coming_bytes.pop(unit, None)

@@ -1,27 +1,45 @@
-"""Which units will run, in order, as far as the running graph tells."""
+"""Which units will run, in order, as far as the running graph or the run under way tells."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from .planning.eviction import Use
 from .units.unit import ManagedModel
+
+_Refs = list[weakref.ref[ManagedModel]]
 
 
 class Schedule:
     """The coming runs of units, which it refers to weakly. Not known until it is set."""
 
     def __init__(self) -> None:
-        self._coming: list[weakref.ref[ManagedModel]] | None = None
+        self._told: _Refs | None = None
+        self._stage: _Refs | None = None
 
     def set(self, units: Sequence[ManagedModel] | None) -> None:
         """What is coming, or None when that is not known any more."""
-        self._coming = None if units is None else [weakref.ref(unit) for unit in units]
+        self._told = None if units is None else _refs(units)
+
+    @contextmanager
+    def of_stage(self, units: Sequence[ManagedModel], then: Sequence[ManagedModel] | None) -> Iterator[None]:
+        """Until the block ends these units come first, `then` those, and then what was `set`, which stays as it is.
+
+        Where `then` is None all stays as it was.
+        """
+        before = self._stage
+        if then is not None:
+            self._stage = _refs([*units, *then])
+        try:
+            yield
+        finally:
+            self._stage = before
 
     def strike(self, unit: ManagedModel) -> None:
         """Take the next run of a unit off, and those before it, which did not come."""
-        coming = self._coming or []
+        coming = self._told or [] if self._stage is None else self._stage
         for index, ref in enumerate(coming):
             if ref() is unit:
                 del coming[: index + 1]
@@ -32,10 +50,14 @@ class Schedule:
 
         `working_bytes` tells what a unit takes beside its weights.
         """
-        if self._coming is None:
+        if self._told is None and self._stage is None:
             return None
         return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in self.units()]
 
     def units(self) -> list[ManagedModel]:
         """What is coming and still there, in order; nothing where that is not known."""
-        return [unit for ref in self._coming or [] if (unit := ref()) is not None]
+        return [unit for ref in [*(self._stage or []), *(self._told or [])] if (unit := ref()) is not None]
+
+
+def _refs(units: Sequence[ManagedModel]) -> _Refs:
+    return [weakref.ref(unit) for unit in units]

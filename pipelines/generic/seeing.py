@@ -46,7 +46,7 @@ class SeeingPipeline(StockParts):
         if key != (self.pipeline_class, self.inputs) and key not in self._tasks:
             self._tasks[key] = self._for_task(*key)
         run = copy.copy(self._tasks.get(key, self))
-        for name in ("vram_bytes", "ram_bytes", "keep"):  # which may be those of a copy
+        for name in ("vram_bytes", "ram_bytes", "keep", "_then"):  # which may be those of a copy
             setattr(run, name, getattr(self, name))
         run.pictures, run.strength = task.pictures, pictures.strength
         if pictures.image and ("strength" in run._call or run._frames is not None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from .pictures import Pictures
 from .prompts import Negative, Prompt, no_effect
 
 OnStep = Callable[[int, int, torch.Tensor], None]
+StageName = Literal["encode", "sample", "decode"]
 Modules = Mapping[str, nn.Module]  # by name of their unit
 
 

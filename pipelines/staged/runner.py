@@ -32,7 +32,7 @@ from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
 from ..sampling.loras import Lora, named, worn_by
-from .family import ModelFamily, Modules, Part
+from .family import ModelFamily, Modules, Part, StageName
 
 log = logging.getLogger("ballast")
 
@@ -54,6 +54,7 @@ class StageRunner(ModelFamily):
     """An open pipeline: its models, the manager of its device, and its budgets."""
 
     _loras: tuple[Lora, ...] = ()
+    _then: Sequence[ManagedModel] | None = None  # what runs after the next stage; None where that is not known
 
     def __init__(
         self,
@@ -87,6 +88,18 @@ class StageRunner(ModelFamily):
         other.vram_bytes = None if vram is None else parse_bytes(vram)
         other.ram_bytes = None if ram is None else parse_bytes(ram)
         other.keep = keep
+        return other
+
+    def followed_by(self: Opened, *stages: StageName) -> Opened:
+        """The same pipeline, to run a stage that these follow: what they run is read to RAM meanwhile, if it has room.
+
+        ValueError for a stage that there is not.
+        """
+        runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
+        if unknown := sorted(set(stages) - set(runs)):
+            raise ValueError(f"unknown stage {unknown[0]!r}. Use {', '.join(runs)}.")
+        other = copy.copy(self)
+        other._then = [unit for stage in stages for unit in runs[stage]]
         return other
 
     def digest(self) -> str:
@@ -234,6 +247,7 @@ class StageRunner(ModelFamily):
             "keep": keep,
             "vram": self.vram_bytes,
             "ram": self.ram_bytes,
+            "then": self._then,
         }
         ladder = ("auto", "resident", "streamed", "leafwise")
         less = ladder[max(2, ladder.index(strategy) + 1) :] if strategy in ladder else ()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
 from ..sampling.loras import refuse_scales
+from .family import StageName
 from .pictures import as_pictures
 from .prompts import Negative
 from .samples import SampleStage
@@ -42,7 +44,7 @@ class Made:
     """What became of an item in a stage: its pictures, as `decode` gives them, or why there will be none."""
 
     number: int
-    stage: Literal["encode", "sample", "decode"]
+    stage: StageName
     images: torch.Tensor | None = None
     error: Exception | None = None
 
@@ -71,15 +73,16 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
             Item(prompt, negative_prompt, sampling=functools.partial(dict, settings, seed=seed))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        for made in self.run_items(items):
-            if made.error is not None:
-                raise made.error
-            if made.images is not None:
-                yield made.images
+        with closing(self.run_items(items)) as running:
+            for made in running:
+                if made.error is not None:
+                    raise made.error
+                if made.images is not None:
+                    yield made.images
 
     def run_items(
         self, items: Sequence[Item], latents: Latents | None = None, known: Mapping[int, Conditioning] | None = None
-    ) -> Iterator[Made]:
+    ) -> Generator[Made, None, None]:
         """Run items stage by stage, in chunks whose embeddings RAM holds, and tell what becomes of each.
 
         One that fails stops no other. `latents` hold what is sampled until its pictures are taken; what is there
@@ -89,26 +92,16 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         run = self.within(self.vram_bytes, self.ram_bytes, keep=True)
         run.keeps_vae = True
         left = list(range(len(items)))
-        while left:
-            conds = dict(known or {})
-            chunk = yield from run._encode_chunk(items, left, latents, conds)
-            left = left[len(chunk) :]
-            try:
-                for number in chunk:
-                    if number in conds:
-                        yield run._sample_item(number, items[number], conds.pop(number), latents)
-            finally:
-                run.manager.leave(run.denoisers, False)
-            try:
-                for number in chunk:
-                    if number not in latents:
-                        continue
-                    made = run._decode_item(number, latents)
-                    yield made
-                    if made.error is None:
-                        del latents[number]
-            finally:
-                run.manager.leave([run.decoder], False)
+        try:
+            while left:
+                conds = dict(known or {})
+                chunk = yield from run.followed_by("sample", "decode")._encode_chunk(items, left, latents, conds)
+                left = left[len(chunk) :]
+                yield from run._sample_chunk(items, [number for number in chunk if number in conds], latents, conds)
+                then: list[StageName] = ["encode", "sample", "decode"] if left else []
+                yield from run.followed_by(*then)._decode_chunk(chunk, latents)
+        finally:
+            run.manager.stop_reading([*run.encoders, *run.denoisers, run.decoder])
 
     def encode_items(self, items: Sequence[Item]) -> list[Conditioning | Exception]:
         """The conditionings of items, or why there is none, each encoder loaded once for as many as RAM holds."""
@@ -154,6 +147,31 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         refuse_scales(self._loras, options)
         negative = self._negative(item.prompt, item.negative_prompt)
         return Text(item.prompt, negative, self._pictures_read(pictures) | options), pictures
+
+    def _sample_chunk(
+        self, items: Sequence[Item], numbers: Sequence[int], latents: Latents, conds: dict[int, Conditioning]
+    ) -> Iterator[Made]:
+        """Sample these items into `latents`; what they are sampled from is let go of."""
+        more, last = self.followed_by("sample", "decode"), self.followed_by("decode")
+        try:
+            for number in numbers:
+                run = last if number == numbers[-1] else more
+                yield run._sample_item(number, items[number], conds.pop(number), latents)
+        finally:
+            self.manager.leave(self.denoisers, False)
+
+    def _decode_chunk(self, numbers: Sequence[int], latents: Latents) -> Iterator[Made]:
+        """Decode those of these items that are sampled. What was yielded is let go of."""
+        try:
+            for number in numbers:
+                if number not in latents:
+                    continue
+                made = self._decode_item(number, latents)
+                yield made
+                if made.error is None:
+                    del latents[number]
+        finally:
+            self.manager.leave([self.decoder], False)
 
     def _sample_item(self, number: int, item: Item, cond: Conditioning, latents: Latents) -> Made:
         try:

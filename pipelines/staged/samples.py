@@ -209,6 +209,7 @@ class SampleStage(StageRunner):
         if not run.sees:
             return self
         seer = copy.copy(self)
+        seer._then = None if self._then is None else [*self.denoisers, *self._then]
         seer._see(run.cond, run.given(begin, at_once))
         return seer
 
