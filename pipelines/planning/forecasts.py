@@ -60,7 +60,18 @@ class Forecaster:
         forecast = self.attempt(key, stage, dry)
         if key and forecast:
             forecast_cache.put(self.directory, key, {stage: forecast})
+            if last := self.key(last=stage):
+                forecast_cache.put(self.directory, last, {stage: forecast})
         return forecast
+
+    def learn_calls(self, stage: str, units: Sequence[ManagedModel]) -> None:
+        """Let units know the order of their calls before a size is known: that of the last one with a dry run."""
+        unknown = [unit for unit in units if not unit.calls.order]
+        last = self.key(last=stage) if unknown else None
+        found = forecast_cache.get(self.directory, last, {stage: names_of(units)}) if last else None
+        for unit in unknown:
+            if found and unit.name in found[stage].units:
+                unit.learn(found[stage].units[unit.name].call_order)
 
     def attempt(self, key: str | None, stage: str, dry: Callable[[], tuple[Forecast, Any]]) -> Forecast | None:
         """The forecast of a stage by the dry run `dry`; None if that fails, or did for the same key."""

@@ -98,6 +98,8 @@ class StageRunner(ModelFamily):
         runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
         if unknown := sorted(set(stages) - set(runs)):
             raise ValueError(f"unknown stage {unknown[0]!r}. Use {', '.join(runs)}.")
+        if "sample" in stages:
+            self._forecaster.learn_calls("sample", self.denoisers)  # or what is read would be laid out anew
         other = copy.copy(self)
         other._then = [unit for stage in stages for unit in runs[stage]]
         return other

@@ -21,6 +21,7 @@ from ballast.memory.reports.timeline import Event
 from ballast.memory.residents import Residents
 from ballast.memory.units import reader
 from ballast.memory.units.reader import Job, Reading
+from ballast.memory.units.structure import slots
 from ballast.memory.units.unit import ManagedModel
 from ballast.pipelines.staged import Item
 from ballast.pipelines.staged.runner import StageRunner
@@ -192,6 +193,27 @@ def test_one_stage_reads_what_follows_where_it_is_told(
         pipe.followed_by("paint")
 
 
+def test_what_is_read_lies_as_it_will_be_called(
+    mgr: MemoryManager, at_once: None, tiny_folders: Folders, tmp_path: Path
+) -> None:
+    """The order of calls is known from the last run of any size, in whatever process: nothing is laid out anew."""
+    pipe = opened(tiny_folders, tmp_path)
+    drawn(pipe, PROMPTS[:1])
+    known = pipe.denoisers[0].calls
+    del pipe
+    gc.collect()
+    mgr.free()  # what is cached, too
+    pipe = opened(tiny_folders, tmp_path / "other")
+    (dit,) = pipe.denoisers
+    assert not dit.calls.order, "a new one"
+    assert pipe.followed_by("decode").denoisers[0].calls is dit.calls and not dit.calls.order
+    cond = pipe.followed_by("sample").encode("a boat")
+    assert dit.in_ram and dit.calls == known
+    pages = {slot.tensor.data_ptr() for slot in slots(dit.module)}
+    pipe.sample(cond, **RUN | {"width": 32, "height": 32}, strategy="leafwise")
+    assert {slot.tensor.data_ptr() for slot in slots(dit.module)} == pages
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_budgets_and_wherever_it_ends(
@@ -299,7 +321,9 @@ def test_a_picture_is_seen_before_the_transformer_runs(
     dit, vae = pipe.denoisers[0], pipe.decoder
     assert known["encode picture vae"] == [dit, vae]
     assert known["sample transformer"] == [vae] and known["decode vae"] == []
+    known.clear()
     assert torch.equal(made.images, pipe.decode(pipe.sample(pipe.encode("a boat"), **settings)))
+    assert len(known) == 3 and not any(known.values()), "nobody has told what comes"
 
 
 @pytest.mark.long
