@@ -156,7 +156,7 @@ def test_reading_hides_behind_computing(
         assert seconds[True] <= 1.01 * (first + computing) < seconds[False] - 0.5 * (reading - first)
 
 
-@pytest.mark.parametrize("spare", [-1, 0])
+@pytest.mark.parametrize("spare", [-1, pytest.param(0, marks=pytest.mark.long)])
 def test_only_where_ram_has_room(
     spare: int, mgr: MemoryManager, at_once: None, tiny_folders: Folders, tmp_path: Path
 ) -> None:
@@ -193,6 +193,7 @@ def test_one_stage_reads_what_follows_where_it_is_told(
         pipe.followed_by("paint")
 
 
+@pytest.mark.long
 def test_what_is_read_lies_as_it_will_be_called(
     mgr: MemoryManager, at_once: None, tiny_folders: Folders, tmp_path: Path
 ) -> None:
@@ -378,6 +379,7 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_the_command_knows_what_comes_next(
     mgr: MemoryManager, at_once: None, tiny_folders: Folders, tmp_path: Path
 ) -> None:
