@@ -19,6 +19,7 @@ from ...memory.vocabulary import Role
 if TYPE_CHECKING:
     from ...memory.units.unit import ManagedModel
     from ...pipelines import StagedPipeline
+    from ...pipelines.staged.family import StageName
 
 Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API format
 
@@ -33,11 +34,11 @@ class Loaded(Protocol):
 # By what the graph says of a loader. The host keeps what it made.
 _made: weakref.WeakValueDictionary[str, Loaded] = weakref.WeakValueDictionary()
 
-_UNITS: dict[str, Callable[[StagedPipeline], list[ManagedModel]]] = {
-    "BallastTextEncode": lambda pipe: pipe.encoders,
-    "BallastSampler": lambda pipe: pipe.denoisers,
-    "BallastVAEDecode": lambda pipe: [pipe.decoder],
-    "BallastVAEEncode": lambda pipe: [pipe.decoder],
+_STAGES: dict[str, StageName] = {
+    "BallastTextEncode": "encode",
+    "BallastSampler": "sample",
+    "BallastVAEDecode": "decode",
+    "BallastVAEEncode": "decode",  # whose model it is
 }
 # Of the host's own models, by the type of the link that carries them.
 _HOST_ROLES: dict[str, Role] = {
@@ -66,9 +67,9 @@ def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
     order = execution_order(prompt, _is_output)
     units: list[ManagedModel] = []
     for name in order[order.index(here) :]:
-        needs = _UNITS.get(prompt[name].get("class_type", ""))
-        pipe = _pipeline_of(prompt, name) if needs else None
-        units += needs(pipe) if needs and pipe else []
+        stage = _STAGES.get(prompt[name].get("class_type", ""))
+        pipe = _pipeline_of(prompt, name) if stage else None
+        units += pipe.units_of(stage) if stage and pipe else []
     return units
 
 

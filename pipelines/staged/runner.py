@@ -95,14 +95,18 @@ class StageRunner(ModelFamily):
 
         ValueError for a stage that there is not.
         """
-        runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
-        if unknown := sorted(set(stages) - set(runs)):
-            raise ValueError(f"unknown stage {unknown[0]!r}. Use {', '.join(runs)}.")
-        if "sample" in stages:
-            self._forecaster.learn_calls("sample", self.denoisers)  # or what is read would be laid out anew
         other = copy.copy(self)
-        other._then = [unit for stage in stages for unit in runs[stage]]
+        other._then = [unit for stage in stages for unit in self.units_of(stage)]
         return other
+
+    def units_of(self, stage: StageName) -> list[ManagedModel]:
+        """What a stage is going to run, to be read ahead of it. ValueError for a stage that there is not."""
+        runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
+        if stage not in runs:
+            raise ValueError(f"unknown stage {stage!r}. Use {', '.join(runs)}.")
+        if stage == "sample":
+            self._forecaster.learn_calls(stage, self.denoisers)  # or what is read would be laid out anew
+        return runs[stage]
 
     def digest(self) -> str:
         """Tells what this pipeline makes from what any other does: by its files, LoRAs, forms and libraries."""
