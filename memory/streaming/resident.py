@@ -43,6 +43,7 @@ class Resident(Placement):
         super().__init__(module, device, source, calls, incoming=incoming)
         self._weights_bytes = weights_bytes
         self._stored_bytes = 0  # of all, with nothing decoded for good
+        self._to_decode: list[Piece] = []  # for good
 
     @property
     def is_whole(self) -> bool:
@@ -67,6 +68,7 @@ class Resident(Placement):
         for piece in self._pieces:
             self._bring(piece)
         self._stored_bytes = self.resident_bytes
+        self._choose(self._weights_bytes)
         self._let_come()
 
     def shrink(self, bytes: int) -> int:
@@ -97,13 +99,12 @@ class Resident(Placement):
 
     def refit(self, weights_bytes: int) -> None:
         """Let no more be decoded for good than so many bytes allow; what else was comes back as it is stored."""
-        self._weights_bytes = weights_bytes
-        decoded = self._to_decode()
+        self._choose(weights_bytes)
         with outside_inference():
-            coming = [piece for piece in decoded if not piece.decoded]
+            coming = [piece for piece in self._to_decode if not piece.decoded]
             # In the order of the calls they take no more for a moment than is planned, in another they may.
-            anew = placing_bytes(coming) > placing_bytes(decoded)
-            again = [piece for piece in self._called if piece.decoded and (anew or piece not in decoded)]
+            anew = placing_bytes(coming) > placing_bytes(self._to_decode)
+            again = [piece for piece in self._called if piece.decoded and (anew or piece not in self._to_decode)]
             for piece in again:
                 self._give_up(piece)
             for piece in again:
@@ -115,7 +116,7 @@ class Resident(Placement):
     def decode(self) -> None:
         """Decode for good what is there and is to be. No call may be under way."""
         with outside_inference():
-            for piece in self._to_decode():
+            for piece in self._to_decode:
                 if not piece.resident or piece.decoded or piece.owed:
                     continue
                 try:
@@ -125,7 +126,7 @@ class Resident(Placement):
                     if not is_out_of_memory(error):
                         raise
                     release_frames(error)
-                    self._weights_bytes = 0  # there is less memory than was said
+                    self._to_decode = []  # there is less memory than was said
                     self.complete()
                     return
                 self.resident_bytes += piece.plain_bytes - piece.held_bytes
@@ -149,11 +150,11 @@ class Resident(Placement):
         else:
             self._arrive()
 
-    def _to_decode(self) -> list[Piece]:
-        """Which pieces are to be decoded for good."""
+    def _choose(self, weights_bytes: int) -> None:
+        """Choose which pieces are to be decoded for good."""
         called = self._called
-        chosen = decoded_for_good(called, self._weights_bytes - self._stored_bytes)[0]
-        return [called[i] for i in sorted(chosen)]
+        chosen = decoded_for_good(called, weights_bytes - self._stored_bytes)[0]
+        self._to_decode = [called[i] for i in sorted(chosen)]
 
     def _gate(self, piece: Piece, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if piece.owed:
