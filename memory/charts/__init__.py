@@ -6,12 +6,16 @@ import logging
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw, ImageFont
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 def drawn(draw: Callable[[], Image.Image], width: int, height: int) -> Image.Image:
     """What `draw` returns; without matplotlib, a blank picture that says what to install, as the log does."""
+    from PIL import Image, ImageDraw, ImageFont
+
     try:
         return draw()
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]  # from, and to
 View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the piece runs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Piece(PieceWeights):
     """A piece of a placed module: where its weights are, and what runs of it."""
 
@@ -78,7 +78,7 @@ class Piece(PieceWeights):
         self.pinned = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Place:
     """The bytes of the ring that one piece comes to, which others overlap."""
 

@@ -85,10 +85,10 @@ def placed(module: nn.Module, source: Source | None, share: float) -> Streamed:
 def settle(placement: Streamed) -> None:
     """Wait until the reader has nothing to do."""
     found = placement._supply._stager
-    end = time.monotonic() + 20
-    while found and any(w.fill and w.fill.left for w in found._windows):
-        assert time.monotonic() < end, "the reader does not come to an end"
-        time.sleep(0.001)
+    if found:
+        with found._changed:  # between the end of a fill and the next one nothing is looked at
+            ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
+        assert ended, "the reader does not come to an end"
 
 
 def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = None) -> None:

@@ -533,7 +533,7 @@ def test_reading_moves_a_bar(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     reference = load()
     fill = reader.fill_batch
     monkeypatch.setattr(reader, "BATCH_BYTES", 1024)
-    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (time.sleep(0.01), fill(*batch))[1])
+    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (time.sleep(0.05), fill(*batch))[1])  # so that calls wait
     monkeypatch.setattr(running, "_SECONDS", 0.0)
     with page() as recorded:
         encode(reference, "a boat that is read")
