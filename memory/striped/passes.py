@@ -123,18 +123,19 @@ def _made_twice(node: Map) -> list[Map]:
 def _spans_of(maps: Sequence[Map], node: Map, start: int, stop: int) -> list[tuple[Map, int, int]]:
     """Which rows of these maps it takes to make rows of another; those first that others are made from."""
     found: dict[Map, tuple[int, int]] = {}
-
-    def ask(one: Map, low: int, high: int) -> None:
-        if one in maps:
-            known = found.get(one, (low, high))
-            low, high = found[one] = min(low, known[0]), max(high, known[1])
-        if one.memory is None:
-            for source, first, last in one._sources(low, high):
-                ask(source, first, last)
-
     if maps:
-        ask(node, start, stop)
+        _ask(maps, found, node, start, stop)
     return [(one, *found[one]) for one in reversed(maps) if one in found]
+
+
+def _ask(maps: Sequence[Map], found: dict[Map, tuple[int, int]], one: Map, low: int, high: int) -> None:
+    """Widen the spans `found` by what rows of a map take. Not a closure: one that calls itself is a cycle with maps."""
+    if one in maps:
+        known = found.get(one, (low, high))
+        low, high = found[one] = min(low, known[0]), max(high, known[1])
+    if one.memory is None:
+        for source, first, last in one._sources(low, high):
+            _ask(maps, found, source, first, last)
 
 
 def _behind(dying: Sequence[Map], spilled: Sequence[Map], wanted: Wanted | None) -> None:

@@ -228,15 +228,17 @@ def _plan_vae(
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:
         raise ValueError(f"{name} cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
-    note, overhead = way.note, run.overhead(work.units[run.vae.name])
+    note, overhead, pace = way.note, run.overhead(work.units[run.vae.name]), rates
     if way.name == "cpu":
         plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
         return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
         overhead = run.overhead(in_stripes(0))
         peak = (way.peak_bytes or 0) - run.vae.size_bytes - overhead.workspace_bytes
-        done = Operations((way.seconds or 0) * rates.operations_in(sizes_of(run.vae).dtype))
-        takes = UnitForecast(0, peak, peak, 1, done)
+        # Its seconds are known, copies included. They are planned as operations, one a second: a simulated card that
+        # computes in no time has no finite rate to divide by.
+        pace = replace(rates, operations_per_second=1.0, float32=1.0, float16=1.0)
+        takes = UnitForecast(0, peak, peak, 1, Operations(way.seconds or 0.0))
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
     planned = plan_stage(
@@ -245,12 +247,12 @@ def _plan_vae(
         [run.vae],
         budget_bytes=budget_bytes,
         ram_bytes=ram_bytes,
-        rates=rates,
+        rates=pace,
         strategy="auto" if way.name == "whole" else "resident",
         by_user=False,
         overhead=overhead,
     )
-    return replace(planned, note=note)
+    return replace(planned, note=note, rates=rates)
 
 
 def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:

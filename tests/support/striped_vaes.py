@@ -56,6 +56,27 @@ VAES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "sd3": (lambda: image_vae(16, False, shift_factor=0.0609), (2, 16, 7, 6)),
     "flux": (lambda: image_vae(16, False, shift_factor=0.1159), (1, 16, 13, 9)),
     "demo": (lambda: diffusers.AutoencoderKL.from_pretrained(SHAPES), (3, 8, 7, 9)),
+    "asymmetric": (
+        lambda: diffusers.AsymmetricAutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            down_block_out_channels=FOUR[:3],
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            up_block_out_channels=FOUR[:3],
+            norm_num_groups=4,
+        ),
+        (1, 4, 29, 17),
+    ),
+    "vq": (
+        lambda: diffusers.VQModel(
+            block_out_channels=FOUR,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            latent_channels=4,
+            num_vq_embeddings=16,
+            norm_num_groups=4,
+        ),
+        (2, 4, 7, 9),
+    ),
     "flux2": (
         lambda: diffusers.AutoencoderKLFlux2(
             block_out_channels=FOUR, layers_per_block=1, latent_channels=4, norm_num_groups=4

@@ -240,14 +240,17 @@ def on_device(name: str, sim: ModuleType) -> tuple[Any, torch.Tensor, torch.Tens
 
 
 def peak_of(run: Callable[[], Any], sim: ModuleType) -> tuple[Any, int]:
-    """What a run gives, and what it takes beside what is there before. Nothing may stay."""
+    """Return what a run gives, and its bytes beside those there before. Nothing may stay, not even in a cycle."""
     gc.collect()
     sim.reset_stats()
     held = sim.stats().allocated_bytes
-    result = run()
-    peak = sim.stats().peak_bytes - held
-    gc.collect()
-    assert sim.stats().allocated_bytes == held
+    gc.disable()
+    try:
+        result = run()
+        peak = sim.stats().peak_bytes - held
+        assert sim.stats().allocated_bytes == held
+    finally:
+        gc.enable()
     return result, peak
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Callable
@@ -54,12 +55,18 @@ def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], g
     manager("sim").timeline.clear()
     gc.collect()
     simulated.reset_stats()
-    result, peak = call(), simulated.stats().peak_bytes
+    gc.disable()
+    try:
+        result, peak = call(), simulated.stats().peak_bytes
+        assert not simulated.stats().allocated_bytes  # nor does a cycle hold any
+    finally:
+        gc.enable()
     (record,) = manager("sim").timeline.stages  # nothing was tried in vain
     assert all(plan.fits for plan in planned.units), planned
     assert planned.note.startswith(record.note) and bool(planned.note) == bool(record.note)
     assert peak <= budget, (record.note, peak, budget)
     assert peak <= planned.peak_vram_bytes <= 1.05 * peak, (record.note, peak, planned)
+    assert all(math.isfinite(plan.step_seconds) for plan in planned.units), planned
     return record.note, result
 
 
