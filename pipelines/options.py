@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-# Those of the families that have a loop of their own.
+TRUE_CFG = "true_cfg"
+
+# Those of the families that have a loop of their own, and one of a kind of models.
 OWNERS = {
+    TRUE_CFG: "guidance-distilled models (others take guidance)",
     **dict.fromkeys(("sampler", "shift", "cfg_trunc", "renorm_cfg", "denoise"), "NewBie"),
     **dict.fromkeys(
         ("first_frame_steps", "video_steps", "video_guidance", "linear_guidance", "guidance_alpha", "min_guidance"),
@@ -20,7 +23,7 @@ OWNERS = {
 _INSTEAD = {
     **dict.fromkeys(("callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs"), "on_step"),
     **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "a list of prompts, to encode"),
-    **dict.fromkeys(("guidance_scale", "true_cfg_scale"), "guidance"),
+    **dict.fromkeys(("guidance_scale", "distilled_guidance_scale", "true_cfg_scale"), "guidance"),
     **dict.fromkeys(("num_frames", "video_length"), "frames"),
     "generator": "seed, or noise",
     "latents": "noise",
@@ -34,7 +37,8 @@ class UnknownOptionError(TypeError):
     def __init__(self, title: str, names: Iterable[str], known: Collection[str]) -> None:
         self.title, self.names = title, tuple(names)
         foreign = [f"{name} is for {OWNERS[name]}, not for {title}: leave it out." for name in names if name in OWNERS]
-        foreign += [f"{name}: give {_INSTEAD[name]} instead." for name in names if name in _INSTEAD]
+        instead = _INSTEAD | ({"true_cfg_scale": TRUE_CFG} if TRUE_CFG in known else {})
+        foreign += [f"{name}: give {instead[name]} instead." for name in names if name in instead]
         strange = ", ".join(name or "''" for name in self.names if name not in OWNERS and name not in _INSTEAD)
         takes = f"It takes: {', '.join(sorted(known)) or 'none'}."
         super().__init__(" ".join([*foreign, *([f"{title} has no argument {strange}. {takes}"] if strange else [])]))
@@ -46,18 +50,18 @@ def check_known(title: str, options: Iterable[str], known: Collection[str]) -> N
         raise UnknownOptionError(title, unknown, known)
 
 
-def check_numbers(whole: Mapping[str, Any], guidance: Any) -> None:
-    """Raise ValueError, in one line, for sizes and counts that are no whole numbers, and for no number as guidance.
+def check_numbers(whole: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, for sizes and counts that are no whole numbers, and for scales that are none.
 
     None of them is what the pipeline is made for.
     """
     for name, value in whole.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise ValueError(f"{name} is {str(value)[:80]!r}; it takes a whole number.")
-    if guidance is None:
-        return
-    if isinstance(guidance, bool) or not isinstance(guidance, Real) or not math.isfinite(guidance):
-        raise ValueError(f"guidance is {str(guidance)[:80]!r}; it takes a number.")
+    for name, scale in scales.items():
+        number = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
+        if scale is not None and not number:
+            raise ValueError(f"{name} is {str(scale)[:80]!r}; it takes a number.")
 
 
 def check_stage(title: str, options: Iterable[str], for_text: Collection[str]) -> None:

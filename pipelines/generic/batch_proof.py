@@ -32,7 +32,7 @@ def compare_batch(pipeline: Any, texts: Any) -> Verdict:
     for unit in pipe.denoisers:
         echoes[unit.name].dims = pipe.batch_dims  # type: ignore[attr-defined]
     modules = {name: echo.face for name, echo in echoes.items()}
-    scales = [None, GUIDES] if pipe._guidance_name() else [None]
+    scales = [None, GUIDES] if pipe.scales.cfg else [None]
     with torch.inference_mode():
         same = all(_same_at_a_size(pipe, modules, scale) for scale in scales)
     return Verdict("" if same else "pictures drawn at once are not those that are drawn alone")

@@ -15,8 +15,8 @@ from torch import nn
 
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
-from ..options import check_known, check_stage
-from ..staged import Negative, OnStep, Prompt, as_handed, no_effect
+from ..options import TRUE_CFG, check_known, check_stage
+from ..staged import COUNTS, TOLD, Negative, OnStep, Prompt, as_handed, no_effect
 from .seeing import SeeingPipeline
 from .stand_ins import DecodeCalledError, keeping_processors
 from .stock import check_frames, encode_defaults, guides, returned_names, text_options
@@ -36,7 +36,7 @@ _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens
 # Arguments that the stages set themselves.
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *FRAMES, "guidance_scale",
-    "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
+    "distilled_guidance_scale", "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
     "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
     *INPUTS, "strength", _AREA, _AT_ONCE, "padding_mask_crop", "masked_image_latents", "image_embeds",
 }  # fmt: skip
@@ -128,11 +128,21 @@ class GenericPipeline(SeeingPipeline):
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         # How many pictures is settled by how many prompts were encoded.
         known = {k for k in self._call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
+        scales = self.scales
+        known |= {TRUE_CFG} if scales.true_cfg else set()
+        known |= {scales.embedded} if scales.embedded and not scales.distilled else set()
         check_stage(self.title, options, text_options(self.pipeline_class) & known)
-        check_known(self.title, options, known | ({"guidance_scale"} if "true_cfg_scale" in self._call else set()))
+        if TRUE_CFG in options and scales.distilled and not scales.true_cfg:
+            raise ValueError(
+                f"{self.title} takes no true_cfg: {self.pipeline_class.__name__} has no classifier-free guidance. "
+                "Leave it out; guidance is its own scale."
+            )
+        check_known(self.title, options, known)
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **self.pictures}
+        if scales.true_cfg and TRUE_CFG in options:
+            arguments[scales.true_cfg] = arguments.pop(TRUE_CFG)
         if self.strength is not None:
             arguments["strength"] = self.strength
         if _BINNING in self._call:
@@ -144,9 +154,9 @@ class GenericPipeline(SeeingPipeline):
                 arguments[key] = None
         guidance = self.default_guidance if guidance is None else guidance
         if guidance is not None:
-            if (scale := self._guidance_name()) is None:
+            if scales.guidance is None:
                 raise ValueError(f"{self.title} takes no guidance.")
-            arguments[scale] = guidance
+            arguments[scales.guidance] = guidance
         if self.own_size and (width or height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
         if (
@@ -170,8 +180,14 @@ class GenericPipeline(SeeingPipeline):
         return arguments
 
     def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
-        name = self._guidance_name()
-        scale = self.default_guidance if guidance is None else guidance
+        scales = self.scales
+        if scales.true_cfg:
+            given = options.get(TRUE_CFG)
+            counts = scales.true_cfg == "guider" if given is None else given > 1
+            return "" if counts else "The negative prompt has no effect without true_cfg. " + COUNTS
+        if scales.distilled:
+            return f"The negative prompt has no effect: {self.title} takes none."
+        name, scale = scales.cfg, self.default_guidance if guidance is None else guidance
         if scale is None:
             own = self._call.get(name or "")
             scale = own.default if own and isinstance(own.default, int | float) else None
@@ -180,6 +196,22 @@ class GenericPipeline(SeeingPipeline):
         if scale > 1:
             return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
         return no_effect(scale, guidance is None)
+
+    def _scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
+        scales, notes = self.scales, []
+        if not scales.distilled:
+            return []
+        if not self._embeds_guidance and guidance not in (None, self._call[str(scales.embedded)].default):
+            way = " Set true_cfg above 1 instead; each step then runs twice." if scales.true_cfg else ""
+            notes.append(f"guidance has no effect: this {self.title} embeds none, as Flux-schnell.{way}")
+        elif scales.true_cfg and true_cfg is None and guidance is not None and guidance > 1:
+            changed = (
+                f"guidance is now {self.title}'s own scale. For classifier-free guidance, as before, set true_cfg."
+            )
+            notes += [changed] * (changed not in TOLD)
+        if true_cfg is not None and true_cfg > 1:
+            notes.append(f"true_cfg is {true_cfg:g}: each step runs twice.")
+        return notes
 
     def check_count(self, count: int) -> None:
         if count > 1 and self.tail in OF_ONE:

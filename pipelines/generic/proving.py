@@ -14,7 +14,7 @@ from . import proof
 from .batch_proof import compare_batch
 from .rehearsal import rehearse
 
-_PROOF = 3  # to be raised when proofs end in another way
+_PROOF = 4  # to be raised when proofs end in another way
 log = logging.getLogger("ballast")
 
 

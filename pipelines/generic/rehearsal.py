@@ -15,6 +15,7 @@ import torch
 
 from ..decoding.decode import run_decoder, to_images
 from ..encoding.conditioning import Conditioning
+from ..options import TRUE_CFG
 from ..staged import Frames, as_stock
 from .answers import NotSeenError, opened
 from .echo import Echo
@@ -22,7 +23,7 @@ from .proof import Modules, Verdict, compare, echoes_of
 from .stock import fewest_frames
 from .tasks import EDITED, reads_pictures, takes_frames
 
-Arguments = Callable[..., dict[str, Any]]  # of a call, each time new, for a scale of guidance
+Arguments = Callable[..., dict[str, Any]]  # of a call, each time new, for a scale of classifier-free guidance
 
 _PROMPT, NEGATIVE = "a red boat", "blurry, grey"
 _SEED = 0
@@ -93,9 +94,11 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
     runs = [(arguments, *pair) for pair in pairs]
     tails: set[str] = set()
     scales: list[tuple[Arguments, str | None, str | None]] = []
-    if pipe.inputs and takes and pipe._guidance_name() in pipe._call:  # which may see another picture when it guides
+    cfg = pipe.scales.cfg
+    # Which may see another picture when it guides; a distilled one does not by default.
+    if takes and cfg in pipe._call and (pipe.inputs or pipe.distilled):
         scales.append((functools.partial(arguments, GUIDES), NEGATIVE, NEGATIVE))
-    if (pipe.texts or pipe).replays and pipe._guidance_name() in pipe._call:
+    if (pipe.texts or pipe).replays and cfg in pipe._call:
         scales += [(functools.partial(arguments, scale), None, None) for scale in (1.0, GUIDES)]
     for given, negative, staged_negative in runs + scales:
         whole = functools.partial(_run_whole, pipe, given, negative)
@@ -132,7 +135,7 @@ def _fails_alike(error: Exception, stages: Callable[[Modules], Any], echoes: Map
 def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str | None:
     """The negative prompt that the stock call has encoded when it guides and was given none; None if it has none."""
     asked: list[Mapping[str, Any]] = []
-    guides = pipe._guidance_name() in ("guidance_scale", "true_cfg_scale")
+    guides = pipe.scales.cfg in pipe._call
     _run_whole(pipe, functools.partial(arguments, GUIDES if guides else None), None, modules, asked)
     if not asked:
         raise ValueError("it never encodes its prompt")
@@ -143,15 +146,19 @@ def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str 
     return text[0] if isinstance(text, list | tuple) else text
 
 
-def arguments_of(pipe: Any, small: bool, guidance: float | None = None) -> dict[str, Any]:
-    """Arguments of `_denoise` for a run that is as small as can be, or of the size that the pipeline is made for."""
+def arguments_of(pipe: Any, small: bool, cfg: float | None = None) -> dict[str, Any]:
+    """Arguments of `_denoise` for a run that is as small as can be, or of the size that the pipeline is made for.
+
+    `cfg` is a scale of classifier-free guidance.
+    """
     side = -(-_SIDE // pipe.sizes.multiple) * pipe.sizes.multiple
     some = fewest_frames(pipe._pipeline(_HOST, {})) if pipe.is_video else 1
     pipe.pictures = {name: _pictures(side, name, some, pipe._call) for name in pipe.inputs}
     pipe.strength = _STRENGTH if pipe.inputs and "strength" in pipe._call else None
     width, height = (side if small and name in pipe._call else None for name in ("width", "height"))
     frames = some if small and pipe._frames else None
-    arguments = pipe._sample_arguments(width, height, _STEPS, guidance, frames, {})
+    true_cfg = {TRUE_CFG: cfg} if pipe.distilled and cfg is not None else {}
+    arguments = pipe._sample_arguments(width, height, _STEPS, None if true_cfg else cfg, frames, true_cfg)
     if "image_crf" in pipe._call and importlib.util.find_spec("av") is None:
         arguments["image_crf"] = 0  # no video codec is run on the picture: there is none
     return arguments | {"generator": torch.Generator("cpu").manual_seed(_SEED)}

@@ -151,7 +151,7 @@ class SeeingPipeline(StockParts):
         given: dict[str, Any] = {"prompt": "", **as_stock({"image": tuple(pictures)})}
         if "negative_prompt" in self._call:
             given["negative_prompt"] = ""
-        if (scale := self._guidance_name()) in self._call:
+        if (scale := self.scales.cfg) in self._call:
             given[str(scale)] = _GUIDES
         try:
             pipe(**given)
@@ -178,7 +178,7 @@ class SeeingPipeline(StockParts):
         pictures = {edited: options["images"]} if "images" in options else {}
         if "images" in pictures and len(as_list(prompt)) > 1:  # its call takes a list of them for each prompt
             raise ValueError(f"{self.title} edits pictures by one prompt at a time. Encode one.")
-        scale = self._guidance_name()
+        scale = self.scales.cfg
         for guidance in (_GUIDES, 1.0) if scale in self._call else (None,):
             before = recording.asked
 

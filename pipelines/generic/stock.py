@@ -11,6 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..files.components import Component
@@ -168,6 +169,70 @@ def check_frames(pipe: Any, title: str, frames: int) -> None:
     elif frames < 1 or (frames - 1) % step:
         near = max(0, round((frames - 1) / step)) * step + 1
         raise ValueError(f"frames is {frames}; {title} takes multiples of {step} and one more, such as {near}.")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The arguments of a stock call that scale guidance; "guider" stands for the component of that name.
+
+    `embedded` is what the transformer is told, where it was distilled to guide by itself, `cfg` the scale of
+    classifier-free guidance. `distilled` says which of the two users of the model know as guidance.
+    """
+
+    embedded: str | None
+    cfg: str | None
+    distilled: bool
+
+    @property
+    def guidance(self) -> str | None:
+        """The argument that `guidance` sets."""
+        return self.embedded if self.distilled else self.cfg
+
+    @property
+    def true_cfg(self) -> str | None:
+        """The argument that `true_cfg` sets: of a distilled model alone, and not of each."""
+        return self.cfg if self.distilled else None
+
+
+def scales_of(cls: type, guider: bool, embeds: bool) -> Scales:
+    """The scales of a pipeline class, with a `guider` or without, whose transformer `embeds` guidance or does not.
+
+    A class that guides by default is called with that scale, although its transformer may be told one as well: SkyReels
+    (6) and Qwen-Image (4). HunyuanImage is both: its distilled transformer embeds guidance, the other has a guider.
+    """
+    embedded, cfg = _scales_in_call(cls)
+    if cfg is None and guider:
+        cfg = "guider"
+    if embedded is None or cfg is None:
+        return Scales(embedded, cfg, embedded is not None)
+    if cfg == "guider":
+        return Scales(embedded, cfg, embeds)
+    default = inspect.signature(cls.__call__).parameters[cfg].default  # type: ignore[operator]
+    return Scales(embedded, cfg, not (isinstance(default, int | float) and default > 1))
+
+
+@functools.cache
+def _scales_in_call(cls: type) -> tuple[str | None, str | None]:
+    """The argument that becomes the transformer's `guidance`, and the one that a prediction is guided with.
+
+    Read from the code: Chroma's inpainting has a `true_cfg_scale` that it never uses, and makes a `guidance` that its
+    transformer is not told.
+    """
+    call = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))  # type: ignore[operator]
+    told = any(isinstance(node, ast.keyword) and node.arg == "guidance" for node in ast.walk(tree))
+    made = [
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and told and getattr(node.targets[0], "id", "") == "guidance"
+        for name in ast.walk(node.value)
+        if isinstance(name, ast.Name) and name.id.endswith("guidance_scale") and name.id in call
+    ]
+    embedded = made[0] if made else None
+    read = _names(node for node in ast.walk(tree) if isinstance(node, ast.BinOp | ast.Compare))
+    if "true_cfg_scale" in call and read["true_cfg_scale"]:
+        return embedded, "true_cfg_scale"
+    return embedded, "guidance_scale" if "guidance_scale" in call and embedded != "guidance_scale" else None
 
 
 def guides(pipe: Any, name: str, scale: float) -> bool:

@@ -35,7 +35,16 @@ from .stand_ins import (
     checking_noise,
     keeping_embeddings,
 )
-from .stock import asks_for_padding, embeddings_of, encoding_of, needed_inputs, own_words, picture_sizes
+from .stock import (
+    Scales,
+    asks_for_padding,
+    embeddings_of,
+    encoding_of,
+    needed_inputs,
+    own_words,
+    picture_sizes,
+    scales_of,
+)
 from .tasks import INPUTS, VIDEOS, edits, with_controlnet
 
 FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
@@ -228,10 +237,24 @@ class StockParts(ProvenPipeline):
     def _files(self) -> dict[str, Sequence[str]]:
         return {name: component.identity() for name, component in self.components.items()}
 
-    def _guidance_name(self) -> str | None:
-        """Which argument is the scale of classifier-free guidance, or the component that has it."""
-        names = ("true_cfg_scale", "guidance_scale", "guider")
-        return next((name for name in names if name in self._call or name in self.components), None)
+    @property
+    def scales(self) -> Scales:
+        """The arguments of its call that `guidance` and `true_cfg` set."""
+        return scales_of(self.pipeline_class, "guider" in self.components, self._embeds_guidance)
+
+    @property
+    def _embeds_guidance(self) -> bool:
+        """Whether the transformer embeds the scale of guidance that it is told, as Flux-dev's, and not Flux-schnell's."""
+        transformer = self.components.get("transformer")
+        name = "guidance_embeds"
+        if transformer is None or name in transformer.config:
+            return bool(transformer and transformer.config[name])
+        taken = inspect.signature(transformer.cls).parameters
+        return name not in taken or bool(taken[name].default)
+
+    @property
+    def distilled(self) -> bool:
+        return self.scales.distilled
 
     @functools.cached_property
     def sizes(self) -> PictureSizes:

@@ -89,7 +89,7 @@ class Sampling:
 def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a dry run, alike for all runs with equal activations: guidance on or off, and a few steps."""
     brief = dict(arguments)
-    for name in ("guidance_scale", "true_cfg_scale", "guider"):
+    for name in ("guidance_scale", "distilled_guidance_scale", "true_cfg_scale", "guider"):
         if isinstance(scale := arguments.get(name), int | float):
             brief[name] = 2.0 if scale > 1 else scale
     if "strength" in brief:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from .family import ModelFamily, Modules, OnStep, Part
 from .pictures import Frames, Pictures, as_handed, as_stock, handed
 from .pipeline import StagedPipeline
-from .prompts import Negative, Prompt, as_list, no_effect
+from .prompts import COUNTS, TOLD, Negative, Prompt, as_list, no_effect
 from .runs import Item, Latents, Made
 
 __all__ = [
+    "COUNTS",
+    "TOLD",
     "Frames",
     "Item",
     "Latents",

@@ -158,6 +158,15 @@ class ModelFamily(ABC):
         scale = self.default_guidance if guidance is None else guidance
         return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
 
+    @property
+    def distilled(self) -> bool:
+        """Whether `guidance` is a scale that the model was distilled with, and not classifier-free guidance."""
+        return False
+
+    def _scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
+        """What a user should know of these scales, a sentence each."""
+        return []
+
     def _batch_differs(self, texts: ModelFamily) -> str:
         """How pictures drawn at once would differ from each drawn alone, in a few words; empty where they do not.
 

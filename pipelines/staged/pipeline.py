@@ -9,6 +9,7 @@ from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning
+from ..options import TRUE_CFG
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
 from ..sampling.loras import Given as Loras
@@ -63,13 +64,14 @@ class StagedPipeline(ManyRuns):
         batch: int = 1,
         cards: int = 1,
         video: Given = None,
+        true_cfg: float | None = None,
         **options: Any,
     ) -> RunPlan:
         """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
 
-        Sizes, `steps`, `guidance`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in `sample`; of
-        several cards it is the plan of each, without what they tell each other. `cond` is what will be sampled from, or
-        the prompts that will be encoded, by default one of usual length, `images` with them.
+        Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in
+        `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will be
+        sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
         `rates` are those of the machine by default. At full size it takes seconds, once for each size. Raises
@@ -81,6 +83,9 @@ class StagedPipeline(ManyRuns):
         steps = self.default_steps if steps is None else steps
         references = as_pictures(images, "images") if cond is None else cond.pictures
         read = self._pictures_read(references) if cond is None else {}
+        if true_cfg is not None:
+            options[TRUE_CFG] = true_cfg
+            negative_prompt = "" if negative_prompt is None and true_cfg else negative_prompt  # or it does not guide
         encoding = self._encoding(prompt, self._negative(prompt, negative_prompt), read)
         pictures = pictures_of(references, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
@@ -97,6 +102,8 @@ class StagedPipeline(ManyRuns):
         size += f" x {frames} frames" if frames else ""
         size += f", {whole.count} pictures" if whole.count > 1 else ""
         size += f", on {cards} cards" if cards > 1 else ""
+        guided = cond is None or pipe.replays or any(name.startswith("negative_") for name in cond.tensors)
+        size += ", each step twice" if guided and (true_cfg or 0) > 1 else ""
 
         def planned(count: int, at_once: int) -> RunPlan:
             given = whole.arguments(arguments, 0, at_once)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 Prompt = str | Sequence[str]
 Negative = Prompt | None  # None for what the stock pipeline takes by default
+COUNTS = "Above 1 it counts, and each step runs twice."
+TOLD: set[str] = set()  # notes that were shown or logged in this process
 
 
 def as_list(prompt: Prompt | None) -> list[str]:
@@ -29,7 +31,4 @@ def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:
 
 def no_effect(scale: float, by_default: bool) -> str:
     """Says that guidance of this scale ignores the negative prompt."""
-    return (
-        f"The negative prompt has no effect: guidance is {scale:g}{' by default' * by_default}. Above 1 it counts, "
-        "and each step runs twice."
-    )
+    return f"The negative prompt has no effect: guidance is {scale:g}{' by default' * by_default}. {COUNTS}"

@@ -18,7 +18,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
-from ..options import check_numbers
+from ..options import TRUE_CFG, check_numbers
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
@@ -27,6 +27,7 @@ from ..sampling.loras import refuse_scales
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .family import Modules, OnStep
 from .pictures import Given, pictures_of
+from .prompts import TOLD
 from .runner import StageRunner
 
 log = logging.getLogger("ballast")
@@ -57,17 +58,25 @@ class SampleStage(StageRunner):
 
     def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
         """What a user should know of a run with these arguments of `sample`, a sentence each."""
+        notes = self._notes(cond, guidance, options)
+        TOLD.update(notes)
+        return notes
+
+    def _notes(self, cond: Conditioning, guidance: float | None, options: Mapping[str, Any]) -> list[str]:
         notes = []
         if names := ", ".join(self.left_out):
             notes = [f"{self.title} runs without {names}: what these make beside pictures, such as sound, is left out."]
         if not self.takes_negative:
-            return notes
+            return notes + self._scale_notes(guidance, None)
+        true_cfg = options.get(TRUE_CFG)
+        name, scale = (TRUE_CFG, true_cfg) if self.distilled else ("Guidance", guidance)
         if _WORDS.search(cond.info.get("negative_prompt", "")):
             why = self._unguided(guidance, options)
             notes += [why] * bool(why)
-        elif guidance and guidance > 1 and not (self.replays or any(n.startswith("negative_") for n in cond.tensors)):
-            notes.append("Guidance has no effect without a negative prompt. Encode one; it may be empty.")
-        return notes
+        elif scale and scale > 1 and not (self.replays or any(n.startswith("negative_") for n in cond.tensors)):
+            notes.append(f"{name} has no effect without a negative prompt. Encode one; it may be empty.")
+            return notes + self._scale_notes(guidance, 1)
+        return notes + self._scale_notes(guidance, true_cfg)
 
     def sample(
         self,
@@ -91,12 +100,14 @@ class SampleStage(StageRunner):
         batch: int = 1,
         cards: int = 1,
         video: Given = None,
+        true_cfg: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
 
         Sizes are in pixels. Sizes, steps and guidance are by default those that the pipeline is made for. `guidance` is
-        the scale of classifier-free guidance (`true_cfg_scale` where the pipeline has one, else `guidance_scale`).
+        the scale that a guidance-distilled model (Flux-dev, HunyuanVideo) is told, of any other that of classifier-free
+        guidance. `true_cfg` above 1 adds that to a distilled model: each step then runs twice.
         `seed` gives the noise that the stock pipeline draws from `torch.Generator("cpu").manual_seed(seed)`; `noise`
         gives it outright, in the layout of the pipeline's `latents`. `strategy` is auto, resident, streamed, leafwise
         (streamed in the least VRAM) or cpu.
@@ -129,7 +140,12 @@ class SampleStage(StageRunner):
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
+        options |= {} if true_cfg is None else {TRUE_CFG: true_cfg}
         arguments = pipe._checked(cond, width, height, steps, guidance, frames, strategy, options)
+        for note in pipe._notes(cond, guidance, options):
+            if note not in TOLD:
+                log.warning("Ballast: %s", note)
+                TOLD.add(note)
         prompts = prompts_of(cond, self.cond_dims)
         whole = batch_of(batch, seed, noise, prompts, arguments, pipe.own)
         pipe.check_count(max(prompts, whole.count))
@@ -256,7 +272,8 @@ class SampleStage(StageRunner):
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
         refuse_scales(self._loras, options)
-        check_numbers({"width": width, "height": height, "steps": steps, "frames": frames}, guidance)
+        whole = {"width": width, "height": height, "steps": steps, "frames": frames}
+        check_numbers(whole, {"guidance": guidance, TRUE_CFG: options.get(TRUE_CFG)})
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
         if (given := options.get("init_latents")) is not None:

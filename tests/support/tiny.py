@@ -155,7 +155,9 @@ def check(name: str, folder: Path) -> tuple[list[str], bool]:
     same = torch.equal(latent, stock(folder)[0])
     other = _differ(latent, stock(folder, prompt="two cats")[0])
     plain = _differ(latent, stock(folder, guidance=1.0)[0])
-    negative = _differ(latent, stock(folder, negative_prompt="bright colours")[0])
+    guided = {"true_cfg_scale": 4.0} if FAMILIES[name].distilled else {}
+    usual = stock(folder, **guided)[0] if guided else latent
+    negative = _differ(usual, stock(folder, negative_prompt="bright colours", **guided)[0])
     good = [
         bool(torch.isfinite(latent).all() and torch.isfinite(picture).all()),
         bool(picture.std() > 0.01 and ((picture < 0.001) | (picture > 0.999)).float().mean() < 0.2),

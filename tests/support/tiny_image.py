@@ -311,7 +311,7 @@ def auraflow() -> DiffusionPipeline:
 PLAIN = {"use_resolution_binning": False}
 
 IMAGES = [
-    Family("flux", "FluxPipeline", flux, guidance_name="true_cfg_scale"),
+    Family("flux", "FluxPipeline", flux, distilled=True),
     Family(
         "flux2_klein",
         "Flux2KleinPipeline",

@@ -27,7 +27,7 @@ class Family:
     """Width and height that suit the family; not square, to catch swapped axes."""
     frames: int | None = None
     guidance: float = 4.0
-    """A value that turns classifier-free guidance on."""
+    """A value that turns classifier-free guidance on, or that a distilled model is told."""
     guidance_name: str = "guidance_scale"
     """The argument of `__call__` that takes it; "guider" where a component of that name holds it instead."""
     encode_kwargs: dict[str, Any] = field(default_factory=lambda: {"max_sequence_length": TEXT_TOKENS})
@@ -39,6 +39,8 @@ class Family:
     size, `prepare(pipe, width, height)` for another."""
     negative: bool = True
     """Whether the stock `__call__` takes a negative prompt."""
+    distilled: bool = False
+    """Whether the model is told its guidance, and classifier-free guidance is its `true_cfg_scale`."""
 
 
 def tokenizer(

@@ -199,7 +199,7 @@ VIDEOS = [
         call_kwargs={"decode_timestep": 0.05, "decode_noise_scale": 0.025},
     ),
     Family("cogvideox", "CogVideoXPipeline", cogvideox, frames=9),
-    Family("hunyuan_video", "HunyuanVideoPipeline", hunyuan_video, frames=9, guidance_name="true_cfg_scale"),
+    Family("hunyuan_video", "HunyuanVideoPipeline", hunyuan_video, frames=9, distilled=True),
     Family("mochi", "MochiPipeline", mochi, frames=7),
     Family(
         "hunyuan_video15",

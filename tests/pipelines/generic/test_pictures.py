@@ -44,12 +44,17 @@ class Task:
     text: dict[str, Any] = field(default_factory=dict)  # options of encode
 
 
-def from_picture(folder: str, cls: str, strength: float = 0.7, guidance: str = "true_cfg_scale") -> Task:
-    given = {"image": ONE, "strength": strength, "guidance": 3.0}
-    return Task(folder, given, {"image": pil(ONE), "strength": strength, guidance: 3.0}, cls)
+DISTILLED = {"guidance": 2.0, "true_cfg": 3.0}
+STOCK_DISTILLED = {"guidance_scale": 2.0, "true_cfg_scale": 3.0}
 
 
-def painted(folder: str, cls: str, guidance: str = "true_cfg_scale") -> Task:
+def from_picture(folder: str, cls: str, strength: float = 0.7, guidance: str = "") -> Task:
+    given = {"image": ONE, "strength": strength, **({"guidance": 3.0} if guidance else DISTILLED)}
+    stock = {"image": pil(ONE), "strength": strength, **({guidance: 3.0} if guidance else STOCK_DISTILLED)}
+    return Task(folder, given, stock, cls)
+
+
+def painted(folder: str, cls: str, guidance: str = "") -> Task:
     task = from_picture(folder, cls, 0.8, guidance)
     return Task(folder, task.staged | {"mask": MASK}, task.stock | {"mask_image": pil(MASK)}, cls)
 
@@ -63,12 +68,12 @@ WAN_LAST = first_frame("wan_i2v")
 TASKS = {
     "flux": from_picture("flux", "FluxImg2ImgPipeline"),
     "sd3": from_picture("sd3", "StableDiffusion3Img2ImgPipeline", 0.5, "guidance_scale"),
-    "qwenimage": from_picture("qwenimage", "QwenImageImg2ImgPipeline", 1.0),
+    "qwenimage": from_picture("qwenimage", "QwenImageImg2ImgPipeline", 1.0, "true_cfg_scale"),
     "zimage": from_picture("zimage", "ZImageImg2ImgPipeline", guidance="guidance_scale"),
     "chroma": from_picture("chroma", "ChromaImg2ImgPipeline", guidance="guidance_scale"),
     "flux inpaint": painted("flux", "FluxInpaintPipeline"),
     "sd3 inpaint": painted("sd3_16", "StableDiffusion3InpaintPipeline", "guidance_scale"),
-    "qwenimage inpaint": painted("qwenimage", "QwenImageInpaintPipeline"),
+    "qwenimage inpaint": painted("qwenimage", "QwenImageInpaintPipeline", "true_cfg_scale"),
     "zimage inpaint": painted("zimage", "ZImageInpaintPipeline", "guidance_scale"),
     "klein inpaint": Task(
         "flux2_klein",
@@ -84,12 +89,18 @@ TASKS = {
         {"control_image": pil(ONE), "image": pil(OTHER), "strength": 0.6},
         "FluxControlImg2ImgPipeline",
     ),
-    "controlnet": Task("flux_controlnet", {"control": ONE}, {"control_image": pil(ONE)}),
-    "fill": Task("flux_fill", {"image": ONE, "mask": MASK}, {"image": pil(ONE), "mask_image": pil(MASK)}),
+    "controlnet": Task(
+        "flux_controlnet", {"control": ONE, **DISTILLED}, {"control_image": pil(ONE), **STOCK_DISTILLED}
+    ),
+    "fill": Task(
+        "flux_fill",
+        {"image": ONE, "mask": MASK, "guidance": 3.0},
+        {"image": pil(ONE), "mask_image": pil(MASK), "guidance_scale": 3.0},
+    ),
     "kontext": Task(
         "kontext",
-        {"guidance": 3.0},
-        {"image": pil(ONE), "max_area": WIDTH * HEIGHT, "true_cfg_scale": 3.0},
+        DISTILLED,
+        {"image": pil(ONE), "max_area": WIDTH * HEIGHT, **STOCK_DISTILLED},
         images=[ONE],
     ),
     "kontext inpaint": Task(
@@ -111,8 +122,8 @@ TASKS = {
     "ltx": first_frame("ltx", 17, "LTXImageToVideoPipeline", size=(96, 64)),
     "hunyuan video": Task(
         "hunyuan_video_i2v",
-        {"guidance": 3.0, "frames": 9},
-        {"image": pil(ONE), "true_cfg_scale": 3.0, "num_frames": 9},
+        {**DISTILLED, "frames": 9},
+        {"image": pil(ONE), "num_frames": 9, **STOCK_DISTILLED},
         images=[ONE],
     ),
     "hunyuan video 1.5": Task(
