@@ -47,7 +47,7 @@ class Model:
 
 _PICTURE = {"width": 1024, "height": 1024}
 MODELS = {
-    "FLUX.1-dev": Model("flux", _PICTURE | {"guidance": 1.0}),
+    "FLUX.1-dev": Model("flux", _PICTURE),
     "HiDream-I1 Dev": Model("hidream", _PICTURE, {"variant": "dev"}),
     "HiDream-I1 Full": Model("hidream", _PICTURE, {"variant": "full"}),
     "NewBie-image-Exp0.1": Model("newbie", _PICTURE),

@@ -23,13 +23,26 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the size of a picture and the options of model families, for commands that open any model."""
-    parser.add_argument("--negative", default="", help="what to avoid; counts where guidance is above 1")
+    parser.add_argument(
+        "--negative",
+        default="",
+        help="what to avoid; counts where guidance, or a distilled model's true_cfg, is above 1",
+    )
     parser.add_argument("--width", type=int, help="in pixels, by default as the pipeline is made for")
     parser.add_argument("--height", type=int, help="in pixels, by default as the pipeline is made for")
     parser.add_argument("--frames", type=int, help="frames of a video")
     parser.add_argument("--batch", type=int, default=1, help="pictures of the prompt, with the seeds from --seed on")
     parser.add_argument("--steps", type=int, help="by default as many as the pipeline is made for")
-    parser.add_argument("--guidance", type=float, help="by default that which the pipeline is made for")
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        help="by default that which the pipeline is made for; of Flux-dev, HunyuanVideo and the like their own scale",
+    )
+    parser.add_argument(
+        "--true-cfg",
+        type=float,
+        help="classifier-free guidance beside a distilled model's own; above 1 each step runs twice",
+    )
     parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     parser.add_argument(
         "--weights",

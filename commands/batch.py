@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
     from ..pipelines.staged import Made
 
-_DEFAULTS = ("width", "height", "frames", "steps", "guidance", "seed", "batch", "strategy", "compile", "attention")
+_DEFAULTS = (
+    "width", "height", "frames", "steps", "guidance", "true_cfg", "seed", "batch", "strategy", "compile", "attention",
+)  # fmt: skip
 _PICTURES = ("image", "mask", "last_image", *FRAMES)  # files by their names in a line
 _NOT_OF_A_LINE = ("self", "cond", "on_step", "noise", "cards")  # arguments of `sample` that no line can have
 _NO_MATTER = ("strategy",)  # the picture is the same

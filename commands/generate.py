@@ -99,7 +99,8 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
 def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor:
     from tqdm import tqdm
 
-    further = {} if arguments.denoise is None else {"denoise": arguments.denoise}
+    optional = {"denoise": arguments.denoise, "true_cfg": arguments.true_cfg}
+    further: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
     images, pictures = opened_pictures(arguments, pipe.edits)
     if pipe.starts_from_latents and arguments.image:
         picture = open_image(arguments.image[0], arguments.width, arguments.height)

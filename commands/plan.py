@@ -79,7 +79,7 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         dtype=arguments.dtype,
         **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
-    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch", "cards")
+    names = ("width", "height", "frames", "steps", "guidance", "true_cfg", "strategy", "batch", "cards")
     asked = {name: getattr(arguments, name) for name in names}
     asked["negative_prompt"] = arguments.negative
     if arguments.cards > 1:

@@ -48,7 +48,8 @@ class TextEncode(io.ComfyNode):
                     multiline=True,
                     dynamic_prompts=True,
                     default="",
-                    tooltip="What to avoid. Takes effect when the sampler's guidance is above 1.",
+                    tooltip="What to avoid. Takes effect when the sampler's guidance is above 1; with a model that is "
+                    "guidance-distilled (Flux-dev, HunyuanVideo), when its true_cfg is.",
                 ),
                 io.Image.Input(
                     "images",

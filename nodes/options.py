@@ -14,6 +14,7 @@ from .shared.reference import OptionsType
 _NOTHING: dict[str, Any] = {
     "compile": False, "attention": AUTO, "sampler": AUTO, "shift": 0, "cfg_trunc": 1, "renorm_cfg": 0,
     "first_frame_steps": "", "video_steps": "", "video_guidance": 5, "linear_guidance": False, "denoise": 1,
+    "true_cfg": 0,
 }  # fmt: skip
 
 

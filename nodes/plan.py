@@ -9,7 +9,8 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
-from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs
+from .options import in_widgets
+from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs, true_cfg_input
 from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
@@ -43,8 +44,8 @@ class VramPlan(io.ComfyNode):
                 *size_inputs(),
                 *step_inputs(
                     "Denoising steps; 0 for as many as the pipeline was made for.",
-                    "Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 each "
-                    "step runs twice.",
+                    "Scale of guidance; 0 for what the pipeline was made for. Above 1 each step runs twice, but for "
+                    "models that are guidance-distilled (Flux-dev, HunyuanVideo).",
                 ),
                 io.String.Input(
                     "vram_gb",
@@ -86,6 +87,7 @@ class VramPlan(io.ComfyNode):
                     optional=True,
                     tooltip="With a MODEL: the latents that it is to sample, which give size, frames and batch.",
                 ),
+                true_cfg_input(),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -112,9 +114,11 @@ class VramPlan(io.ComfyNode):
         compare_weights: bool = False,
         batch: int = 1,
         latent: dict[str, Any] | None = None,
+        true_cfg: float = 0.0,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..memory.planning.runplan import compare, draw_plans
+        from ..pipelines.options import UnknownOptionError
         from ..pipelines.planning.plans import NoBudgetError
 
         budgets = budgets_of(vram_gb)
@@ -122,6 +126,7 @@ class VramPlan(io.ComfyNode):
         asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None}
         asked |= {"strategy": strategy, **{name: value or None for name, value in size.items()}}
         asked |= {"batch": batch} if batch > 1 else {}
+        asked |= {"true_cfg": true_cfg} if true_cfg else {}
         asked |= given_pictures(strength, **pictures)
         beside = ""
         try:
@@ -129,13 +134,18 @@ class VramPlan(io.ComfyNode):
                 if latent is not None:
                     raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
                 pipe = pipeline.open()
+                asked["negative_prompt"] = ""  # as Staged Text Encode encodes at least
                 plans = [pipe.plan(vram=budget, cond=conditioning, **asked) for budget in budgets]
             else:
                 from .native.plan import plan_native
 
+                if true_cfg:
+                    raise ValueError("true_cfg is for a Ballast pipeline. Set it to 0: guidance is MODEL's cfg.")
                 plans, beside = plan_native(pipeline, budgets, latent, conditioning, **asked)
         except NoBudgetError:
             raise NoBudgetError("8, 12, 24 in vram_gb") from None
+        except UnknownOptionError as error:
+            raise in_widgets(error) from None
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         if compare_weights:
             beside = _choices(pipeline, budgets, {"cond": conditioning, **asked})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .options import in_widgets
-from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs
+from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs, true_cfg_input
 from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
 from .shared.progress import StepProgress
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
@@ -35,9 +35,10 @@ class Sampler(io.ComfyNode):
                 *size_inputs(),
                 *step_inputs(
                     "Denoising steps, for Pyramid-Flow those of each stage; 0 for as many as it was made for.",
-                    "Scale of classifier-free guidance; 0 for what the pipeline was made for. Above 1 the "
-                    "negative prompt counts, and each step runs twice. 0 suits Flux-dev and HunyuanVideo too, which "
-                    "have guidance of their own.",
+                    "Scale of guidance; 0 for what the pipeline was made for. Flux-dev, HunyuanVideo and others that "
+                    "are guidance-distilled have a scale of their own, as in FluxGuidance, and each step runs once. "
+                    "For all others it is classifier-free guidance: above 1 the negative prompt counts, and each step "
+                    "runs twice.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -81,6 +82,7 @@ class Sampler(io.ComfyNode):
                 batch_input(),
                 control_input(),
                 video_input(),
+                true_cfg_input(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -108,12 +110,13 @@ class Sampler(io.ComfyNode):
         denoise: float = 1.0,
         strength: float = 0.0,
         batch: int = 1,
+        true_cfg: float = 0.0,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
         from ..pipelines.sampling.latents import samples_of
 
-        further = dict(options or {})
+        further = {**(options or {}), **({"true_cfg": true_cfg} if true_cfg else {})}
         if latent is not None:
             further |= {"init_latents": samples_of(latent), **({"denoise": denoise} if denoise < 1 else {})}
         elif denoise < 1:

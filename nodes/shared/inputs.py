@@ -152,6 +152,22 @@ def step_inputs(steps: str, guidance: str) -> list[io.Input]:
     ]
 
 
+def true_cfg_input() -> io.Input:
+    """Classifier-free guidance of a model that was distilled to do without."""
+    return io.Float.Input(
+        "true_cfg",
+        default=0.0,
+        min=0.0,
+        max=100.0,
+        step=0.1,
+        round=0.01,
+        optional=True,
+        advanced=True,
+        tooltip="Only for guidance-distilled models (Flux-dev, HunyuanVideo): classifier-free guidance beside their "
+        "own. Above 1 the negative prompt counts, and each step runs twice. 0 is off, and right for most pictures.",
+    )
+
+
 def frames_input() -> io.Input:
     """The number of frames of a video."""
     return io.Int.Input(

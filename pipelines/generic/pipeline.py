@@ -36,9 +36,10 @@ _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens
 # Arguments that the stages set themselves.
 _OURS = {
     "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *FRAMES, "guidance_scale",
-    "distilled_guidance_scale", "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback", "callback_steps",
-    "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device", "do_classifier_free_guidance", "kwargs",
-    *INPUTS, "strength", _AREA, _AT_ONCE, "padding_mask_crop", "masked_image_latents", "image_embeds",
+    "distilled_guidance_scale", "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback",
+    "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device",
+    "do_classifier_free_guidance", "kwargs", *INPUTS, "strength", _AREA, _AT_ONCE, "padding_mask_crop",
+    "masked_image_latents", "image_embeds",
 }  # fmt: skip
 
 
@@ -201,13 +202,12 @@ class GenericPipeline(SeeingPipeline):
         scales, notes = self.scales, []
         if not scales.distilled:
             return []
-        if not self._embeds_guidance and guidance not in (None, self._call[str(scales.embedded)].default):
+        if not self._embeds_guidance and guidance is not None:
             way = " Set true_cfg above 1 instead; each step then runs twice." if scales.true_cfg else ""
-            notes.append(f"guidance has no effect: this {self.title} embeds none, as Flux-schnell.{way}")
+            notes.append(f"guidance has no effect: {self.title} embeds none, as Flux-schnell.{way}")
         elif scales.true_cfg and true_cfg is None and guidance is not None and guidance > 1:
-            changed = (
-                f"guidance is now {self.title}'s own scale. For classifier-free guidance, as before, set true_cfg."
-            )
+            own = f"guidance is now the scale of {self.title} itself."
+            changed = f"{own} For classifier-free guidance, as before, set true_cfg."
             notes += [changed] * (changed not in TOLD)
         if true_cfg is not None and true_cfg > 1:
             notes.append(f"true_cfg is {true_cfg:g}: each step runs twice.")
