@@ -282,8 +282,8 @@ def test_guidance_of_a_model_that_embeds_none_is_told(distilled: Folders) -> Non
     cond = encoded(pipe)
     (note,) = pipe.sampling_notes(cond, 2.0)
     assert note == (
-        "guidance has no effect: schnell embeds none, as Flux-schnell. Set true_cfg above 1 instead; each step then runs "
-        "twice."
+        "guidance has no effect: schnell embeds none, as Flux-schnell. Set true_cfg above 1 instead; each step then "
+        "runs twice."
     )
     assert pipe.sampling_notes(cond) == []
     sprint = opened(distilled("sana_sprint"))
