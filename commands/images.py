@@ -2,67 +2,227 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
+    from types import ModuleType
 
     import torch
+    from PIL.Image import Image
 
 ANIMATIONS = (".webp", ".gif", ".mp4")
-_STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 _FILMS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
+_NUMBERS = re.compile(r"(\d+)")
+_FIRST_ONLY = ("MPO", "PSD")  # beside their first picture they hold a preview, a gain map, or its layers
+_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBX", "RGBA", "CMYK", "YCbCr", "HSV")  # of 8 bits, with a known white
+_MOST_CHROMA = 0.1  # of a grey picture that a JPEG has made coloured
+_TRANSPARENT = "{} is transparent in parts, and what is behind is not said. Fill them; of a mask, with black or white."
+_ORIENTATION = 0x0112  # of EXIF, with what undoes it
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+_TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; 1 is black at 0
+_HDR_CURVES = (16, 18)  # PQ and HLG, as H.273 numbers them
 
 
-def open_image(path: Path | BinaryIO, width: int | None, height: int | None) -> torch.Tensor:
-    """Read a picture as [1,H,W,3] in 0..1, resized if a size is given."""
-    import numpy as np
-    import torch
+def open_image(path: Path, width: int | None, height: int | None, content: io.BytesIO | None = None) -> torch.Tensor:
+    """Read a picture as [1,H,W,3] in 0..1, resized if a size is given. `content` is read in place of the file.
+
+    ValueError or OSError, in one line that names the file, for what is no single picture.
+    """
     from PIL import Image
 
-    with Image.open(path) as opened:
-        picture = opened.convert("RGB")
+    with _opened(path, content) as opened:
+        if (count := getattr(opened, "n_frames", 1)) > 1 and opened.format not in _FIRST_ONLY:
+            raise ValueError(f"{path} holds {count} pictures, and one is wanted here. Save that one as a PNG.")
+        picture = _as_seen(opened, path)
     if width or height:
         picture = picture.resize((width or picture.width, height or picture.height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(picture, dtype=np.float32) / 255)[None]
+    return _tensor([picture])
+
+
+def open_mask(path: Path, content: io.BytesIO | None = None) -> torch.Tensor:
+    """Read a mask as [1,H,W] in 0..1. ValueError, in one line, for a picture with colours, which are no more or less.
+
+    Transparency is refused as of any picture: some programs mean by it what to paint anew, others what to keep.
+    """
+    picture = open_image(path, None, None, content)
+    if float((picture.amax(3) - picture.amin(3)).max()) > _MOST_CHROMA:
+        raise ValueError(f"{path} has colours, and a mask is grey: white where to paint anew, black where not.")
+    return picture.mean(dim=3)
 
 
 def frame_files(path: Path) -> list[Path]:
-    """The files of a video: a film or an animation alone, or the pictures of a folder in the order of their names."""
+    """The files of a video: a film or an animation alone, or the pictures of a folder in the order of their names.
+
+    Numbers in names count as numbers: frame2.png comes before frame10.png.
+    """
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _STILLS)
+    files = [file for file in path.iterdir() if file.suffix.lower() in _STILLS and not file.name.startswith(".")]
     if not files:
         raise ValueError(f"{path} holds no pictures. Give a folder of frames, or a film.")
-    return files
+    return sorted(
+        files, key=lambda file: [int(part) if part.isdecimal() else part for part in _NUMBERS.split(file.name)]
+    )
 
 
-def open_frames(path: Path, content: BinaryIO | None = None) -> torch.Tensor:
+def open_frames(path: Path, content: io.BytesIO | None = None) -> torch.Tensor:
     """Read a video as [F,H,W,3] in 0..1: a film, an animation, or a folder of pictures in the order of their names.
 
     A picture is one frame. `content` is read in place of the file at `path`. ImportError, with what to install, for a
-    film without PyAV.
+    film without PyAV; ValueError or OSError, in one line that names the file, for what is none.
     """
-    import numpy as np
-    import torch
-    from PIL import Image, ImageSequence
+    from PIL import ImageSequence
 
     if path.is_dir():
-        return torch.cat([open_image(file, None, None) for file in frame_files(path)])
+        return joined([(str(file), open_image(file, None, None)) for file in frame_files(path)])
     if path.suffix.lower() in _FILMS:
+        return _film_frames(path, content)
+    with _opened(path, content) as opened:
+        if opened.format in _FIRST_ONLY:
+            return _tensor([_as_seen(opened, path)])
+        pictures = [_as_seen(frame, path) for frame in ImageSequence.Iterator(opened)]
+        if opened.info.get("default_image"):  # of a PNG, for programs that do not know animations
+            del pictures[0]
+    return joined([(f"{path}, frame {number},", _tensor([each])) for number, each in enumerate(pictures, 1)])
+
+
+def joined(frames: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Pictures [F,H,W,3] that are one video, by name. ValueError, in one line, for frames of unequal sizes."""
+    import torch
+
+    (first, whole), *others = frames
+    for name, frame in others:
+        if frame.shape[1:3] != whole.shape[1:3]:
+            (rows, columns), (height, width) = frame.shape[1:3], whole.shape[1:3]
+            raise ValueError(
+                f"{first} is {width} x {height}, and {name} is {columns} x {rows}. Give all frames one size."
+            )
+    return torch.cat([frame for _, frame in frames])
+
+
+@contextmanager
+def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
+    """A picture of Pillow's, until the block ends. What it says of the file becomes one line with the path."""
+    from PIL import Image
+
+    from ..memory.files import one_line
+
+    if not (content or path.is_file()):
+        raise FileNotFoundError(f"there is no picture {path}. Put it there, or name another.")
+    if not (len(content.getbuffer()) if content else path.stat().st_size):
+        raise ValueError(f"{path} is empty: a file of 0 bytes. Make it again.")
+    with one_line(path, "read as a picture"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of size and of broken EXIF, on two lines each
         try:
-            import av
-        except ImportError as error:
-            raise ImportError(f"reading {path.name} needs PyAV: pip install av. Or give a folder of frames.") from error
-        with av.open(content or str(path)) as film:
-            arrays = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
-    else:
-        with Image.open(content or path) as opened:
-            arrays = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)]
-    return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+            with Image.open(content or path) as opened:
+                yield opened
+        except Image.DecompressionBombError:
+            most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6
+            raise ValueError(f"{path} has more than {most} million pixels. Scale it down.") from None
+
+
+def _as_seen(picture: Image, path: Path) -> Image:
+    """The picture in 8 bits of sRGB as viewers show it: turned, and by its colour profile.
+
+    ValueError, in one line, for transparency, and for numbers of which no file says how bright they are.
+    """
+    from PIL import Image
+
+    picture.load()  # first: Pillow itself turns TIFF then, and says so
+    icc, grey_bits = picture.info.get("icc_profile"), _grey_bits(picture)
+    with suppress(Exception):  # of EXIF that is broken; viewers show such pictures as they lie
+        if turn := _TURNS.get(picture.getexif().get(_ORIENTATION)):
+            picture = picture.transpose(Image.Transpose[turn])
+    if grey_bits:
+        import numpy as np
+
+        values, clear = np.asarray(picture).astype(np.int64), picture.info.get("transparency")
+        if clear is not None and (values == clear).any():
+            raise ValueError(_TRANSPARENT.format(path))
+        most = 2**grey_bits - 1
+        return Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8)).convert("RGB")
+    if picture.mode not in _MODES:
+        raise ValueError(
+            f"{path} holds numbers of Pillow's mode {picture.mode}, and how bright they are is not said. "
+            "Save it as a PNG of 8 or 16 bits."
+        )
+    if "A" in picture.getbands() or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        if picture.getchannel("A").getextrema()[0] < 255:
+            raise ValueError(_TRANSPARENT.format(path))
+    if picture.mode not in ("L", "CMYK"):
+        picture = picture.convert("L" if picture.mode == "1" else "RGB")
+    return (_in_srgb(picture, icc) if icc else picture).convert("RGB")
+
+
+def _grey_bits(picture: Image) -> int:
+    """How many bits the numbers of a picture in more than 8 bits of grey have; 0 for others, or where none tells."""
+    if picture.format == "TIFF":
+        tags: Any = getattr(picture, "tag_v2", {})
+        is_plain = tags.get(_TIFF_PHOTOMETRIC) == 1 and tags.get(_TIFF_BITS) == (16,)
+        return 16 if picture.mode.startswith("I;16") and is_plain else 0
+    is_sixteen = picture.mode.startswith("I;16") or picture.mode == "I"  # PNG by older Pillow, and PGM
+    return 16 if is_sixteen and picture.format in ("PNG", "PPM", "JPEG2000") else 0
+
+
+def _in_srgb(picture: Image, icc: bytes) -> Image:
+    """The colours that a profile means, in sRGB; as they are where it is of no such picture, or damaged."""
+    from PIL import ImageCms
+
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+        if "sRGB" in ImageCms.getProfileDescription(profile):
+            return picture
+        return ImageCms.profileToProfile(picture, profile, ImageCms.createProfile("sRGB"), outputMode="RGB") or picture
+    except (ImageCms.PyCMSError, OSError):
+        return picture
+
+
+def _film_frames(path: Path, content: io.BytesIO | None) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    from ..memory.files import one_line
+
+    av = _pyav(f"reading {path.name}", "Or give a folder of frames.")
+    with one_line(path, "read as a film"), av.open(content or str(path)) as film:
+        if not film.streams.video:
+            raise ValueError(f"{path} has no pictures. Give another film.")
+        if film.streams.video[0].codec_context.color_trc in _HDR_CURVES:
+            raise ValueError(f"{path} is an HDR film, and models take others. Convert it to SDR.")
+        arrays = [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in film.decode(video=0)]
+        if not arrays:
+            raise ValueError(f"{path} has no frames. Give another film.")
+        return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+
+
+def _pyav(task: str, instead: str) -> ModuleType:
+    """PyAV. ImportError, in one line, where it is not installed."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(f'{task} needs PyAV: "{sys.executable}" -m pip install av. {instead}') from error
+    return av
+
+
+def _tensor(pictures: Sequence[Image]) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.stack([np.array(picture, dtype=np.float32) for picture in pictures]) / 255)
 
 
 def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
@@ -73,7 +233,7 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
     opened = [open_image(path, None, None) for path in arguments.image or ()]
     given: dict[str, Any] = {} if edits or not opened else {"image": opened}
     if arguments.mask:
-        given["mask"] = open_image(arguments.mask, None, None).mean(dim=3)
+        given["mask"] = open_mask(arguments.mask)
     if arguments.last_image:
         given["last_image"] = open_image(arguments.last_image, None, None)
     if arguments.control:
@@ -131,10 +291,7 @@ def write_image(
 
 def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
     """Write pictures as H.264 in MP4. ImportError, with what to install, without PyAV."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(f"writing {path.name} needs PyAV: pip install av. Or use .webp, .gif or .png.") from error
+    av = _pyav(f"writing {path.name}", "Or use .webp, .gif or .png.")
     with av.open(str(path), "w", format="mp4") as film:
         stream = film.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .images import open_frames, open_image
+from .images import joined, open_frames, open_image, open_mask
 
 if TYPE_CHECKING:
     from ..pipelines.staged import Item
@@ -37,10 +37,7 @@ class Request:
 
         def sample() -> dict[str, Any]:
             names = [name for name in self.pictures if not (edits and name == "image")]
-            opened = {name: self._opened(name) for name in names}
-            if "mask" in opened:
-                opened["mask"] = [mask.mean(dim=3) for mask in opened["mask"]]
-            return {**self.sampling, **opened, "on_step": on_step}
+            return {**self.sampling, **{name: self._opened(name) for name in names}, "on_step": on_step}
 
         return Item(self.prompt, self.negative_prompt, encode, sample)
 
@@ -64,5 +61,7 @@ class Request:
             (each, None) if isinstance(each, Path) else (each[0], io.BytesIO(each[1])) for each in self.pictures[name]
         ]
         if name in FRAMES:
-            return [open_frames(path, content) for path, content in files]
-        return [open_image(content or path, None, None) for path, content in files]
+            return [joined([(str(path), open_frames(path, content)) for path, content in files])]
+        if name == "mask":
+            return [open_mask(path, content) for path, content in files]
+        return [open_image(path, None, None, content) for path, content in files]
