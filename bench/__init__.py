@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..memory.files import check_folder
 from .places import RESULTS
 
 SIZES = ("tiny", "tiny-newbie", "tiny-hidream", "newbie", "hidream")
@@ -107,6 +108,8 @@ def main(argv: Sequence[str]) -> int:
     gpu.add_argument("--out", type=Path, help="folder for the results; else bench/results, or a temporary one if dry")
     gpu.set_defaults(run=_gpu)
     arguments = parser.parse_args(argv)
+    if getattr(arguments, "out", None):
+        check_folder(arguments.out)
     return arguments.run(arguments)
 
 

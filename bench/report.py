@@ -55,7 +55,7 @@ def write_as(name: str, found: dict[str, Any], picture: Image.Image, out: Path) 
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write the figures, for people to read too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(found), indent=1) + "\n", "utf-8")
+    replace_file(path, (json.dumps(_rounded(found), indent=1) + "\n").encode())
 
 
 def _rounded(value: Any) -> Any:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_device_arguments, add_model_arguments, family_arguments
-from .images import ANIMATIONS, OUTPUTS, frame_files
+from .images import ANIMATIONS, PICTURES, check_film, frame_files
 from .lines import Line, read_lines
 from .request import FRAMES, Request
-from .results import LatentFiles, Result, check_folder
+from .results import LatentFiles, Result
 
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging as transformers_logging
 
     from ..memory import simulated
+    from ..memory.files import check_folder
     from ..pipelines import open_pipeline
     from .generate import SIM_BYTES
 
@@ -87,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         sim_bytes = (arguments.vram or SIM_BYTES) if is_simulated else None
         with closing(Cluster(opening, arguments.ray, arguments.workers, sim_bytes)) as cluster:
-            running = functools.partial(cluster.run, [job.request for job in unmade], pipe.edits)
+            kept = LatentFiles([job.result for job in unmade])
+            running = functools.partial(cluster.run, [job.request for job in unmade], pipe.edits, latents=kept)
             made, more = _followed(pipe, unmade, running, cluster.table)
             print(cluster.table())
     else:
@@ -114,9 +116,10 @@ def _jobs(
 ) -> tuple[list[_Job], dict[int, str]]:
     """What the lines ask for, and what is wrong with the others, by their numbers."""
     suffix = f".{arguments.format or ('webp' if pipe.is_video else 'png')}".lower()
-    if suffix not in (ANIMATIONS if pipe.is_video else OUTPUTS[:3]):
+    if suffix not in (ANIMATIONS if pipe.is_video else PICTURES):
         kinds = "webp, gif, mp4" if pipe.is_video else "png, jpg, webp"
         raise ValueError(f"cannot write {arguments.format} of {pipe.title}. Use {kinds}.")
+    check_film(suffix)
     usual = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     facts = {"model": pipe.title, "model_digest": pipe.digest()}
     jobs, wrong = [], {line.number: line.wrong for line in lines if line.wrong}

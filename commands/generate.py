@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cards
 from .arguments import add_device_arguments, add_model_arguments, add_picture_arguments, family_arguments
-from .images import OUTPUTS, open_image, opened_pictures, save_images
+from .images import PICTURES, VIDEOS, check_film, check_output, open_image, opened_pictures, save_images, save_picture
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
     cards.check(arguments.cards, arguments.device)
     if arguments.latent and arguments.cards > 1:
         raise ValueError("a --latent is decoded on one card. Leave --cards out.")
-    if arguments.out.suffix.lower() not in OUTPUTS:
-        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(OUTPUTS)}.")
+    _check_files(arguments.out, arguments.timeline)
     if arguments.cards > 1 and not cards.launched():
         return cards.launch(arguments.cards, run, arguments)
     from diffusers.utils import logging as diffusers_logging
@@ -79,21 +78,37 @@ def _run(arguments: argparse.Namespace, cache_dir: Path | None, device: str, ram
         cache_dir=cache_dir,
         **family_arguments(arguments),
     )
+    check_output(arguments.out, pipe.is_video, pipe.title)
+    check_film(arguments.out.suffix)
     with pipe.manager.timeline.watched(_ReadingBar()), contextlib.ExitStack() as exits:
         exits.callback(pipe.manager.stop_reading)  # for what does not come where a stage fails
         latents = load_latents(arguments.latent) if arguments.latent else _sample(pipe, arguments)
         if not cards.is_first(arguments.cards):
             return 0
         pipe.check_latents(latents)
-        advice = "Decode it with --latent."
+        advice = "Decode it with ballast generate --latent, and --model and --out."
         with rescued(latents, arguments.out.parent, arguments.out.stem, {"prompt": arguments.prompt or ""}, advice):
-            images = pipe.decode(latents)
-    written = save_images(images, arguments.out, pipe.frame_rate)
-    if arguments.timeline:
-        pipe.manager.timeline.picture().save(arguments.timeline)
-        written.append(arguments.timeline)
+            written = save_images(pipe.decode(latents), arguments.out, pipe.frame_rate)
     print(f"\n{pipe.manager.timeline.table()}\n\nwrote {', '.join(map(str, written))}")
+    if arguments.timeline:
+        save_picture(pipe.manager.timeline.picture(), arguments.timeline)
+        print(f"wrote {arguments.timeline}")
     return 0
+
+
+def _check_files(out: Path, timeline: Path | None) -> None:
+    """Raise ValueError, ImportError or OSError, in one line, for files that could not be written at the end."""
+    from ..memory.files import check_file
+
+    kinds = [*PICTURES, *(suffix for suffix in VIDEOS if suffix not in PICTURES)]
+    for path, known in ((out, kinds), (timeline, PICTURES)):
+        if path is None:
+            continue
+        if path.suffix.lower() not in known:
+            raise ValueError(f"cannot write {path}. Use a name that ends in {', '.join(known)}.")
+        check_file(path)
+    if timeline and timeline.resolve() == out.resolve():
+        raise ValueError(f"--out and --timeline are both {out}. Name two files.")
 
 
 def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 ANIMATIONS = (".webp", ".gif", ".mp4")
 _STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 _FILMS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-OUTPUTS = (".png", ".jpg", ".webp", ".gif", ".mp4")
+PICTURES = (".png", ".jpg", ".webp")
+VIDEOS = (*ANIMATIONS, ".png", ".jpg")
+_NO_FILM = "Or use .webp, .gif or .png."
 _NUMBERS = re.compile(r"(\d+)")
 _FIRST_ONLY = ("MPO", "PSD")  # beside their first picture they hold a preview, a gain map, or its layers
 _MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBX", "RGBA", "CMYK", "YCbCr", "HSV")  # of 8 bits, with a known white
@@ -248,20 +250,60 @@ def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[to
 def save_images(images: torch.Tensor, out: Path, frame_rate: int = 24) -> list[Path]:
     """Write pictures [B,H,W,3] or videos [B,F,H,W,3] in 0..1; the second and further ones get a number.
 
-    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Returns the files.
+    A video becomes a film (.mp4), an animation (.webp, .gif) or a numbered .png for each frame. Each is written whole
+    or not at all. Returns the files. OSError, in one line that names the file, where one cannot be written.
     """
     written = []
-    out.parent.mkdir(parents=True, exist_ok=True)
     for number, item in enumerate(images):
         path = out.with_stem(f"{out.stem}-{number}") if number else out
-        if item.ndim == 4 and len(item) > 1 and path.suffix not in ANIMATIONS:
-            for index, frame in enumerate(item):
-                written.append(path.with_stem(f"{path.stem}-{index:04}"))
-                write_image(frame, written[-1], path.suffix)
-        else:
-            write_image(item, path, path.suffix, frame_rate)
-            written.append(path)
+        each = [(path, item)]
+        if item.ndim == 4 and len(item) > 1 and path.suffix.lower() not in ANIMATIONS:
+            each = [(path.with_stem(f"{path.stem}-{index:04}"), frame) for index, frame in enumerate(item)]
+        for one, content in each:
+            write_whole(content, one, frame_rate)
+            written.append(one)
     return written
+
+
+def write_whole(image: torch.Tensor, path: Path, frame_rate: int = 24, words: Mapping[str, str] | None = None) -> None:
+    """Write as `write_image` does, whole or not at all. OSError, in one line that names the file."""
+    with _writing(path) as part:
+        write_image(image, part, path.suffix, frame_rate, words)
+
+
+def save_picture(picture: Image, path: Path) -> None:
+    """Write a picture of Pillow's, whole or not at all. OSError, in one line that names the file."""
+    from PIL import Image
+
+    with _writing(path) as part:
+        picture.save(part, Image.registered_extensions()[path.suffix.lower()])
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    from ..memory.files import replacing
+
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror or error}).") from error
+
+
+def check_output(out: Path, is_video: bool, title: str) -> None:
+    """Raise ValueError, in one line, for a file of another kind than a pipeline's pictures or videos become."""
+    kinds = VIDEOS if is_video else PICTURES
+    if out.suffix.lower() not in kinds:
+        what = "videos" if is_video else "pictures"
+        raise ValueError(f"cannot write {out}: {title} makes {what}. Use a name that ends in {', '.join(kinds)}.")
+
+
+def check_film(suffix: str) -> None:
+    """Raise ImportError or ValueError, in one line, where a name that ends so wants a film, and none can be written."""
+    if suffix.lower() == ".mp4":
+        av = _pyav("writing a film", _NO_FILM)
+        if "libx264" not in av.codecs_available:
+            raise ValueError(f"this PyAV has no libx264, which films are written with. {_NO_FILM}")
 
 
 def write_image(
@@ -278,7 +320,7 @@ def write_image(
     pixels = (image.clamp(0, 1) * 255).round().byte().numpy()
     frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else pixels[None])]
     kind = Image.registered_extensions().get(suffix.lower(), "")
-    if suffix == ".mp4":
+    if suffix.lower() == ".mp4":
         _save_film(frames, path, frame_rate)
     elif len(frames) > 1:
         frames[0].save(path, kind, save_all=True, append_images=frames[1:], duration=1000 // frame_rate, loop=0)
@@ -291,7 +333,7 @@ def write_image(
 
 def _save_film(frames: Sequence[Any], path: Path, frame_rate: int) -> None:
     """Write pictures as H.264 in MP4. ImportError, with what to install, without PyAV."""
-    av = _pyav(f"writing {path.name}", "Or use .webp, .gif or .png.")
+    av = _pyav("writing a film", _NO_FILM)
     with av.open(str(path), "w", format="mp4") as film:
         stream = film.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size

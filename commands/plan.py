@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from . import cards
 from .arguments import add_model_arguments, add_picture_arguments, family_arguments
-from .images import opened_pictures
+from .images import PICTURES, opened_pictures, save_picture
 
 if TYPE_CHECKING:
     from ..memory.planning.runplan import RunPlan
     from ..memory.rates import Rates
 
-_PICTURES = (".png", ".jpg", ".webp")
 _SIZE = 1200, 420  # of the picture of one budget among several
 
 
@@ -41,12 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plans, print them, and draw the picture if one is wanted. Raises ValueError for bad options."""
+    from ..memory.files import check_file
     from ..memory.planning.runplan import compare
     from ..pipelines.planning.choices import CHOICES, compare_weights
     from ..pipelines.planning.forecasts import quietly
 
-    if arguments.out and arguments.out.suffix.lower() not in _PICTURES:
-        raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(_PICTURES)}.")
+    if arguments.out:
+        if arguments.out.suffix.lower() not in PICTURES:
+            raise ValueError(f"cannot write {arguments.out}. Use a name that ends in {', '.join(PICTURES)}.")
+        check_file(arguments.out)
     for option in ("h2d_gbps", "disk_gbps", "tflops"):
         if (value := getattr(arguments, option)) is not None and not value > 0:
             raise ValueError(f"--{option.replace('_', '-')} is {value:g}; it takes a number above 0.")
@@ -118,5 +120,4 @@ def _draw(plans: list[RunPlan], out: Path) -> None:
     from ..memory.planning.runplan import draw_plans
 
     picture = plans[0].picture() if len(plans) == 1 else draw_plans(plans, *_SIZE)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(out)
+    save_picture(picture, out)

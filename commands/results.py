@@ -7,11 +7,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .images import write_image
+from .images import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 LATENTS = "latents"  # the folder in the results' own of what is sampled, and not decoded yet
 _SLUG = re.compile(r"[^a-z0-9]+")
 _LONGEST_SLUG = 40
-
-
-def check_folder(folder: Path) -> None:
-    """Make the folder for results. OSError, in one line, where nothing can be written to it."""
-    from ..memory.files import replacing
-
-    probe = folder / "ballast-probe"
-    try:
-        with replacing(probe):
-            pass
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"{folder} takes no results ({error.strerror or error}). Name another folder.") from error
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,7 @@ class Result:
     @property
     def is_done(self) -> bool:
         """Whether all pictures are there."""
-        return all(path.is_file() for path in self.paths)
+        return all(map(_is_there, self.paths))
 
     @property
     def latents(self) -> Path:
@@ -73,20 +60,40 @@ class Result:
             self.latents.parent.rmdir()
 
     def write(self, images: torch.Tensor, frame_rate: int) -> list[Path]:
-        """Write the pictures that are not there yet, each whole or not at all. Returns where they are."""
-        from ..memory.files import replacing
+        """Write the pictures that are not there yet, each whole or not at all. Returns where they are.
 
-        for number, (path, image) in enumerate(zip(self.paths, images, strict=True)):
-            if not path.is_file():
-                with replacing(path) as part:
-                    write_image(image, part, self.suffix, frame_rate, self._words(number))
+        OSError, in one line, where the folder takes no more: it says where the latents are, or the pictures instead.
+        """
+        from ..memory.files import cache_home
+
+        try:
+            self._write(images, frame_rate)
+        except OSError as error:
+            if _is_there(self.latents):
+                raise OSError(f"{error} The latents are in {self.latents.parent}: run the list again.") from error
+            elsewhere = replace(self, folder=cache_home() / "results")
+            try:
+                elsewhere._write(images, frame_rate)
+            except OSError:
+                raise error from None
+            raise OSError(f"{error} It is in {elsewhere.folder}: move it, and run the list again.") from error
         return self.paths
+
+    def _write(self, images: torch.Tensor, frame_rate: int) -> None:
+        for number, (path, image) in enumerate(zip(self.paths, images, strict=True)):
+            if not _is_there(path):
+                write_whole(image, path, frame_rate, self._words(number))
 
     def _words(self, number: int) -> dict[str, str]:
         """What a PNG says of its picture. Description and Software are PNG's own keywords."""
         seed = self.settings["seed"]
         facts = dict(self.settings) | ({"seed": (seed + number) % 2**64} if isinstance(seed, int) else {})
         return {"Description": self.settings["prompt"], "Software": "Ballast", "ballast": json.dumps(facts)}
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file holds anything: of 0 bytes are those that a power cut has left."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 class LatentFiles(MutableMapping[int, Any]):
@@ -96,7 +103,7 @@ class LatentFiles(MutableMapping[int, Any]):
         self._results = results
 
     def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and self._results[number].latents.is_file()
+        return isinstance(number, int) and _is_there(self._results[number].latents)
 
     def __getitem__(self, number: int) -> torch.Tensor:
         from ..pipelines.decoding.rescue import load_latents
@@ -108,9 +115,13 @@ class LatentFiles(MutableMapping[int, Any]):
             raise
 
     def __setitem__(self, number: int, latents: torch.Tensor) -> None:
-        from ..pipelines.decoding.rescue import save_latents
+        from ..memory.files import cache_home
+        from ..pipelines.decoding.rescue import rescued, save_latents
 
-        save_latents(latents, self._results[number].latents)
+        path = self._results[number].latents
+        advice = f"Where there is room again, move it to {path}, and run the list once more."
+        with rescued(latents, cache_home() / "latents", path.stem, {}, advice):
+            save_latents(latents, path)
 
     def __delitem__(self, number: int) -> None:
         self._results[number].forget_latents()

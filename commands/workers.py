@@ -9,7 +9,7 @@ import functools
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,15 @@ LOCAL = "local"
 
 
 _Part = list[tuple[int, Any]]  # numbers of requests, with references to their conditionings
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures as arrays; or why there are none, and the latents if only they could not be decoded."""
+
+    images: Any = None
+    wrong: str = ""
+    latents: Any = None
 
 
 class Worker:
@@ -54,18 +63,20 @@ class Worker:
         told = [_in_a_line(each) if isinstance(each, Exception) else each for each in found]
         return told if len(told) > 1 else told[0]
 
-    def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[tuple[Any, str]], float, int]:
-        """Pictures as arrays or why there are none, the seconds that all took, and the peak in bytes."""
+    def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[Drawn], float, int]:
+        """What became of requests, the seconds that all took, and the peak in bytes."""
         began = time.monotonic()
         self._now = 0, 0, 0
-        found: list[tuple[Any, str]] = [(None, each) if isinstance(each, str) else (None, "") for each in conds]
+        found = [Drawn(wrong=each if isinstance(each, str) else "") for each in conds]
+        latents: dict[int, Any] = {}
         places = [place for place, each in enumerate(conds) if not isinstance(each, str)]
         items = [requests[place].item(self.pipe.edits, functools.partial(self._stepped, place)) for place in places]
-        for made in self.pipe.run_items(items, known=dict(enumerate(conds[place] for place in places))):
+        for made in self.pipe.run_items(items, latents, dict(enumerate(conds[place] for place in places))):
             if made.error is not None:
-                found[places[made.number]] = None, _in_a_line(made.error)
+                left = latents[made.number].numpy() if made.number in latents else None
+                found[places[made.number]] = Drawn(wrong=_in_a_line(made.error), latents=left)
             elif made.images is not None:
-                found[places[made.number]] = made.images.numpy(), ""
+                found[places[made.number]] = Drawn(made.images.numpy())
         peak = max((stage.peak_bytes for stage in self.pipe.manager.timeline.stages), default=0)
         return found, time.monotonic() - began, peak
 
@@ -114,11 +125,16 @@ class Cluster:
             raise
 
     def run(
-        self, requests: Sequence[Request], edits: bool, stepped: Callable[..., None] = lambda *_: None
+        self,
+        requests: Sequence[Request],
+        edits: bool,
+        stepped: Callable[..., None] = lambda *_: None,
+        latents: MutableMapping[int, Any] | None = None,
     ) -> Iterator[Made]:
         """What becomes of requests, as they are done: their pictures, or why there are none.
 
         `stepped` is called now and then with a request's number, the step that is done, and how many there are.
+        `latents` get what is sampled, and could not be decoded.
         """
         import torch
 
@@ -158,9 +174,11 @@ class Cluster:
             share.items += len(part)
             share.seconds += seconds
             share.peak_bytes = max(share.peak_bytes, peak)
-            for (number, _), (images, wrong) in zip(part, found, strict=True):
-                made = None if images is None else torch.from_numpy(images.copy())
-                yield Made(number, "decode", made, RuntimeError(wrong) if wrong else None)
+            for (number, _), drawn in zip(part, found, strict=True):
+                if latents is not None and drawn.latents is not None:
+                    latents[number] = torch.from_numpy(drawn.latents.copy())
+                made = None if drawn.images is None else torch.from_numpy(drawn.images.copy())
+                yield Made(number, "decode", made, RuntimeError(drawn.wrong) if drawn.wrong else None)
 
     def _look(self, running: Iterable[tuple[int, _Part]], stepped: Callable[..., None]) -> None:
         """Ask the workers for their steps. One that does not answer soon is asked the next time again."""

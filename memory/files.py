@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,7 @@ from .errors import is_out_of_memory, is_out_of_ram
 
 _PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
 _LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
+_PROBE_BYTES = 2**20  # about as much as a picture takes: a disk that is full takes files of 0 bytes
 MAX_JSON_BYTES = 16 * 2**20  # an index of 100 000 weights has less
 
 # The host's own folders of models, for `check_links`. A library's user may add folders too.
@@ -89,6 +92,8 @@ def replacing(path: Path, first: bool = False) -> Iterator[Path]:
 
     With `first` one stays that another process has put there by then. Makes the folder if need be, and removes what
     processes that were killed left there. Raises OSError.
+
+    Its bytes are on the disk before its name is: else a power cut leaves a file of 0 bytes in place of the old one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(path.parent)
@@ -99,11 +104,45 @@ def replacing(path: Path, first: bool = False) -> Iterator[Path]:
         if first and path.exists():
             part.unlink()
         else:
+            _sync(part, os.O_RDWR)  # Windows syncs nothing that is open for reading only
             os.replace(part, path)
+            if os.name == "posix":
+                _sync(path.parent, os.O_RDONLY)
     except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder for results. OSError, in one line, where nothing can be written to it."""
+    probe = folder / "ballast-probe"
+    try:
+        with replacing(probe) as part:
+            part.write_bytes(bytes(_PROBE_BYTES))
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} takes no results ({error.strerror or error}). Name another folder.") from error
+
+
+def check_file(path: Path) -> None:
+    """Make the folder of a result. OSError, in one line, where the result cannot be written."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Name a file.")
+    if path.exists() and not path.stat().st_mode & stat.S_IWUSR:
+        raise PermissionError(f"{path} is write-protected. Name another file.")
+    check_folder(path.parent)
+
+
+def _sync(path: Path, flags: int) -> None:
+    opened = os.open(path, flags)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that sync no folders
+            raise
+    finally:
+        os.close(opened)
 
 
 def _remove_left_over(folder: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from ...memory.files import cache_home, replace_file
 from ..encoding.conditioning import to_host
 from ..sampling.latents import WrongLatentsError, check_finite, check_latents
 
@@ -25,8 +27,6 @@ class DecodeError(RuntimeError):
 def save_latents(latents: torch.Tensor, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write latents in the format of ComfyUI's Save Latent, whole or not at all. OSError if the disk says no."""
     from safetensors.torch import save
-
-    from ...memory.files import replace_file
 
     # An empty tensor of this name says that they are not scaled.
     tensors = {"latent_tensor": latents.detach().cpu().contiguous(), "latent_format_version_0": torch.tensor([])}
@@ -59,6 +59,7 @@ def rescued(
 ) -> Iterator[None]:
     """If the block, which decodes `latents`, fails, save them as `name`_00001_.latent, or a higher number, in `folder`.
 
+    Where that takes none, as a disk that is full, they go to Ballast's cache, else to the folder of temporary files.
     Raises DecodeError then. What is no latent is not saved, nor that of another model, which a wrong wire brought here;
     and interrupts are none of a failure's business.
     """
@@ -67,16 +68,26 @@ def rescued(
     except Exception as error:
         if is_interrupt(error) or isinstance(error, WrongLatentsError) or not _worth_keeping(latents):
             raise
-        path = None
-        try:
-            path = _claimed(folder, name)
-            save_latents(latents, path, metadata)
-        except OSError as refused:
-            if path is not None:
-                path.unlink(missing_ok=True)
-            log.error("Ballast: the latent cannot be saved in %s: %s", folder, refused)
-            raise error from None
-        raise DecodeError(f"{error} The latent is not lost: it is in {path}. {advice}") from error
+        for place in (folder, cache_home() / "latents", Path(tempfile.gettempdir())):
+            if path := _saved(latents, place, name, metadata):
+                said = str(error).rstrip(".") or type(error).__name__
+                kept = f"The latent is not lost: it is in {path}. {advice}"
+                raise DecodeError(f"{said}. {kept}") from error
+        raise
+
+
+def _saved(latents: torch.Tensor, folder: Path, name: str, metadata: Mapping[str, str]) -> Path | None:
+    """Where in the folder the latents are now; None if it takes none."""
+    path = None
+    try:
+        path = _claimed(folder, name)
+        save_latents(latents, path, metadata)
+    except OSError as refused:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        log.error("Ballast: the latent cannot be saved in %s: %s", folder, refused)
+        return None
+    return path
 
 
 def _claimed(folder: Path, name: str) -> Path:

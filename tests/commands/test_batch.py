@@ -144,13 +144,13 @@ def test_a_batch_whose_pictures_are_there_in_part_is_completed(tmp_path: Path) -
 
 
 def test_a_picture_is_never_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ballast.commands import results
+    from ballast.commands import images
 
     def half(image: Any, path: Path, *_: Any) -> None:
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(results, "write_image", half)
+    monkeypatch.setattr(images, "write_image", half)
     assert batch(jsonl(tmp_path / "prompts.txt", PROMPTS[0]), tmp_path / "out") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["latents"]
 
@@ -271,13 +271,13 @@ def test_text_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_latents_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sampled before the disk was full is decoded by the next run, and not sampled again."""
     lines, out = jsonl(tmp_path / "prompts.txt", *PROMPTS[:2]), tmp_path / "out"
-    from ballast.commands import results
+    from ballast.commands import images
 
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results, "write_image", full)
+        patch.setattr(images, "write_image", full)
         assert batch(lines, out) == 1
     assert len(list((out / "latents").iterdir())) == 2 and not seen(out)
     from ballast.pipelines.staged import samples

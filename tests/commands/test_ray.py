@@ -150,8 +150,8 @@ def test_a_thousand_lines_leave_nothing_in_the_driver(monkeypatch: pytest.Monkey
         def encode(self, requests: list[Request]) -> list[str]:
             return [""] * len(requests)
 
-        def run(self, requests: list[Request], *_: object) -> tuple[list[tuple[np.ndarray, str]], float, int]:
-            return [(self.made, "")] * len(requests), 0.0, 0
+        def run(self, requests: list[Request], *_: object) -> tuple[list[workers.Drawn], float, int]:
+            return [workers.Drawn(self.made)] * len(requests), 0.0, 0
 
         def seen(self) -> tuple[int, int, int]:
             return 0, 0, 0
@@ -183,10 +183,10 @@ def test_steps_are_told_while_a_worker_draws(monkeypatch: pytest.MonkeyPatch) ->
         def encode(self, requests: list[Request]) -> list[str]:
             return [""] * len(requests)
 
-        def run(self, requests: list[Request], *_: object) -> tuple[list[tuple[None, str]], float, int]:
+        def run(self, requests: list[Request], *_: object) -> tuple[list[workers.Drawn], float, int]:
             self.at = 1, 3, 7
             time.sleep(6)
-            return [(None, "slow")] * len(requests), 6.0, 2**20
+            return [workers.Drawn(wrong="slow")] * len(requests), 6.0, 2**20
 
         def seen(self) -> tuple[int, int, int]:
             return self.at
