@@ -6,12 +6,9 @@ of a dry run on shapes, and the seconds are for its assumed rates.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +28,7 @@ from ..memory.units.weights import stored_tensors
 from ..pipelines import open_pipeline
 from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.kernels import compiles
-from . import charts, models, report
+from . import charts, full_size, models, report
 from .measure import Meter, environment
 
 # On a card of 16 GB, its GB taken for 2**30 bytes as ours are. The rows between have no figures.
@@ -42,14 +39,6 @@ ARTICLE = {
 BUDGETS = (8 * 2**30, 6 * 2**30, 4 * 2**30)
 VISION_BYTES = 419_816_304 * 2  # what reads pictures in Gemma-3-4B's checkpoint, in bfloat16
 _STAGES = ("encode", "sample", "decode")
-_ROOT = Path(__file__).resolve().parents[1]
-# Published configs, and files of zeros that take no disk.
-_CHILD = """
-import pathlib, sys
-sys.path.insert(0, "tests")
-import conftest, full_size
-full_size.build_newbie(pathlib.Path(sys.argv[1]))
-"""
 
 
 @dataclass(frozen=True)
@@ -116,9 +105,7 @@ def run(
 
 def published(folder: Path, weights: bool) -> Path:
     """A folder of the published sizes, with random weights or with files of zeros that take no disk."""
-    done = subprocess.run([sys.executable, "-c", _CHILD, str(folder)], cwd=_ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"no folder of the published sizes could be made: {done.stderr.strip().splitlines()[-1]}")
+    full_size.build_newbie(folder)
     if weights:
         draw(folder)
     return folder
@@ -239,7 +226,6 @@ def _table(found: Mapping[str, Any]) -> str:
 def _write(found: dict[str, Any], out: Path) -> str:
     stem = f"newbie-{re.sub(r'[^a-z0-9]+', '-', found['device'].lower()).strip('-')}"
     json_path, png_path = out / f"{stem}.json", out / f"{stem}.png"
-    out.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(report._rounded(found), indent=1) + "\n", "utf-8")
+    report.write_json(found, json_path)
     charts.newbie(found, _title(found)).save(png_path, optimize=True)
     return f"wrote {json_path}, {png_path}"

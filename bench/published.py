@@ -6,25 +6,27 @@ go by too, tells how long a step takes. No device, no weights.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..memory.planning.fit import sizes_of
 from ..memory.planning.solver import Loads, PieceLoad, arrange
 from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
+from ..pipelines import open_pipeline
 from ..pipelines.planning.forecasts import quietly
 from ..pipelines.planning.plans import TYPICAL_PROMPT
-from . import charts, report
+from . import charts, full_size, report
+from .apart import measure
 from .bounds import window_bound_seconds
 
 BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
@@ -33,12 +35,11 @@ RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copyin
 RAM_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the weights that RAM has room for beside the windows
 NEAR = 1.05  # of the bound
 RING_PIECES = 5  # of the largest: the room for the ring
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A folder that tests/support/full_size.py makes, how it is opened, and the run that is looked at."""
+    """A folder that `full_size` makes, how it is opened, and the run that is looked at."""
 
     folder: str
     run: dict[str, Any]
@@ -56,23 +57,8 @@ MODELS = {
     "Pyramid-Flow miniFlux": Model("pyramid", {"width": 640, "height": 384, "frames": 121}),
 }
 
-# The folders hold configs and headers, and no weights.
-_CHILD = """
-import json, pathlib, sys
-sys.path.insert(0, "tests")
-import conftest, full_size
-import torch, ballast
-from ballast.bench.published import loads_of
-torch.set_num_threads(2)
-request, scratch = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
-name = request["folder"]
-make = {"newbie": full_size.build_newbie, "pyramid": full_size.build_pyramid}.get(name)
-folder = make(scratch / name) if make else full_size.build(name, scratch / name)
-pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=scratch / "cache", **request["options"])
-loads = loads_of(pipe, request["run"])
-pieces = [[piece.packed_bytes, piece.held_bytes, piece.seconds] for piece in loads.pieces]
-print(json.dumps([pieces, loads.before_seconds]))
-"""
+_BUILDERS = {"newbie": full_size.build_newbie, "pyramid": full_size.build_pyramid}
+_SECONDS = 600  # for the dry run of one model
 
 
 @dataclass(frozen=True)
@@ -141,14 +127,24 @@ def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
 def find_loads(model: Model) -> Loads:
     """The pieces of a model's transformer and what they compute, by a dry run in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-c", _CHILD, json.dumps(asdict(model)), scratch]
-        environment = {**os.environ, "XDG_CACHE_HOME": scratch}
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RuntimeError(f"{model.folder} cannot be opened in its published size: {last}")
-    pieces, before = json.loads(done.stdout.splitlines()[-1])
-    return Loads(tuple(PieceLoad(*piece) for piece in pieces), BUS_BYTES_PER_SECOND, before)
+        environment = {"XDG_CACHE_HOME": scratch}
+        found = measure("published", asdict(model), Path(scratch), _SECONDS, environment)
+    if "error" in found:
+        raise RuntimeError(f"{model.folder} cannot be opened in its published size: {found['error']}")
+    pieces = tuple(PieceLoad(*piece) for piece in found["pieces"])
+    return Loads(pieces, BUS_BYTES_PER_SECOND, found["before_seconds"])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the loads of the model that a request (JSON) describes to a file, in the process that is made for it."""
+    request, answer = json.loads(argv[0]), Path(argv[1])
+    torch.set_num_threads(2)
+    name, scratch = request["folder"], answer.parent  # the folder holds configs and headers, and no weights
+    build = _BUILDERS.get(name) or functools.partial(full_size.build, name)
+    pipe = open_pipeline(build(scratch / name), device="cpu", cache_dir=scratch / "cache", **request["options"])
+    loads = loads_of(pipe, request["run"])
+    pieces = [[piece.packed_bytes, piece.held_bytes, piece.seconds] for piece in loads.pieces]
+    answer.write_text(json.dumps({"pieces": pieces, "before_seconds": loads.before_seconds}), "utf-8")
 
 
 def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:

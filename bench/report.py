@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ..memory.charts.tables import format_table
+from ..memory.files import replace_file
 from ..memory.sizes import format_bytes
 
 
@@ -44,7 +45,6 @@ def write(bench: str, found: dict[str, Any], picture: Image.Image, out: Path) ->
 def write_as(name: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
     """Write both files under a name. Returns a line that names them."""
     stem = out / name
-    out.mkdir(parents=True, exist_ok=True)
     # Not `with_suffix`, which would cut a name at its last dot.
     json_path, png_path = Path(f"{stem}.json"), Path(f"{stem}.png")
     write_json(found, json_path)
@@ -54,7 +54,6 @@ def write_as(name: str, found: dict[str, Any], picture: Image.Image, out: Path) 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write the figures, for people to read too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(_rounded(found), indent=1) + "\n").encode())
 
 

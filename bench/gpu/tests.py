@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measure(to: Section) -> None:
+    if find_spec("pytest") is None or not all((_ROOT / path).is_file() for path in _FILES):
+        raise RuntimeError('the tests are not part of this install: clone the repository, pip install -e ".[test]"')
     marks = "not gpu and not long" if to.dry else "gpu"
     command = [sys.executable, "-m", "pytest", *_FILES, "-m", marks, "-v", "-p", "no:cacheprovider"]
     command += [f"--basetemp={Path('pytest').resolve()}", "-k", to.request.get("select", "")]

@@ -1,16 +1,15 @@
-"""What the tiny pipelines are made of: the family description, a tokenizer, text encoders, an image VAE."""
+"""What the tiny pipelines are made of: the family description, text encoders, an image VAE, a tokenizer."""
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
 import transformers
+from ballast.bench.full_size import tokenizer as tokenizer
 from diffusers import DiffusionPipeline
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 TEXT_TOKENS = 48
 SIZE = (48, 32)
@@ -41,35 +40,6 @@ class Family:
     """Whether the stock `__call__` takes a negative prompt."""
     distilled: bool = False
     """Whether the model is told its guidance, and classifier-free guidance is its `true_cfg_scale`."""
-
-
-def tokenizer(
-    max_length: int = 512, squeeze: tuple[str, int] | None = None, chat: bool = False
-) -> transformers.PreTrainedTokenizerFast:
-    """One token per printable character, and an end token after the text.
-
-    `squeeze` replaces a text by so many blanks: a prompt template is measured in the tokens of the real
-    tokenizer, and would otherwise fill the whole window with its characters.
-    """
-    vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "<unk>", "</s>", *string.printable])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    if squeeze is not None:
-        core.normalizer = normalizers.Replace(squeeze[0], " " * squeeze[1])
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    end = ("</s>", vocab["</s>"])
-    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="</s>",
-        model_max_length=max_length,
-        padding_side="right",
-    )
-    if chat:
-        wrapped.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return wrapped
 
 
 def clip(projection: bool = False, positions: int = 77) -> transformers.PreTrainedModel:

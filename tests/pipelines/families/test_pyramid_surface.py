@@ -14,10 +14,10 @@ from typing import Any
 import ballast
 import ballast.commands.main
 import folder_paths
-import full_size
 import pyramid_folders
 import pytest
 import torch
+from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes

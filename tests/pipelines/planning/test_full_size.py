@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import full_size
 import psutil
 import pytest
 import torch
 from ballast import open_pipeline
+from ballast.bench import full_size
 from ballast.memory.units.weights import find_weights, read_header
 from safetensors import safe_open
 

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import ballast
-import full_size
 import pytest
 import torch
+from ballast.bench import full_size
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts

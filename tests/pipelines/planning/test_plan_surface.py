@@ -12,10 +12,10 @@ from typing import Any
 import ballast
 import ballast.commands.main
 import folder_paths
-import full_size
 import numpy as np
 import pytest
 import tiny
+from ballast.bench import full_size
 from ballast.memory import manager
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare, draw_plans
 from ballast.memory.rates import ASSUMED, Rates

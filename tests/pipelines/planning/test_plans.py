@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import ballast
-import full_size
 import pytest
 import tiny
 import torch
+from ballast.bench import full_size
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of
@@ -123,7 +123,7 @@ FULL_RUNS: dict[str, dict[str, Any]] = {
 
 _PLAN = """
 import sys, time
-import conftest, full_size
+import conftest
 import ballast
 from ballast.bench.rss import peak_rss_bytes
 pipe = ballast.open_pipeline(sys.argv[1], device="cpu")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import ballast
-import full_size
 import gguf
 import numpy as np
 import pytest
+from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import full_size
 import torch
+from ballast.bench import full_size
 from ballast.memory.planning.dry_run import lay_weights
 from ballast.memory.rates import Rates
 from ballast.memory.simulated.clock import Event, Stream, current_stream

@@ -12,12 +12,12 @@ from typing import Any
 
 import ballast
 import diffusers
-import full_size
 import gguf
 import pytest
 import tiny
 import torch
 import transformers
+from ballast.bench import full_size
 from ballast.pipelines.files.components import Component, read_model_index
 from ballast.pipelines.files.single import published
 from ballast.pipelines.files.single.given import GivenFiles

@@ -3,7 +3,7 @@
     folder = full_size.build("flux", tmp_path / "flux")
 
 A folder has the published configs and sparse files of weights: real headers, and zeros that take no disk. The
-tokenizers are those of the tiny families. Two models that no diffusers pipeline runs are there as bare modules:
+tokenizers have one token for each character. Two models that no diffusers pipeline runs are there as bare modules:
 
     module, arguments = full_size.BARE["newbie"]()
 """
@@ -11,19 +11,26 @@ tokenizers are those of the tiny families. Two models that no diffusers pipeline
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
-import tiny
-import tiny_parts
 import torch
+import transformers
 from accelerate import init_empty_weights
 from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
 from huggingface_hub import split_torch_state_dict_into_shards
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..pipelines.families.newbie.gemma import GEMMA_3_4B
+from ..pipelines.families.newbie.sizes import PUBLISHED
+from ..pipelines.families.newbie.transformer import NewbieTransformer2DModel
+from ..pipelines.families.pyramid_flow.flux import PyramidFluxTransformer3DModel
+from ..pipelines.families.pyramid_flow.vae import CausalVideoVAE
 
 # What the published configs say and the classes do not have as defaults.
 CLIP_L = {
@@ -138,7 +145,6 @@ HIDREAM = {
     "axes_dims_rope": [64, 32, 32],
     "llama_layers": [*range(32), *[31] * 16],
 }
-# The classes are those of the tiny family of the same name.
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "hidream": {
         "text_encoder": LONG_CLIP_L,
@@ -171,6 +177,58 @@ EDIT_PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "vae": {},
     },
 }
+# A pipeline, the classes of its parts by their names, and of its tokenizers the most tokens.
+CLASSES: dict[str, tuple[type, dict[str, type], dict[str, int]]] = {
+    "hidream": (
+        diffusers.HiDreamImagePipeline,
+        {
+            "text_encoder": transformers.CLIPTextModelWithProjection,
+            "text_encoder_2": transformers.CLIPTextModelWithProjection,
+            "text_encoder_3": transformers.T5EncoderModel,
+            "text_encoder_4": transformers.LlamaForCausalLM,
+            "transformer": diffusers.HiDreamImageTransformer2DModel,
+            "vae": diffusers.AutoencoderKL,
+        },
+        {"tokenizer": 248, "tokenizer_2": 248, "tokenizer_3": 512, "tokenizer_4": 512},
+    ),
+    "flux": (
+        diffusers.FluxPipeline,
+        {
+            "text_encoder": transformers.CLIPTextModel,
+            "text_encoder_2": transformers.T5EncoderModel,
+            "transformer": diffusers.FluxTransformer2DModel,
+            "vae": diffusers.AutoencoderKL,
+        },
+        {"tokenizer": 77, "tokenizer_2": 512},
+    ),
+    "wan": (
+        diffusers.WanPipeline,
+        {
+            "text_encoder": transformers.UMT5EncoderModel,
+            "transformer": diffusers.WanTransformer3DModel,
+            "vae": diffusers.AutoencoderKLWan,
+        },
+        {"tokenizer": 512},
+    ),
+    "qwenimage": (
+        diffusers.QwenImagePipeline,
+        {
+            "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration,
+            "transformer": diffusers.QwenImageTransformer2DModel,
+            "vae": diffusers.AutoencoderKLQwenImage,
+        },
+        {"tokenizer": 512},
+    ),
+    "flux2_klein": (
+        diffusers.Flux2KleinPipeline,
+        {
+            "text_encoder": transformers.Qwen3ForCausalLM,
+            "transformer": diffusers.Flux2Transformer2DModel,
+            "vae": diffusers.AutoencoderKLFlux2,
+        },
+        {"tokenizer": 512},
+    ),
+}
 UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 FULL_SIZE = tuple(PARTS)
 
@@ -188,15 +246,20 @@ _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 def build(name: str, folder: Path) -> Path:
     """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout and return the folder."""
-    parts = (PARTS | EDIT_PARTS)[name]
-    pipe: Any = tiny.FAMILIES[name].build()
-    pipe.register_modules(scheduler=SCHEDULERS[name]())
+    pipeline, classes, texts = CLASSES[name]
+    configs = (PARTS | EDIT_PARTS)[name]
+    parts = {part: empty(cls, configs[part]) for part, cls in classes.items()}
+    tokenizers = {part: tokenizer(length, chat=name == "flux2_klein") for part, length in texts.items()}
+    pipe = pipeline(**parts, **tokenizers, scheduler=SCHEDULERS[name]())
+    if name == "qwenimage":
+        template = pipe.prompt_template_encode.split("{}")[0]
+        pipe.tokenizer = tokenizer(squeeze=(template, pipe.prompt_template_encode_start_idx))
     pipe.save_config(folder)
     for part, component in pipe.components.items():
         if isinstance(component, nn.Module):
             dtype = torch.float32 if (name, part) == ("wan", "vae") else torch.bfloat16
             shard = "10GB" if (name, part) == ("flux", "transformer") else "5GB"
-            _save(empty(type(component), parts[part]), folder / part, dtype, shard)
+            _save(component, folder / part, dtype, shard)
         elif component is not None:
             component.save_pretrained(folder / part)
     return folder
@@ -204,11 +267,6 @@ def build(name: str, folder: Path) -> Path:
 
 def build_newbie(folder: Path) -> Path:
     """NewBie in the folders that the fork of diffusers has, with Gemma's and Jina's published sizes."""
-    import transformers
-    from ballast.pipelines.families.newbie.gemma import GEMMA_3_4B
-    from ballast.pipelines.families.newbie.sizes import PUBLISHED
-    from ballast.pipelines.families.newbie.transformer import NewbieTransformer2DModel
-
     _save(empty(NewbieTransformer2DModel, PUBLISHED), folder / "transformer", torch.bfloat16, "10GB")
     _save(empty(transformers.Gemma3TextModel, GEMMA_3_4B), folder / "text_encoder", torch.bfloat16, "5GB")
     with init_empty_weights(include_buffers=False):
@@ -216,17 +274,13 @@ def build_newbie(folder: Path) -> Path:
     _save(jina, folder / "text_encoder_2", torch.bfloat16, "5GB")
     _save(empty(diffusers.AutoencoderKL, FLUX_VAE), folder / "vae", torch.float32, "5GB")
     for name in ("tokenizer", "tokenizer_2"):
-        tiny_parts.tokenizer().save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "NewbiePipeline"}), encoding="utf-8")
     return folder
 
 
 def build_pyramid(folder: Path, variant: str = "768p") -> Path:
     """Pyramid-Flow's miniFlux in its folders."""
-    import transformers
-    from ballast.pipelines.families.pyramid_flow.flux import PyramidFluxTransformer3DModel
-    from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
-
     parts: dict[str, tuple[type, dict[str, Any], str]] = {
         f"diffusion_transformer_{variant}": (PyramidFluxTransformer3DModel, {}, "PyramidFluxTransformer"),
         "causal_video_vae": (CausalVideoVAE, {}, "CausalVideoVAE"),
@@ -237,9 +291,38 @@ def build_pyramid(folder: Path, variant: str = "768p") -> Path:
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"_class_name": published}), encoding="utf-8")
     _save(empty(transformers.CLIPTextModel, CLIP_L), folder / "text_encoder", torch.bfloat16, "5GB")
     _save(empty(transformers.T5EncoderModel, T5_XXL), folder / "text_encoder_2", torch.bfloat16, "5GB")
-    tiny_parts.tokenizer(77).save_pretrained(folder / "tokenizer")
-    tiny_parts.tokenizer().save_pretrained(folder / "tokenizer_2")
+    tokenizer(77).save_pretrained(folder / "tokenizer")
+    tokenizer().save_pretrained(folder / "tokenizer_2")
     return folder
+
+
+def tokenizer(
+    max_length: int = 512, squeeze: tuple[str, int] | None = None, chat: bool = False
+) -> transformers.PreTrainedTokenizerFast:
+    """One token per printable character, and an end token after the text.
+
+    `squeeze` replaces a text by so many blanks: a prompt template is measured in the tokens of the real
+    tokenizer, and would otherwise fill the whole window with its characters.
+    """
+    vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "<unk>", "</s>", *string.printable])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    if squeeze is not None:
+        core.normalizer = normalizers.Replace(squeeze[0], " " * squeeze[1])
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    end = ("</s>", vocab["</s>"])
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+        model_max_length=max_length,
+        padding_side="right",
+    )
+    if chat:
+        wrapped.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return wrapped
 
 
 def empty(cls: type, config: Mapping[str, Any]) -> Any:
