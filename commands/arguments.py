@@ -64,7 +64,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=lora,
         metavar="FILE:STRENGTH",
         help="a LoRA's .safetensors file and its strength, by default 1; several have one --lora each; the second "
-        "transformer's is low.safetensors:transformer_2=1",
+        "transformer's has low noise in its name, or is low.safetensors:transformer_2=1",
+    )
+    parser.add_argument(
+        "--lora-leave-out",
+        metavar="PARTS",
+        help="parts that LoRAs have weights for and the model has not, such as k_img,v_img: the rest runs without them",
     )
     parser.add_argument(
         "--base",
@@ -154,4 +159,6 @@ def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
         *several,
     )
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    if "lora" in given and arguments.lora_leave_out:
+        given["lora"] = [(*each, arguments.lora_leave_out) for each in given["lora"]]
     return {several.get(name, name): value for name, value in given.items()}

@@ -31,7 +31,7 @@ class LoadLora(io.ComfyNode):
                 io.Combo.Input(
                     "lora",
                     options=folder_paths.get_filename_list(_FOLDER),
-                    tooltip="A .safetensors file in models/loras that was made for this model.",
+                    tooltip="A .safetensors or .sft file in models/loras that was made for this model.",
                 ),
                 io.Float.Input(
                     "strength",
@@ -48,7 +48,15 @@ class LoadLora(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="Of a model with two transformers, such as Wan 2.2: transformer_2 is the one for low "
-                    "noise. auto is the first.",
+                    "noise. auto goes by high or low noise in the file's name, else it is the first.",
+                ),
+                io.String.Input(
+                    "leave_out",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Parts that the file has weights for and the model has not, such as k_img, v_img, img_emb "
+                    "of Wan 2.1 on Wan 2.2. The rest runs, and the node says so. Empty refuses such a file.",
                 ),
             ],
             outputs=[
@@ -60,7 +68,12 @@ class LoadLora(io.ComfyNode):
     @classmethod
     @shows_failure
     def execute(
-        cls, pipeline: PipelineReference, lora: str, strength: float = 1.0, transformer: str = AUTO
+        cls,
+        pipeline: PipelineReference,
+        lora: str,
+        strength: float = 1.0,
+        transformer: str = AUTO,
+        leave_out: str = "",
     ) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(with_lora(cls, pipeline))
@@ -68,13 +81,17 @@ class LoadLora(io.ComfyNode):
 
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
         counts = strength if transformer == AUTO else ((transformer, strength),)
-        made = with_lora(cls, pipeline, (str(path), file_stamp(path), counts))
+        made = with_lora(cls, pipeline, (str(path), file_stamp(path), counts, leave_out))
         base, words = about_lora(path)
-        if lines := [f"made for {base}"] * bool(base) + [f"trigger words: {words}"] * bool(words):
+        lines = [f"made for {base}"] * bool(base) + [f"trigger words: {words}"] * bool(words)
+        if lines := [*lines, *made.open().notes_of_loras()[-1]]:
             show_text(cls, "\n".join(lines))
         return io.NodeOutput(made)
 
     @classmethod
-    def fingerprint_inputs(cls, lora: str, strength: float = 1.0, transformer: str = AUTO, **_: object) -> str:
+    def fingerprint_inputs(
+        cls, lora: str, strength: float = 1.0, transformer: str = AUTO, leave_out: str = "", **_: object
+    ) -> str:
         path = folder_paths.get_full_path(_FOLDER, lora)
-        return f"{strength} {file_stamp(Path(path)) if path else ''}" + f" {transformer}" * (transformer != AUTO)
+        more = f" {transformer}" * (transformer != AUTO) + f" without {leave_out}" * bool(leave_out)
+        return f"{strength} {file_stamp(Path(path)) if path else ''}{more}"

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .changes import Change
+from .changes import Change, ParameterDelta
 from .structure import BRANCH
 
-_CHANGES = "_branch_changes"  # of the module: each of its changes, the names of its tensors, and what scales it
+# Of the module: each of its changes, the names of the buffers that hold its tensors, and what scales it.
+_CHANGES = "_branch_changes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,10 @@ def detach(module: nn.Module) -> None:
 def set_strengths(module: nn.Module, worn: Worn) -> None:
     """Let the branches that are there count so much."""
     for owner, parts in _placed(module, worn):
-        vars(owner)[_CHANGES] = [(part, tuple(part.tensors()), part.scaling(strength)) for part, strength in parts]
+        vars(owner)[_CHANGES] = [
+            (part, {name: f"{BRANCH}{i}_{name}" for name in part.tensors()}, part.scaling(strength))
+            for i, (part, strength) in enumerate(parts)
+        ]
 
 
 def _attach(module: nn.Module, worn: Worn, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -83,7 +87,9 @@ def _attach(module: nn.Module, worn: Worn, made: Callable[[torch.Tensor], torch.
             for i, (part, _) in enumerate(parts):
                 for name, tensor in part.tensors().items():
                     owner.register_buffer(f"{BRANCH}{i}_{name}", made(tensor), persistent=False)
-            owner.__class__ = _branched(type(owner))  # type: ignore[arg-type]
+            changed = dict.fromkeys(part.name for part, _ in parts if isinstance(part, ParameterDelta))
+            beside = not all(isinstance(part, ParameterDelta) for part, _ in parts)
+            owner.__class__ = _branched(type(owner), tuple(changed), beside)  # type: ignore[arg-type]
     set_strengths(module, worn)
 
 
@@ -95,22 +101,41 @@ def _placed(module: nn.Module, worn: Worn) -> Iterator[tuple[nn.Module, list[tup
 
 
 @functools.cache  # torch compiles by class
-def _branched(cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls` with branches beside it. It keeps its name, which models and placements ask for."""
+def _branched(cls: type[nn.Module], changed: tuple[str, ...], beside: bool) -> type[nn.Module]:
+    """`cls` with its parameters of these names `changed`, and with branches beside it if there are any.
+
+    It keeps its name, which models and placements ask for.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = cls.forward(self, x, *args, **kwargs)
         dtype = result.dtype
-        for i, (change, names, scaling) in enumerate(getattr(self, _CHANGES)):
-            if not scaling:
+        for change, names, scaling in getattr(self, _CHANGES):
+            if not scaling or isinstance(change, ParameterDelta):
                 continue
-            held = {name: self._buffers[f"{BRANCH}{i}_{name}"] for name in names}
-            given = held[names[0]].dtype
+            held = {name: self._buffers[buffer] for name, buffer in names.items()}
+            given = next(iter(held.values())).dtype
             if x.dtype != given:
                 x = x.to(given)
             result = result + change.added(self, held, x) * scaling
         return result.to(dtype)
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    namespace: dict[str, Any] = {name: _sum(name) for name in changed}
+    namespace |= {"__module__": cls.__module__, "__doc__": cls.__doc__} | ({"forward": forward} if beside else {})
     return type(cls.__name__, (cls,), namespace)
+
+
+def _sum(name: str) -> property:
+    """A parameter as its module's code reads it while changes of it are attached. Summed in float32 at least."""
+
+    def read(self: Any) -> torch.Tensor:
+        held = self._parameters[name]
+        wide = torch.promote_types(held.dtype, torch.float32)
+        result = held.to(wide)
+        for change, names, scaling in getattr(self, _CHANGES):
+            if scaling and isinstance(change, ParameterDelta) and change.name == name:
+                result = result + self._buffers[names["delta"]].to(wide) * scaling
+        return result.to(held.dtype)
+
+    return property(read)

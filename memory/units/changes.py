@@ -1,13 +1,12 @@
 """What an adapter adds to the output of a module, computed beside it: in low rank, or from weights made for the call.
 
-Each kind is linear in the weights of its module, so that base(x) + strength * change(x) is what the module would make
+Each kind beside a layer is linear in its weights, so that base(x) + strength * change(x) is what the layer would make
 with changed weights, which nobody has to round. Here LoRA (arXiv:2106.09685) and whole differences; see `products`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,7 +27,7 @@ LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True, eq=False)
-class Change(ABC):
+class Change:
     """One change of one module, and its tensors. `alpha` scales it, by its rank, where it has one."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -65,13 +64,13 @@ class Change(ABC):
         wrong = (f"is {list(found)} where it must be {list(wanted)}" for found, wanted in shapes if found != wanted)
         return next(wrong, "")
 
-    @abstractmethod
     def _shapes(self, weight: Shape) -> list[tuple[Shape, Shape]]:
         """The shapes that it has, each with the one that it must have beside a weight [out, in, ...]."""
+        raise NotImplementedError
 
-    @abstractmethod
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
         """What it makes of the input of a module, before the scaling."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,18 +123,10 @@ class LowRank(Change):
 
 @dataclass(frozen=True, eq=False)
 class Delta(Change):
-    """A change as large as what it changes: `weight` of the shape of the module's, or `bias`, or both.
-
-    Norms with weights of their own take it too.
-    """
+    """A change as large as what it changes: `weight` of the shape of the layer's, or `bias`, or both."""
 
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-
-    def why_not(self, module: Any) -> str:
-        if not _is_norm(module):
-            return super().why_not(module)
-        return self._misfit(module)
 
     def _shapes(self, weight: Shape) -> list[tuple[Shape, Shape]]:
         found = [(self.weight, weight), (self.bias, weight[:1])]
@@ -143,16 +134,44 @@ class Delta(Change):
 
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
         weight, bias = held.get("weight"), held.get("bias")
-        if weight is None:
-            assert bias is not None
-            last = isinstance(module, nn.Linear) or (_is_norm(module) and not isinstance(module, nn.GroupNorm))
-            return bias if last else bias.unflatten(0, (-1, *(1,) * (x.ndim - 2)))
-        return _normed(module, x, weight, bias) if _is_norm(module) else applied(module, x, weight, bias)
+        if weight is not None:
+            return applied(module, x, weight, bias)
+        assert bias is not None
+        return bias if isinstance(module, nn.Linear) else bias.unflatten(0, (-1, *(1,) * (x.ndim - 2)))
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterDelta(Change):
+    """A change of a parameter that is read by its module's own code: a norm's, a table of modulations.
+
+    The code reads the sum, so that it is exact whatever that code computes.
+    """
+
+    name: str
+    delta: torch.Tensor
+
+    def structure(self) -> list[Any]:
+        return [*super().structure(), self.name]
+
+    def like(self, module: nn.Module) -> Change:
+        return replace(self, delta=_plain(self.delta, module._parameters[self.name].dtype))  # type: ignore[union-attr]
+
+    def why_not(self, module: Any) -> str:
+        parameter = module._parameters.get(self.name)
+        if parameter is None or not takes_changes(module):
+            return f"is of a {type(module).__name__}, which takes no change of its {self.name}"
+        found, wanted = list(self.delta.shape), list(parameter.shape)
+        return "" if found == wanted else f"is {found} where it must be {wanted}"
 
 
 def takes_changes(module: nn.Module) -> bool:
-    """Whether there is a kind of change that can be beside a module."""
-    return isinstance(module, LAYERS) or _is_norm(module)
+    """Whether there is a kind of change that can be beside a module, or of a parameter that it has for itself."""
+    return isinstance(module, LAYERS) or (bool(own_parameters(module)) and not isinstance(module, nn.Embedding))
+
+
+def own_parameters(module: nn.Module) -> list[str]:
+    """The names of the parameters that a module has for itself."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
 def convolution_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
@@ -165,25 +184,6 @@ def applied(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     if (convolve := convolution_of(module)) is None:
         return functional.linear(x, weight, bias)
     return convolve(x, weight, bias, module.stride, module.padding)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if not isinstance(getattr(module, "weight", None), torch.Tensor):
-        return False
-    is_rms = type(module).__name__.endswith("RMSNorm") and module.weight.ndim == 1 and hasattr(module, "eps")
-    return is_rms or isinstance(module, nn.GroupNorm | nn.LayerNorm)
-
-
-def _normed(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What a norm makes with these weights."""
-    shift, eps = None if bias is None else bias.float(), module.eps
-    if isinstance(module, nn.GroupNorm):
-        return functional.group_norm(x.float(), module.num_groups, weight.float(), shift, eps)
-    if isinstance(module, nn.LayerNorm):
-        return functional.layer_norm(x.float(), weight.shape, weight.float(), shift, eps)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    y = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    return y if shift is None else y + shift
 
 
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -32,8 +32,8 @@ OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`
 _open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
 
 
-# A LoRA's file, its stamp, and its strength, or one for each model by name.
-LoraFile = tuple[str, str, float | tuple[tuple[str, float], ...]]
+# A LoRA's file, its stamp, its strength, or one for each model by name, and the parts that are left out.
+LoraFile = tuple[str, str, float | tuple[tuple[str, float], ...], str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PipelineReference:
                 cache_dir = Path(folder_paths.get_user_directory()) / "ballast" / "embeddings"
                 options: dict[str, Any] = {"dtype": self.dtype, "cache_dir": cache_dir, **dict(self.family)}
                 pipe = open_pipeline(self.path, self.device, **budgets, **options)
-            pipe.set_loras((path, dict(s) if isinstance(s, tuple) else s) for path, _, s in self.loras)
+            pipe.set_loras((path, dict(s) if isinstance(s, tuple) else s, out) for path, _, s, out in self.loras)
             _open[self._key()] = pipe
         object.__setattr__(self, "_pipeline", pipe)  # the one strong hold on it
         return pipe

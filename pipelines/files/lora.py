@@ -5,9 +5,11 @@ A file is used whole or not at all: what is in it and has no place is named.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +20,29 @@ from ...memory.files import one_line
 from ...memory.units.changes import Change
 from ...memory.units.weights import check_unchanged, file_identity, read_header, refuse_pickle, stamps_of
 from .lora_conversion import by_conversion
-from .lora_layouts import Converters, by_weights
-from .lora_names import ByComponent, by_own_names, is_of_text
-from .lora_parts import Found, Tensors, parsed
+from .lora_layouts import Converters, by_weights, by_words
+from .lora_names import ByComponent, by_own_names, flat, is_of_text, names_in, plain, without
+from .lora_parts import Found, Tensors, parsed, unwrapped
 
 Branches = dict[str, dict[str, tuple[Change, ...]]]  # by component, by path of the module
 
 _SETTINGS = "lora_adapter_metadata"  # of diffusers, in the header
 _REFUSED = {
     "dora_scale": "is a DoRA", "lora_magnitude_vector": "is a DoRA", "oft_": "is an OFT", "boft_": "is a BOFT",
-    ".a1.weight": "is a GLoRA", ".on_input": "is an IA3", "diff_m": "changes modulations",
+    ".a1.weight": "is a GLoRA", ".on_input": "is an IA3",
     ".set_weight": "sets weights", "reshape_weight": "changes shapes of weights",
 }  # fmt: skip
 _MOST_TENSORS = 100_000
+_MOST_PARTS = 6  # that a message names
+_EMBEDDING = "bundle_emb."
+_ENDINGS = (".safetensors", ".sft")
 
 
 def check_lora(path: Path) -> None:
     """Raise FileNotFoundError or ValueError, in one line, for what is no whole safetensors file with LoRA weights."""
     refuse_pickle(path)
-    if path.suffix.lower() != ".safetensors" or path.is_dir():
-        raise ValueError(f"{path} is no .safetensors file. Give the file of a LoRA.")
+    if path.suffix.lower() not in _ENDINGS or path.is_dir():
+        raise ValueError(f"{path} is no {' or '.join(_ENDINGS)} file. Give the file of a LoRA.")
     names = read_header(path)
     for mark, what in _REFUSED.items():
         if found := next((name for name in names if mark in name), None):
@@ -48,7 +53,7 @@ def check_lora(path: Path) -> None:
 
 def changes_text(path: Path) -> bool:
     """Whether a file that `check_lora` takes has anything for text encoders."""
-    return any(is_of_text(name) for name in read_header(path))
+    return any(is_of_text(unwrapped(name)) for name in read_header(path))
 
 
 def identity(path: Path) -> str:
@@ -57,48 +62,116 @@ def identity(path: Path) -> str:
 
 
 def read_lora(
-    path: Path, pipeline_class: Any, modules: Mapping[str, nn.Module], converters: Converters | None = None
+    path: Path,
+    pipeline_class: Any,
+    modules: Mapping[str, nn.Module],
+    converters: Converters | None = None,
+    leave_out: LeaveOut | None = None,
 ) -> Branches:
     """The branches that a file has for the named modules of a pipeline, on the CPU, in the types of these.
 
-    `converters` tell by a module's name where the weights of its files are, under the module's own names.
+    `converters` tell by a module's name where the weights of its files are, under the module's own names. Weights that
+    no module has a place for are left out if they are of a part that `leave_out` names, and noted there.
 
-    Raises FileNotFoundError, or ValueError in one line that names the file: for what `check_lora` refuses, for weights
-    that no module has a place for, of another shape than it takes, or incomplete.
+    Raises FileNotFoundError, or ValueError in one line that names the file: for what `check_lora` refuses, for other
+    weights that no module has a place for, of another shape than it takes, or incomplete.
     """
     check_lora(path)
     tensors, settings = _read(path)
-    text = {name: tensor for name, tensor in tensors.items() if is_of_text(name)}
-    found = by_own_names(path, text, modules)
-    if found is None:
-        found = _placed(path, tensors, pipeline_class, modules, converters or {})
-    elif others := {name: tensor for name, tensor in tensors.items() if name not in text}:
-        found |= _placed(path, others, pipeline_class, modules, converters or {})
-    return {
-        component: {
-            target: _changes(path, modules[component], component, target, given, settings.get(component))
-            for target, given in parts.items()
-        }
-        for component, parts in found.items()
-    }
+    found = _placed(path, tensors, pipeline_class, modules, converters or {}, leave_out or LeaveOut())
+    made: Branches = {}
+    for component, parts in found.items():
+        branches = made.setdefault(component, {})
+        for target, given in parts.items():
+            changes = _changes(path, modules[component], component, target, given, settings.get(component))
+            owner = _owner(modules[component], target)[0]
+            branches[owner] = (*branches.get(owner, ()), *changes)
+    return made
+
+
+@dataclass
+class LeaveOut:
+    """Parts of models that a file may have weights for though the model has no such part: `k_img`, `img_emb`.
+
+    `names` are those of the weights that were left out.
+    """
+
+    parts: Sequence[str] = ()
+    names: list[str] = field(default_factory=list)
+
+    def takes(self, name: str) -> bool:
+        """Note a name that has no place, if it is of one of the parts."""
+        found = any(_is_of(part, name) for part in self.parts)
+        self.names += [name] * found
+        return found
+
+    def told(self) -> str:
+        """What was left out, in a few words."""
+        parts = [part for part in self.parts if any(_is_of(part, name) for name in self.names)]
+        return f"{len(self.names)} weights of {', '.join(parts)} are left out, which this model does not have"
+
+
+def _is_of(part: str, name: str) -> bool:
+    words = f".{unwrapped(name)}.".replace(".", "_")
+    return f"_{part.replace('.', '_')}_" in words
 
 
 def _placed(
-    path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module], converters: Converters
+    path: Path,
+    tensors: Tensors,
+    pipeline_class: Any,
+    modules: Mapping[str, nn.Module],
+    converters: Converters,
+    leave_out: LeaveOut,
 ) -> ByComponent:
-    """What the weights are for, by whichever names they have."""
-    if (found := by_own_names(path, tensors, modules)) is not None:
-        return found
-    own = {name: convert for name, convert in converters.items() if name in modules}
-    first = own or not _is_plain(tensors) or not hasattr(pipeline_class, "lora_state_dict")
-    if first and (found := by_weights(path, tensors, modules, own)) is not None:
-        return found
-    try:
-        return by_conversion(path, tensors, pipeline_class, modules)
-    except ValueError:
-        if first or (found := by_weights(path, tensors, modules, own)) is None:
-            raise
-        return found
+    """What the weights are for: by the names of the modules, else by those in the files of the weights.
+
+    By those that only diffusers knows where none is one of these.
+    """
+    found = by_own_names(path, tensors, modules)
+    others = without(tensors, found)
+    theirs = by_weights(path, others, modules, converters) if others else None
+    strays = [name for name in without(others, theirs or {}) if not leave_out.takes(name)]
+    if strays and theirs is None:
+        left = {name: tensor for name, tensor in others.items() if name not in leave_out.names}
+        theirs = by_conversion(path, left, pipeline_class, modules)
+        strays = strays if theirs is None else []
+    if strays or not (found or theirs):
+        raise ValueError(f"{path} {_why(strays or list(tensors), found, theirs or {}, pipeline_class)}")
+    for component, parts in (theirs or {}).items():
+        known = found.setdefault(component, {})
+        if twice := next((target for target in parts if target in known), None):
+            names = f"{known[twice].names[0]} and {parts[twice].names[0]}"
+            raise ValueError(f"{path} has {names}, both for {component}.{twice}. Get the LoRA from elsewhere.")
+        known |= parts
+    return found
+
+
+def _why(strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipeline_class: Any) -> str:
+    """Why a file is refused that has names without a place, in a sentence or two."""
+    known_as = getattr(pipeline_class, "__name__", "this pipeline")
+    named = [*names_in(found), *names_in(theirs)]
+    has = {word for name in named for word in _words(name)}
+    parts = dict.fromkeys(_part(_words(name), has) for name in strays)
+    told = f"has {len(strays)} weights that {known_as} has no place for, such as {strays[0]}."
+    if strays[0].startswith(_EMBEDDING):
+        told = f"bundles an embedding for prompts ({strays[0]}), which is no part of a LoRA and is not run."
+    if named and all(parts):
+        return f"{told} To run it without: leave out {', '.join(list(parts)[:_MOST_PARTS])}."
+    return f"{told} It is of another model, or changes more than can be run exactly."
+
+
+def _part(words: Sequence[str], known: set[str]) -> str:
+    """The first words of a name, without numbers, that are not known; empty where all are."""
+    new = itertools.dropwhile(lambda word: word in known or word.isdigit(), words)
+    return ".".join(itertools.takewhile(lambda word: not word.isdigit(), new))
+
+
+def _words(name: str) -> list[str]:
+    """The parts of the name of a layer, as they are joined by dots."""
+    layer = plain((parsed(name) or (unwrapped(name),))[0])
+    under = flat(layer)
+    return (by_words(under) if under else layer).split(".")
 
 
 def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
@@ -112,7 +185,7 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     check_unchanged(path, stamp)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and tensor.numel() != 1:  # an alpha may be a whole number
+        if not tensor.is_floating_point() and not (tensor.numel() == 1 and name.endswith("alpha")):  # a whole number
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{path} holds {name} as {kind}, and nothing tells what it stands for. Get a plain LoRA.")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float().sum())):
@@ -128,11 +201,6 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
     return tensors, settings
 
 
-def _is_plain(tensors: Tensors) -> bool:
-    """Whether all of it is low rank, which is what diffusers converts whole."""
-    return not any(mark in name for name in tensors for mark in (".hada_", ".lokr_", ".diff", "_norm", "lora_mid"))
-
-
 # One module
 
 
@@ -144,7 +212,17 @@ def _changes(
         if found.alpha is not None:
             raise ValueError(f"{path} names alpha of {where} twice, in its header too. Get the LoRA from elsewhere.")
         scale = _settled(path, target, found.tensors["down"], settings)
-    return found.changes(path, module.get_submodule(target), where, scale)
+    owner, parameter = _owner(module, target)
+    return found.changes(path, module.get_submodule(owner), parameter, where, scale)
+
+
+def _owner(module: nn.Module, target: str) -> tuple[str, str]:
+    """The module that a change is beside or in, by its path, and the parameter of it that is changed."""
+    try:
+        module.get_submodule(target)
+    except AttributeError:
+        return target.rpartition(".")[::2]
+    return target, "weight"
 
 
 def _settled(path: Path, target: str, down: torch.Tensor, settings: dict[str, Any]) -> tuple[float, bool]:

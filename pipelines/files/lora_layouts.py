@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from ...memory.units.changes import Shape
 from ...memory.units.products import Runs
 from ...memory.units.weights import Stored
 from .checkpoint import Places
-from .lora_names import ByComponent, flat, layers, plain
+from .lora_names import ByComponent, flat, plain, targets
 from .lora_parts import Found, Tensors, parsed
 from .rows import Rows, Run, whole
 from .single.layouts import Layout, Shapes
@@ -30,6 +30,7 @@ from .single.transformers import LAYOUTS
 Converters = Mapping[str, Callable[[Places], Places]]
 Taken = dict[str, list[Run]]  # by parameter of the module: the rows of which layers it is
 
+_FAILURES = LookupError, ValueError, RuntimeError, AttributeError, TypeError  # of converters
 _MOST_BLOCKS = 999
 _SPAN = 2**40  # bytes, more than any weight has
 _EMBEDDERS = ("x_embedder.weight", "x_embedder.proj.weight")  # whose width is that of the blocks
@@ -65,79 +66,96 @@ _BLOCK = re.compile(r"([a-z_]+?)[_.](\d+)[_.]")
 def by_weights(
     path: Path, tensors: Tensors, modules: Mapping[str, nn.Module], converters: Converters
 ) -> ByComponent | None:
-    """What is named as the weights in the files of these modules are; None if anything is not.
+    """What is named as the weights in the files of these modules are, and not the others; None if nothing is.
 
-    ValueError, in one line, where a part of it is. `converters` are those of families with code of their own.
+    `converters` are those of families with code of their own. Of two experts the second has no names, unless the file
+    puts its own ahead.
     """
-    component, read = next(_readers(modules, converters), (None, None))  # of two experts the second has no names
-    if component is None or read is None or not (given := _given(path, tensors, read)):
-        return None
-    rows: dict[str, Shape] = {}
-    for name, found in given.items():
-        if shape := found.shape():
-            rows[f"{name}.weight"] = shape
-        elif "diff_b" in found.tensors:
-            rows[f"{name}.bias"] = tuple(found.tensors["diff_b"].shape)
-    try:
-        taken = read.taken(rows)
-    except (LookupError, ValueError, RuntimeError, AttributeError, TypeError):
-        return None
-    return _divided(path, given, rows, taken, component, modules[component])
+    readers = dict(_readers(modules, converters))
+    found: ByComponent = {}
+    for component, read in readers.items():
+        first = component == next(iter(readers))
+        given = _given(path, tensors, component, readers.keys() - {component} if first else None, read)
+        if made := _divided(path, given, read, modules[component]):
+            found[component] = made
+    return found or None
 
 
 def _readers(modules: Mapping[str, nn.Module], converters: Converters) -> Iterator[tuple[str, _Reader]]:
     """Who knows the names in the files of which module."""
-    for name, convert in converters.items():
-        yield name, _Converting(convert)
     for name, module in modules.items():
-        if layout := next((each for each in LAYOUTS if type(module).__name__ in each.classes), None):
+        if name in converters:
+            yield name, _Converting(converters[name])
+        elif layout := next((each for each in LAYOUTS if type(module).__name__ in each.classes), None):
             yield name, _Layouts(layout, module)
 
 
-def _given(path: Path, tensors: Tensors, read: _Reader) -> dict[str, Found]:
-    """What a file has for each layer, by the names that it has there; nothing if one name says no layer."""
-    named = {name: parsed(name) for name in tensors}
-    if not all(named.values()):
-        return {}
-    layer_of = {name: plain(what[0]) for name, what in named.items() if what}
-    dotted = read.dotted({under for layer in layer_of.values() if (under := flat(layer))})
+def _given(
+    path: Path, tensors: Tensors, component: str, others: Collection[str] | None, read: _Reader
+) -> dict[str, Found]:
+    """What a file has for each layer of a component, by the names that it has there.
+
+    Names with the component's ahead are for it; and, with `others`, those without the name of any of these.
+    """
+    layer_of = {}
+    for name in tensors:
+        if (what := parsed(name)) is not None:
+            layer = plain(what[0])
+            ahead = layer.startswith(f"{component}.")
+            if ahead or (others is not None and not any(layer.startswith(f"{other}.") for other in others)):
+                layer_of[name] = layer.removeprefix(f"{component}."), what[1]
+    dotted = read.dotted({under for layer, _ in layer_of.values() if (under := flat(layer))})
     given: dict[str, Found] = {}
-    for name, tensor in tensors.items():
-        layer, what = layer_of[name], named[name]
-        assert what
+    for name, (layer, what) in layer_of.items():
         layer = dotted[under] if (under := flat(layer)) else layer
-        given.setdefault(layer, Found()).note(path, name, what[1], tensor)
+        given.setdefault(layer, Found()).note(path, name, what, tensors[name])
     return given
 
 
-def _divided(
-    path: Path,
-    given: Mapping[str, Found],
-    rows: Mapping[str, Shape],
-    taken: Taken,
-    component: str,
-    module: nn.Module,
-) -> ByComponent | None:
-    targets, made, spent = layers(module), {}, Counter[str]()
-    for parameter, runs in taken.items():
+def _divided(path: Path, given: Mapping[str, Found], read: _Reader, module: nn.Module) -> dict[str, Found]:
+    """What each layer of a module has, of those all of whose rows have a place."""
+    places, made, spent = targets(module), {}, Counter[str]()
+    rows = {source: shape for layer, found in given.items() for source, shape in _sources(layer, found).items()}
+    layer_of = {source: layer for layer, found in given.items() for source in _sources(layer, found)}
+    for parameter, runs in _taken(read, rows).items():
         target, kind = parameter.rpartition(".")[::2]
+        if kind not in ("weight", "bias") or target not in places:
+            target = parameter
         sources = {run.name for run in runs}
-        if target not in targets or kind not in ("weight", "bias") or len(sources) != 1 or not sources <= rows.keys():
+        if target not in places or len(sources) != 1 or not sources <= rows.keys():
             continue
         source = sources.pop()
-        layer = source.rpartition(".")[0]
         cut: Runs = tuple((run.begin, run.end) for run in runs)
-        is_all = cut == ((0, rows[source][0]),)
-        made[target] = given[layer] if is_all else given[layer].taken(path, cut, rows[source][0])
+        made[target] = source, cut
         spent[source] += sum(end - begin for begin, end in cut)
-    strange = [name for name in given if not any(f"{name}.{kind}" in rows for kind in ("weight", "bias"))]
-    strange += [name.rpartition(".")[0] for name, shape in rows.items() if spent[name] != shape[0]]
-    if strange and made:
-        raise ValueError(
-            f"{path} has weights that {type(module).__name__} has no place for, such as {given[strange[0]].called}. "
-            "It is of another model, or changes more than can be run exactly."
-        )
-    return {component: made} if made else None
+    whole = {layer_of[source] for source, shape in rows.items() if spent[source] == shape[0]}
+    return {
+        target: given[layer_of[source]].taken(path, cut, rows[source][0])
+        for target, (source, cut) in made.items()
+        if layer_of[source] in whole
+    }
+
+
+def _sources(layer: str, found: Found) -> dict[str, Shape]:
+    """The weights of a file that are changed, with their shapes; what a difference is of may have several names."""
+    if shape := found.shape():
+        names = (f"{layer}.weight", f"{layer}.scale", layer) if "diff" in found.tensors else (f"{layer}.weight",)
+        return dict.fromkeys(names, shape)
+    return {f"{layer}.bias": tuple(found.tensors["diff_b"].shape)} if "diff_b" in found.tensors else {}
+
+
+def _taken(read: _Reader, rows: Mapping[str, Shape]) -> Taken:
+    """What weights of these shapes become. Those that a converter fails at are left out."""
+    with contextlib.suppress(*_FAILURES):
+        return read.taken(rows)
+    good = {}
+    for name, shape in rows.items():
+        with contextlib.suppress(*_FAILURES):
+            read.taken({name: shape})
+            good[name] = shape
+    with contextlib.suppress(*_FAILURES):
+        return read.taken(good)
+    return {}
 
 
 class _Reader(Protocol):
@@ -157,7 +175,7 @@ class _Converting:
         self._convert = convert
 
     def dotted(self, names: set[str]) -> dict[str, str]:
-        return {name: _by_words(name) for name in names}
+        return {name: by_words(name) for name in names}
 
     def taken(self, rows: Mapping[str, Shape]) -> Taken:
         # Each lies where no other could be: what becomes of it is known by where that lies.
@@ -182,13 +200,15 @@ class _Layouts:
         self._widths = layout.widths(Shapes(dict.fromkeys(_WIDE, (width,)))) if layout.widths else None
         self._words = _WORDS | _WORDS_OF.get(layout.title, frozenset())
         self._convert = functools.partial(layout.convert, config=getattr(module, "config", {}))
+        self._own = {name.replace(".", "_"): name for name in targets(module)}
 
     def dotted(self, names: set[str]) -> dict[str, str]:
         asked = _Partial(_counted(names))
-        with contextlib.suppress(LookupError, ValueError, RuntimeError, AttributeError, TypeError):
+        with contextlib.suppress(*_FAILURES):
             self._convert(asked)
-        known = {layer.replace(".", "_"): layer for name in asked.missing for layer in [name.rpartition(".")[0]]}
-        return {name: known.get(name) or _by_words(name, self._words) for name in names}
+        asked_for = {name.rpartition(".")[0] for name in asked.missing}
+        known = self._own | {layer.replace(".", "_"): layer for layer in asked_for}
+        return {name: known.get(name) or by_words(name, self._words) for name in names}
 
     def taken(self, rows: Mapping[str, Shape]) -> Taken:
         given = {name: whole(name, shape, self._widths) for name, shape in rows.items()}
@@ -203,7 +223,8 @@ def _counted(names: Iterable[str]) -> dict[str, _Nothing]:
     return {f"{block}.{what}.none": _Nothing() for block in (*blocks, *_FIRST) for what in ("ln_q", "modX")}
 
 
-def _by_words(name: str, known: frozenset[str] = _WORDS) -> str:
+def by_words(name: str, known: frozenset[str] = _WORDS) -> str:
+    """A name with underscores, with dots between its words as far as these are known."""
     parts, words = [], name.split("_")
     while words:
         count = next((n for n in range(min(4, len(words)), 1, -1) if "_".join(words[:n]) in known), 1)

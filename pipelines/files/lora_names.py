@@ -13,41 +13,55 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...memory.units.changes import takes_changes
+from ...memory.units.changes import LAYERS, own_parameters, takes_changes
 from .lora_parts import Found, parsed
 from .lora_unets import published_names
 
 Place = tuple[str, str]  # component, path of the module
 ByComponent = dict[str, dict[str, Found]]
 
-_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.")
-_FLAT = re.compile(r"(?:lycoris|lora_(?:unet|transformer|te(?P<encoder>[123]?)))_(?P<path>[\w-]+)")
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+_FLAT = re.compile(r"(?:lycoris|lora_(?:unet|transformer|te(?P<encoder>[1234]?)))_(?P<path>[\w-]+)")
 _COMFYUI = re.compile(r"text_encoders\.(?P<kind>\w+)\.transformer\.(?P<path>.+)")
 _TEXT = re.compile(r"text_encoders?[._\d]|lora_te\d?_")
-_NUMBERS = {"": ("", "1"), "_2": ("2",)}  # of text encoders, ours and kohya's
+_NUMBERS = {"": ("", "1")}  # of text encoders in names with underscores; of others that of the component
 _CLIPS = {"": "clip_l", "_2": "clip_g"}  # as ComfyUI calls them
-_T5 = "3"  # for kohya, whichever encoder it is
+_T5 = "3"  # for kohya, whichever encoder it is; for OneTrainer it has the number of its component
 _CLIP = "text_model."  # which some versions of transformers have in the names of its layers, and others have not
 _BODY = "model."  # of a language model without its head
 
 
-def by_own_names(
-    path: Path, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]
-) -> ByComponent | None:
-    """What is named by the modules themselves; None if anything is named otherwise."""
+def by_own_names(path: Path, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]) -> ByComponent:
+    """What is named by the modules themselves, and not the others."""
     places = _Places(modules)
     found: ByComponent = {}
     for name, tensor in tensors.items():
-        if (named := parsed(name)) is None or (place := places.of(named[0])) is None:
-            return None
-        component, target = place
-        found.setdefault(component, {}).setdefault(target, Found()).note(path, name, named[1], tensor)
+        if (named := parsed(name)) is not None and (place := places.of(named[0])) is not None:
+            component, target = place
+            found.setdefault(component, {}).setdefault(target, Found()).note(path, name, named[1], tensor)
     return found
 
 
-def layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that a LoRA may be for, by path."""
-    return {name: inner for name, inner in module.named_modules() if name and takes_changes(inner)}
+def names_in(found: ByComponent) -> set[str]:
+    """The names in a file of what was found."""
+    return {name for parts in found.values() for part in parts.values() for name in part.names}
+
+
+def without(tensors: Mapping[str, torch.Tensor], found: ByComponent) -> dict[str, torch.Tensor]:
+    """The tensors of a file that are in nothing that was found."""
+    used = names_in(found)
+    return {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def targets(module: nn.Module) -> set[str]:
+    """What a LoRA may change: modules by their paths, and parameters that are of no layer by theirs."""
+    found: set[str] = set()
+    for path, inner in module.named_modules():
+        if takes_changes(inner):
+            start = f"{path}." if path else ""
+            found |= {path} - {""}
+            found |= set() if isinstance(inner, LAYERS) else {f"{start}{name}" for name in own_parameters(inner)}
+    return found
 
 
 def plain(name: str) -> str:
@@ -68,13 +82,6 @@ def flat(name: str) -> str | None:
     return match["path"] if match and match["encoder"] is None else None
 
 
-def stranger(tensors: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]) -> str:
-    """The first name that is not understood."""
-    one = Path()
-    names = (name for name, tensor in tensors.items() if by_own_names(one, {name: tensor}, modules) is None)
-    return next(names, next(iter(tensors), "nothing"))
-
-
 class _Places:
     """Where what is named belongs. Names without a component are of the first."""
 
@@ -85,7 +92,7 @@ class _Places:
         for component, module in modules.items():
             _, encoder, number = component.partition("text_encoder")
             published = published_names(module)
-            for name in layers(module):
+            for name in targets(module):
                 if encoder:
                     self._add_text(component, name, number, module)
                 else:
@@ -114,7 +121,7 @@ class _Places:
     def _add_text(self, component: str, name: str, number: str, module: nn.Module) -> None:
         place = component, name
         is_clip = type(module).__name__.startswith("CLIP")
-        said = _NUMBERS.get(number, ()) if is_clip else (_T5,)
+        said = {*_NUMBERS.get(number, (number.removeprefix("_"),)), *(() if is_clip else (_T5,))}
         for known in _aliases(name, is_clip):
             self._whole[f"{component}.{known}"] = place
             for each in said:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.units.changes import Change, Delta, LowRank
+from ...memory.units.changes import LAYERS, Change, Delta, LowRank, ParameterDelta
 from ...memory.units.products import Hadamard, Kronecker, Runs
 
 Tensors = dict[str, torch.Tensor]
@@ -23,42 +23,58 @@ Tensors = dict[str, torch.Tensor]
 _NAMED = re.compile(
     r"(?P<path>.+?)\.(?:"
     r"(?:lora_(?P<ab>[AB])|(?:lora|lora_linear_layer)[._](?P<way>down|up|mid))(?:\.default)?\.(?P<kind>weight|bias)|"
-    r"(?P<part>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|diff(?:_b)?|[wb]_norm)(?:\.default)?|"
+    r"(?P<part>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|diff(?:_[bm])?|[wb]_norm)(?:\.default)?|"
     r"(?P<alpha>alpha))"
 )
+_FLAT = re.compile(r"lora_|lycoris_")
 _WAYS = {"A": "down", "B": "up"}
 _NORMS = {"w_norm": "diff", "b_norm": "diff_b"}  # of LyCORIS
+# Put into names by what wraps a model or parts of it (torch.compile, FSDP), or the whole (DDP, DeepSpeed, peft).
+_WRAPPERS = re.compile(r"(?<![A-Za-z\d])_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)[._]")
+_AROUND = re.compile(
+    r"^((?:(?:model\.)?diffusion_model\.|transformer(?:_2)?\.|unet\.|text_encoder(?:_\d)?\.)?)"
+    r"(?:(?:module|_forward_module|base_model\.model)\.)+"
+)
 _FACTORS = {"down": "a LoRA", "hada": "a LoHa", "lokr": "a LoKr"}
 
 
 def parsed(name: str) -> tuple[str, str] | None:
     """The layer that a name in a file is for, and what it is of it: "down", "lokr_w1", "diff", "alpha" ...; or None."""
-    if (match := _NAMED.fullmatch(name)) is None:
+    if (match := _NAMED.fullmatch(unwrapped(name))) is None:
         return None
     if match["alpha"]:
         return match["path"], "alpha"
+    if match["part"] == "diff_m":  # of Wan's bare parameters
+        return match["path"] + ("_" if _FLAT.match(match["path"]) else ".") + "modulation", "diff"
     if match["part"]:
         return match["path"], _NORMS.get(match["part"], match["part"])
     way = match["way"] or _WAYS[match["ab"]]
     return match["path"], way if match["kind"] == "weight" else "bias" if way == "up" else f"{way}_bias"
 
 
+def unwrapped(name: str) -> str:
+    """A name without those of wrappers around the model, or around parts of it."""
+    return _AROUND.sub(r"\1", _WRAPPERS.sub("", name))
+
+
 @dataclass
 class Found:
     """What a file has for one layer, until it is whole. `rows` are those of a Kronecker product that the layer has.
 
-    `called` is one of the names in the file.
+    `names` are those in the file.
     """
 
     tensors: Tensors = field(default_factory=dict)
     alpha: float | None = None
     rows: Runs = ()
-    called: str = ""
+    names: tuple[str, ...] = ()
 
     def note(self, path: Path, name: str, what: str, tensor: torch.Tensor) -> None:
         """Take one more. ValueError, in one line, for what is there already, or is no part of any change."""
-        self.called = self.called or name
+        self.names += (name,)
         if what == "alpha":
+            if self.alpha is not None:
+                raise ValueError(f"{path} has {name} beside another of its kind. Get the LoRA from elsewhere.")
             if tensor.numel() != 1:
                 raise ValueError(f"{path} has {name} as {list(tensor.shape)} where it must be one number.")
             self.alpha = float(tensor.item())
@@ -91,13 +107,15 @@ class Found:
 
     def taken(self, path: Path, runs: Runs, rows: int) -> Found:
         """The same for some of the rows of the weight. ValueError, in one line, for what has others than it."""
+        if runs == ((0, rows),):
+            return self
         found = dict(self.tensors)
         for name in ("up", "bias", "diff", "diff_b", "hada_w1_a", "hada_w2_a"):
             if name in found:
                 tucker = name.startswith("hada") and f"hada_t{name[6]}" in found
                 if found[name].ndim <= tucker or found[name].shape[tucker] != rows:
                     raise ValueError(
-                        f"{path} does not fit this model: {name} at {self.called} is {list(found[name].shape)} where "
+                        f"{path} does not fit this model: {name} at {self.names[0]} is {list(found[name].shape)} where "
                         f"{rows} rows are changed."
                     )
                 parts = [found[name].narrow(int(tucker), begin, end - begin) for begin, end in runs]
@@ -105,16 +123,18 @@ class Found:
         return replace(self, tensors=found, rows=runs if any(name.startswith("lokr_") for name in found) else ())
 
     def changes(
-        self, path: Path, module: nn.Module, where: str, scale: tuple[float, bool] | None
+        self, path: Path, module: nn.Module, parameter: str, where: str, scale: tuple[float, bool] | None
     ) -> tuple[Change, ...]:
         """The changes of a module, in the type that it computes in. `scale` is an alpha from elsewhere.
+
+        Of a module that is no layer they are of its `parameter`, or of its bias.
 
         Raises ValueError in one line for what is incomplete or does not fit.
         """
         kinds = [what for mark, what in _FACTORS.items() if any(name.startswith(mark) for name in self.tensors)]
         if len(kinds) > 1:
             raise ValueError(f"{path} has {' and '.join(kinds)} for {where}, which share one alpha. Get it elsewhere.")
-        if lacking := _lacking(self.tensors):
+        if lacking := _lacking(self.tensors, self.alpha):
             raise ValueError(f"{path} has no {lacking} for {where}: it is incomplete.")
         alpha, stabilized = scale or (self.alpha, False)
         if alpha is not None and not math.isfinite(alpha):
@@ -123,9 +143,17 @@ class Found:
             if name in self.tensors and not self.tensors[name].shape[0]:
                 wide = "lora_A" if name == "down" else name
                 raise ValueError(f"{path} has no rank at {where}: its {wide} is {list(self.tensors[name].shape)}.")
-        weight = getattr(module, "weight", None)
-        fitting = _fitting(self.tensors, tuple(weight.shape)) if isinstance(weight, torch.Tensor) else self.tensors
-        made = _changes(fitting, alpha, self.rows, stabilized)
+        fitting = dict(self.tensors)
+        made: list[Change] = []
+        if not isinstance(module, LAYERS):
+            made = [
+                ParameterDelta(own, _shaped(fitting.pop(name), module._parameters.get(own)))
+                for name, own in (("diff", parameter), ("diff_b", "bias"))
+                if name in fitting
+            ]
+        elif isinstance(weight := module.weight, torch.Tensor):
+            fitting = _fitting(fitting, tuple(weight.shape))
+        made += _changes(fitting, alpha, self.rows, stabilized)
         for change in made:
             try:
                 why = change.why_not(module)
@@ -136,7 +164,7 @@ class Found:
         return tuple(change.like(module) for change in made)
 
 
-def _lacking(found: Mapping[str, torch.Tensor]) -> str:
+def _lacking(found: Mapping[str, torch.Tensor], alpha: float | None) -> str:
     """What is not there of what must be, as peft and LyCORIS call it; empty where nothing lacks."""
     wanted: list[tuple[str, ...]] = []
     if any(name in found for name in ("down", "up", "mid", "bias")):
@@ -146,8 +174,8 @@ def _lacking(found: Mapping[str, torch.Tensor]) -> str:
         wanted += [(f"hada_{name}",) for name in ("t1", "t2")] if "hada_t1" in found or "hada_t2" in found else []
     if any(name.startswith("lokr_") for name in found):
         wanted += [(f"lokr_{name}", f"lokr_{name}_{part}") for name in ("w1", "w2") for part in "ab"]
-    if not (wanted or "diff" in found or "diff_b" in found):
-        wanted = [("down",)]  # of an alpha alone
+    if not wanted and (alpha is not None or not ("diff" in found or "diff_b" in found)):
+        wanted = [("down",)]  # of an alpha that scales nothing
     missing = next((names for names in wanted if not any(name in found for name in names)), ("",))[-1]
     return {"down": "lora_A", "up": "lora_B"}.get(missing, missing)
 
@@ -168,6 +196,13 @@ def _changes(
     if "diff" in found or "diff_b" in found:
         made.append(Delta(found.get("diff"), found.get("diff_b")))
     return made
+
+
+def _shaped(delta: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    """As the parameter is, where only dimensions of 1 differ."""
+    if parameter is None or [n for n in delta.shape if n != 1] != [n for n in parameter.shape if n != 1]:
+        return delta
+    return delta.reshape(parameter.shape)
 
 
 def _fitting(found: Tensors, weight: tuple[int, ...]) -> Tensors:

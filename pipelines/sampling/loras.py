@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +14,19 @@ from typing import Any
 
 from ...memory.units.branches import Adapter, Worn
 from ...memory.units.unit import ManagedModel
-from ..files.lora import Branches, changes_text, check_lora, identity, read_lora
+from ..files.lora import Branches, LeaveOut, changes_text, check_lora, identity, read_lora
 from ..files.lora_layouts import Converters
 
+log = logging.getLogger("ballast")
+
 Strength = float | Mapping[str, float]  # for all models that a file is for, or for those that are named
-Given = Iterable[tuple[str | Path, Strength]]
+Parts = str | Sequence[str]  # of models, to be left out where a model has none: "k_img, v_img"
+Given = Iterable[tuple[str | Path, Strength] | tuple[str | Path, Strength, Parts]]
+
+_EXPERTS = {"high": "transformer", "low": "transformer_2"}  # of noise
+_NOISE = re.compile(r"(high|low)[\W_]*noise")
+# Ends of the names of files, after "high" or "low": of other words nobody knows what is low.
+_TECHNICAL = re.compile(r"(?:(?:v|r|e|fp|bf|rank|epoch|step)?\d+\w*|lora|model|comfy(?:ui)?|steps?|rank|epoch)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +38,7 @@ class Lora:
     adapters: Mapping[str, Adapter]
     strengths: Mapping[str, float]
     named: bool  # whether strengths were given by name
+    leave_out: LeaveOut
 
 
 def open_loras(
@@ -42,12 +53,34 @@ def open_loras(
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
     reader = functools.partial(read_lora, pipeline_class=pipeline_class, converters=converters)
-    return tuple(_open(path, strength, units, reader, known) for path, strength in map(_pair, given))
+    return tuple(_open(*each, units, reader, known) for each in map(_spec, given))
+
+
+def expert_of(path: Path) -> str | None:
+    """Which of two transformers a file is for, by the words high noise or low noise in its name; None without."""
+    name = path.stem.lower()
+    found = set(_NOISE.findall(name))
+    if not found:
+        words = re.split(r"[\W_]+", name)
+        ends = [i for i, word in enumerate(words) if not _TECHNICAL.fullmatch(word)]
+        found = {words[i] for i in ends[-1:]} & _EXPERTS.keys()
+    return _EXPERTS[found.pop()] if len(found) == 1 else None
 
 
 def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
     """What a model runs with."""
     return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
+
+
+def notes_of(lora: Lora, units: Sequence[ManagedModel]) -> list[str]:
+    """What is to be known of a LoRA among these models: which of two transformers it is for, and what was left out."""
+    told = []
+    if set(_EXPERTS.values()) <= {unit.name for unit in units}:
+        noise = {name: level for level, name in _EXPERTS.items()}
+        ours = " and ".join(f"{name} ({noise[name]} noise)" for name in lora.adapters if name in noise)
+        by = ", by the file's name" if not lora.named and expert_of(lora.path) in lora.adapters else ""
+        told.append(f"used for {ours}{by}")
+    return told + [lora.leave_out.told()] * bool(lora.leave_out.names)
 
 
 def refuse_scales(loras: Sequence[Lora], options: Mapping[str, Any]) -> None:
@@ -61,7 +94,7 @@ def refuse_scales(loras: Sequence[Lora], options: Mapping[str, Any]) -> None:
 def named(loras: Sequence[Lora], units: Sequence[ManagedModel]) -> list[list[Any]]:
     """What models run with, as plain data: unit, digest of the file, and strength; without what counts for nothing."""
     names = [(unit.name, lora) for unit in units for lora in loras if lora.strengths.get(unit.name)]
-    return [[name, lora.digest, lora.strengths[name]] for name, lora in names]
+    return [[name, lora.digest, lora.strengths[name], *sorted(lora.leave_out.names)] for name, lora in names]
 
 
 def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
@@ -70,12 +103,14 @@ def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
     return {"loras": worn} if worn else {}
 
 
-def _pair(given: Any) -> tuple[Path, Strength]:
-    """A file and its strength. ValueError, in one line, for anything else."""
+def _spec(given: Any) -> tuple[Path, Strength, tuple[str, ...]]:
+    """A file, its strength, and the parts to leave out. ValueError, in one line, for anything else."""
     try:
-        path, strength = given
-        return Path(path).expanduser(), strength
-    except (TypeError, ValueError) as error:
+        path, strength, *others = given
+        (parts,) = others or ("",)
+        parts = re.split(r"[,\s]+", parts) if isinstance(parts, str) else parts
+        return Path(path).expanduser(), strength, tuple(part.strip(".") for part in parts if part.strip("."))
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{str(given)[:200]!r} is no LoRA with its strength. Give pairs, such as ('detail.safetensors', 0.8)."
         ) from error
@@ -88,7 +123,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _open(
-    path: Path, strength: Strength, units: Sequence[ManagedModel], read: Callable[..., Branches], known: Sequence[Lora]
+    path: Path,
+    strength: Strength,
+    parts: tuple[str, ...],
+    units: Sequence[ManagedModel],
+    read: Callable[..., Branches],
+    known: Sequence[Lora],
 ) -> Lora:
     names = [unit.name for unit in units]
     by_name = dict(strength) if isinstance(strength, Mapping) else {}
@@ -101,20 +141,31 @@ def _open(
     if unknown := sorted(by_name.keys() - set(names)):
         raise ValueError(f"{path} has a strength for {', '.join(unknown)}. Name one of {', '.join(names)}.")
     check_lora(path)
-    digest = identity(path)
+    digest, expert, leave_out = identity(path), expert_of(path), LeaveOut(parts)
     for lora in known:
         wanted = set(by_name) if isinstance(strength, Mapping) else set(lora.adapters)
-        if lora.digest == digest and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
+        same = lora.digest == digest and lora.leave_out.parts == parts and expert_of(lora.path) == expert
+        if same and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
             return replace(lora, path=path, strengths=_strengths(strength, lora.adapters))
     has_text = changes_text(path)  # encoders are built for no other
-    found = read(path, modules={u.name: u.module for u in units if has_text or u.role != "text_encoder"})
+    modules = {u.name: u.module for u in units if has_text or u.role != "text_encoder"}
+    found = read(path, modules=modules, leave_out=leave_out)
+    if not by_name and len(found) == 1 and names[0] in found and expert in modules:
+        by_name = dict.fromkeys([expert], 0.0)
     if by_name.keys() <= found.keys():
         found = {name: parts for name, parts in found.items() if name in (by_name or found)}
     else:
         # Each is what the file is for: one for the second transformer is mostly named as one for the first.
-        found = {u.name: read(path, modules={names[0]: u.module})[names[0]] for u in units if u.name in by_name}
-    adapters = {name: Adapter((digest, name), parts) for name, parts in found.items()}
-    return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping))
+        leave_out.names.clear()
+        found = {
+            u.name: read(path, modules={names[0]: u.module}, leave_out=leave_out)[names[0]]
+            for u in units
+            if u.name in by_name
+        }
+    if leave_out.names:
+        log.warning("Ballast: %s: %s.", path, leave_out.told())
+    adapters = {name: Adapter((digest, name, *leave_out.names), parts) for name, parts in found.items()}
+    return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping), leave_out)
 
 
 def _strengths(strength: Strength, adapters: Iterable[str]) -> dict[str, float]:

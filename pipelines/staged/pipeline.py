@@ -13,7 +13,7 @@ from ..options import TRUE_CFG
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
 from ..sampling.loras import Given as Loras
-from ..sampling.loras import open_loras
+from ..sampling.loras import notes_of, open_loras
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt, as_list
 from .runs import ManyRuns
@@ -32,13 +32,19 @@ class StagedPipeline(ManyRuns):
         The strength is a number for all models that the file is for, or a number for each that it is to be used for, by
         its name, such as `transformer_2` or `text_encoder`. Prompts are encoded anew where an encoder has others. They
         run as branches beside the weights, which stay as they are, and another strength moves nothing. A file that is
-        in use already is not read again. Raises FileNotFoundError, or ValueError in one line for a file that cannot be
+        in use already is not read again. Of two transformers, a file with "low noise" in its name is for the second.
+        A third item names parts that a model may lack, as "k_img, v_img": what the file has for these is left out
+        then. Raises FileNotFoundError, or ValueError in one line for a file that cannot be
         run exactly; the LoRAs are then those of before.
         """
         known = getattr(self, "pipeline_class", None)
         # Names without a transformer's are those of the first.
         units = sorted(self.denoisers, key=lambda unit: unit.role != "transformer")
         self._loras = open_loras(loras, [*units, *self.encoders], known, self._loras, self._converters())
+
+    def notes_of_loras(self) -> list[list[str]]:
+        """What is to be known of each LoRA in use: which of two transformers it is for, and what was left out."""
+        return [notes_of(lora, self.denoisers) for lora in self._loras]
 
     def plan(
         self,

@@ -60,7 +60,7 @@ def test_chained_loras_are_those_of_the_library(loras: list[str], sim: ModuleTyp
     before = latents(plain)
     one = with_lora(plain, loras[0], 0.8)
     both = with_lora(one, loras[1], -0.3)
-    assert [strength for _, _, strength in both.loras] == [0.8, -0.3] and not plain.loras
+    assert [strength for _, _, strength, _ in both.loras] == [0.8, -0.3] and not plain.loras
     found = latents(both)
     pipe = plain.open().within()
     files = Path(folder_paths.get_folder_paths("loras")[0])

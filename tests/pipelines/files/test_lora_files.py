@@ -190,7 +190,7 @@ def test_damaged_files_and_pickles(models: Callable[[str], tuple[Any, nn.Module]
         (cut, "cut.safetensors is cut short"),
         (pickle, "lora.pt is a pickle"),
         (renamed, "renamed.safetensors is a pickle"),
-        (tmp_path, "is no .safetensors file"),
+        (tmp_path, "is no .safetensors or .sft file"),
     ):
         with pytest.raises(ValueError, match=why):
             read_lora(path, cls, {"transformer": module})
@@ -228,7 +228,7 @@ def test_what_diffusers_would_leave_out_is_named(
 
     good = {k.removeprefix("transformer."): v for k, v in lora_files.weights(module, 4).items()}
     path = lora_files.write(tmp_path / "odd.safetensors", good | {"odd.lora_A.weight": torch.ones(4, 4)})
-    with pytest.raises(ValueError, match=r"has 1 weights that diffusers leaves out for Forgetful, such as odd.lora_A"):
+    with pytest.raises(ValueError, match=r"has 1 weights that Forgetful has no place for, such as odd.lora_A"):
         read_lora(path, Forgetful, {"transformer": module})
 
 
