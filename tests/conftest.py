@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import sys
@@ -26,6 +27,11 @@ settings.register_profile("ballast", deadline=None)  # how long a test takes say
 settings.load_profile("ballast")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+
+if copies := os.environ.get("BALLAST_COPIES"):  # "cuda" or "xpu": the simulated card is lazy in all tests
+    from ballast.memory import simulated
+
+    simulated.enable = functools.partial(simulated.enable, copies=copies)
 
 # The nodes import the host's modules: a real ComfyUI's where this Python can run one, else the stand-ins.
 HOST = find_host() if can_run_host() else None

@@ -6,10 +6,9 @@ stated rates. What a test may rely on, and what not:
 
 - Sizes are exact bytes of storages: no rounding, and no workspace, fragmentation or context of a driver but what
   `enable` is told of (see `Overhead`).
-- Values are the CPU's. Kernels and copies run at once, in the order of the calls, on whatever stream; only
-  the clock and `Stats.hazards` know of streams.
-- Host memory is not modelled: a non-blocking copy is asynchronous whether pinned or not, save on a card that
-  `pins_by_torch`.
+- Values are the CPU's. Kernels run at once, in the order of the calls, on whatever stream. So do copies, and only the
+  clock and `Stats.hazards` know of streams; `enable(copies=...)` makes copies as late as a real card may (see `lazy`).
+- To an eager card a non-blocking copy is asynchronous whether its RAM is pinned or not.
   `Tensor.pin_memory()` makes a plain copy that says it is pinned; `torch.empty(..., pin_memory=True)` is
   refused by torch.
 - Random numbers come from the CPU's generators; `torch.Generator("sim")` does not exist. Nor do
@@ -36,6 +35,7 @@ from ..sizes import parse_bytes
 from . import card as state
 from . import clock as clock
 from . import kernels as kernels
+from . import lazy
 from .attention import never
 from .card import Overhead, Stats, Transfer
 from .clock import Event, Stream
@@ -96,7 +96,7 @@ def enable(
     pages_above: int | str | None = None,
     unified: bool = False,
     overhead: Overhead | None = None,
-    pins_by_torch: bool = False,
+    copies: lazy.Mode = "eager",
     attention_tflops: float | None = None,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
@@ -108,12 +108,14 @@ def enable(
     their way to it, None for no time. A card in another `slot` is another one of the same name; one without
     `fused_attention` makes the matrices of scores.
     One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
-    system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. To one
-    that `pins_by_torch`, as XPU does, copies block the host unless they come from what `Tensor.pin_memory()` made.
+    system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. Its
+    `copies` are made at once ("eager"), or as late as CUDA or XPU may make them.
     Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and
     ValueError for a size or a rate that makes no sense.
     """
     global _enabled
+    if copies not in lazy.MODES:
+        raise ValueError(f"copies must be one of {', '.join(lazy.MODES)}, not {copies!r}")
     total_bytes, reserved_bytes = parse_bytes(total), parse_bytes(reserved)
     rates = {"h2d_gbps": h2d_gbps, "d2h_gbps": d2h_gbps, "disk_gbps": disk_gbps}
     for name, rate in {**rates, "tflops": tflops, "attention_tflops": attention_tflops}.items():
@@ -131,7 +133,7 @@ def enable(
     )
     state.card.fuses = None if fused_attention else never
     state.card.unified = unified
-    state.card.pins_by_torch = pins_by_torch
+    lazy.copies.mode = copies
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 
@@ -221,6 +223,11 @@ def _device(device: Any) -> Iterator[None]:
     yield
 
 
+def _synchronize() -> None:
+    state.card.wait_until(state.card.latest)
+    lazy.copies.force_all()
+
+
 def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
@@ -246,7 +253,7 @@ def _backend() -> types.ModuleType:
         "get_device_capability": lambda device=None: (0, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "synchronize": lambda device=None: state.card.wait_until(state.card.latest),
+        "synchronize": lambda device=None: _synchronize(),
         "empty_cache": lambda: state.card.empty_pool(),
         "ipc_collect": lambda: None,
         "memory_allocated": lambda device=None: state.card.allocated_bytes(),
@@ -266,6 +273,7 @@ def _backend() -> types.ModuleType:
         "stream": _stream,
         "set_stream": clock.set_stream,
         "read_from_disk": clock.read_from_disk,
+        "cudart": lambda: lazy.Cudart,
     }
     vars(module).update(functions)
     return module

@@ -18,6 +18,7 @@ import torch
 
 from ..sizes import format_bytes
 from .attention import Fuses
+from .lazy import copies
 
 KernelKind = Literal["product", "attention", "other"]
 
@@ -103,7 +104,7 @@ class Freed(NamedTuple):
 
 
 class Allocation:
-    """Bytes of one storage. It is kept by the storage object, so it goes when the last view goes."""
+    """Bytes of one storage. The tensors on the device keep it, so it goes when the last view goes."""
 
     __slots__ = ("__weakref__", "card", "freed", "nbytes", "spans")
 
@@ -130,7 +131,6 @@ class Card:
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fuses: Fuses | None = None  # which attention is one kernel; None for all
         self.unified = False  # its memory is the system's
-        self.pins_by_torch = False  # copies from other memory block the host
         self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False
@@ -169,6 +169,9 @@ class Card:
 
     def reset(self) -> None:
         """Counters to zero and the peak to what is held now. Work under way is waited for first."""
+        if not self.dry:
+            copies.force_all()
+            copies.races = 0
         with self.lock:
             self._settle()
             self._peak = self._interval_peak = self._allocated
@@ -299,7 +302,7 @@ class Card:
                 self._allocated, self._peak, self.total_bytes if self.total_bytes is not None else 0,
                 self._moved["h2d"], self._moved["d2h"], self._counts["h2d"], self._counts["d2h"],
                 self.latest - self._zero, self._busy["h2d"], self._busy["d2h"], self._busy["product"],
-                self._busy["attention"], self._allocations, self._hazards, self._driver_peak,
+                self._busy["attention"], self._allocations, self._hazards + copies.races, self._driver_peak,
             )  # fmt: skip
 
     def transfer(self, direction: str, tensor: torch.Tensor, device_side: Any, blocking: bool, stream: Any) -> None:

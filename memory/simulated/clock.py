@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import card as state
+from .lazy import Queued, copies, joined
 
 
 class Stream:
@@ -19,6 +20,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.priority = priority
         self.ready = state.card.host
+        self.tail: tuple[Queued, ...] = ()  # the copies that what is queued next is behind
         state.card.timed = True  # from now on work can overlap, so reads and writes are followed
 
     @property
@@ -34,10 +36,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """Work queued from now on starts after the event."""
         self.ready = max(self.ready, event.time or 0.0)
+        self.tail = joined(self.tail, event.tail)
 
     def wait_stream(self, stream: Stream) -> None:
         """Work queued from now on starts after all work queued on the other stream so far."""
         self.ready = max(self.ready, stream.ready)
+        self.tail = joined(self.tail, stream.tail)
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event that happens when all work queued so far is done."""
@@ -47,11 +51,15 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all queued work is done at the host's present time."""
-        return self.ready <= state.card.host
+        done = self.ready <= state.card.host
+        if done:
+            copies.force(self.tail)
+        return done
 
     def synchronize(self) -> None:
         """Let the host wait for all queued work."""
         state.card.wait_until(self.ready)
+        copies.force(self.tail)
 
     def __enter__(self) -> Stream:
         vars(_local).setdefault("outer", []).append(current_stream())
@@ -69,10 +77,13 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self.time: float | None = None
+        self.tail: tuple[Queued, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
         """Set the moment to when the stream's work queued so far is done."""
-        self.time = max((stream or current_stream()).ready, state.card.host)
+        stream = stream or current_stream()
+        self.time = max(stream.ready, state.card.host)
+        self.tail = joined(stream.tail, ())
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make a stream wait for the event."""
@@ -80,12 +91,16 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has happened at the host's present time. True if never recorded."""
-        return self.time is None or self.time <= state.card.host
+        done = self.time is None or self.time <= state.card.host
+        if done:
+            copies.force(self.tail)
+        return done
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
         if self.time is not None:
             state.card.wait_until(self.time)
+            copies.force(self.tail)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds of the virtual clock to another event. RuntimeError if either was not recorded."""

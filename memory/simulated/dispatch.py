@@ -10,10 +10,13 @@ from . import card as state
 from . import shapes
 from .attention import by_parts, softmax_by_parts
 from .clock import ATTENTION, OPERATIONS, current_stream
+from .lazy import Bytes, copies, stale
 from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 
 
 def _run(func: Any, raws: Any, kwargs: dict) -> Any:
+    if copies.queued:
+        copies.force(current_stream().tail)
     return shapes.run(func, raws, kwargs) if state.card.dry else func(*raws, **kwargs)
 
 
@@ -117,12 +120,15 @@ def copy_between(target: Any, source: Any, blocking: bool) -> None:
     to_sim, from_sim = type(target) is SimTensor, type(source) is SimTensor
     if source.is_meta and not from_sim:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    shapes.copy(target.raw if to_sim else target, source.raw if from_sim else source)
     direction = "d2d" if to_sim and from_sim else "h2d" if to_sim else "d2h"
-    if state.card.pins_by_torch and direction != "d2d":
-        blocking = blocking or not (source if to_sim else target).is_pinned()
-    device_side = target if to_sim else source
-    state.card.transfer(direction, target, device_side, blocking, current_stream())
+    device_side, stream = target if to_sim else source, current_stream()
+    raws = target.raw if to_sim else target, source.raw if from_sim else source
+    if copies.mode == "eager" or state.card.dry or direction == "d2d":
+        copies.force(stream.tail)
+        shapes.copy(*raws)
+    else:
+        blocking = copies.copy(*raws, to_sim, Bytes(*state.span_of(device_side)), blocking, stream)
+    state.card.transfer(direction, target, device_side, blocking, stream)
     if state.card.timed and direction == "d2d":
         _clock(torch.ops.aten.copy_.default, (source,), None, [target])
 
@@ -135,13 +141,20 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     kwargs["device"] = wanted
     if torch.device(wanted).type == "meta":
         return func(args[0].raw, **kwargs)
+    blocking = not kwargs.pop("non_blocking", False)
+    copies.force(current_stream().tail)
     result = func(shapes.valued(args[0].raw), **kwargs)
-    state.card.transfer("d2h", result, args[0], not kwargs.get("non_blocking", False), current_stream())
+    if blocking or copies.mode == "eager" or state.card.dry:
+        state.card.transfer("d2h", result, args[0], blocking, current_stream())
+    else:  # torch takes pinned memory for it
+        result = stale(result).pin_memory()
+        copy_between(result, args[0], False)
     return result
 
 
 def read_item(func: Any, args: tuple, kwargs: dict) -> Any:
     """The number in a tensor of one element: a copy that the host waits for."""
+    copies.force(current_stream().tail)
     value = shapes.known(args[0].raw, func).item()
     state.card.transfer("d2h", args[0], args[0], True, current_stream())
     return value
@@ -233,6 +246,8 @@ def _clock(func: Any, args: tuple, out: Any, written: Any) -> None:
         return  # a view: no kernel
     formula = OPERATIONS.get(func._schema.name)
     operations = formula(args, out) if formula and state.card.flops else 0
+    if copies.queued:
+        copies.check(map(Bytes._make, reads), map(Bytes._make, made + _spans(written)))
     large: state.KernelKind = "attention" if func._schema.name == ATTENTION else "product"
     kind: state.KernelKind = large if formula else "other"
     state.card.compute(operations, reads, made + _spans(written), current_stream(), kind)

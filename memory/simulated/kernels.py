@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .dispatch import copy_between, data_may_be_set, read_item
+from .lazy import copies
 from .tensor import SimTensor, wrap
 
 _PINNED = "_ballast_pinned"
@@ -51,7 +52,8 @@ def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def _is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    return hasattr(tensor.untyped_storage(), _PINNED)
+    storage = tensor.untyped_storage()
+    return hasattr(storage, _PINNED) or copies.is_registered(storage.data_ptr())
 
 
 def register(library: torch.library.Library) -> None:

@@ -9,12 +9,15 @@ reference, a view, an autograd graph); `untyped_storage()` is the CPU storage in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import card as state
+from .clock import current_stream
+from .lazy import copies
 
 Handler = Callable[[Any, tuple, dict], Any]
 
@@ -118,10 +121,13 @@ def _restored(data: torch.Tensor, requires_grad: bool, is_param: bool) -> torch.
 def wrap(raw: torch.Tensor, charge: Callable[[int], state.Allocation] | None = None) -> SimTensor:
     """Put a tensor on the device, charging its storage unless that is charged already. `charge` takes its bytes."""
     storage = raw.untyped_storage()
-    allocation = getattr(storage, _MARK, None)
+    mark = getattr(storage, _MARK, None)
+    allocation = mark and mark()
     if allocation is None:
         allocation = (charge or state.card.allocate)(storage.nbytes())
-        setattr(storage, _MARK, allocation)
+        setattr(storage, _MARK, weakref.ref(allocation))
+        if copies.queued:
+            copies.given(allocation, storage, current_stream().tail)
     device, strides, offset = state.card.device, raw.stride(), raw.storage_offset()
     if torch.is_inference_mode_enabled() and not raw.is_inference():
         # A view of a tensor from outside inference mode is an ordinary tensor too, and torch relies on that.

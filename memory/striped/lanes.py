@@ -104,7 +104,8 @@ class Lanes:
             here = target if direction == "h2d" else source
             state.card.transfer(direction, target, here, False, clock.current_stream())
         else:
-            target.copy_(source, non_blocking=True)
+            # Else XPU would read RAM at the call, whatever the stream waits for, and write to it unseen; CUDA waits too.
+            target.copy_(source, non_blocking=(source if direction == "h2d" else target).is_pinned())
 
     def _computing(self) -> Any:
         return clock.current_stream() if self._dry else self._backend.current_stream(self.device)
@@ -138,7 +139,7 @@ class Pool:
             return found
         self.clear()
         with torch.inference_mode(False):
-            made = hostbuffer.allocate(max(1, nbytes))
+            made = hostbuffer.window(max(1, nbytes), self._device)
         hostbuffer.pin(made, self._device)
         return made
 

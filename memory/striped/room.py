@@ -72,6 +72,7 @@ class Room:
     def ran_out(self, error: BaseException) -> None:
         """Take less from now on, since the device has run out of memory. What the error's frames hold is let go."""
         release_frames(error)
+        self.lanes.land()  # rows under way, whose memory may be given to what is made next
         self.lanes.settle()
         self.budget_bytes -= -(-self.free_bytes // 4)
         if not self._was_short:

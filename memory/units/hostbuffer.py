@@ -17,7 +17,7 @@ import torch
 
 from .. import ram, simulated
 from ..host import management as host
-from ..simulated import card as simulated_card
+from ..simulated.lazy import copies as simulated_copies
 from ..sizes import format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -60,8 +60,9 @@ class _Pages(mmap.mmap):
             if _pinned_bytes + self.nbytes > _PINNED_SHARE * ram.total_bytes():
                 return False
             try:
-                cudart = torch.cuda.cudart()
-                with torch.cuda.device(device):  # or the first card would get a context of some hundred MB
+                backend = torch.get_device_module(device)
+                cudart = backend.cudart()
+                with backend.device(device):  # or the first card would get a context of some hundred MB
                     if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) != 0:
                         return False
             except (RuntimeError, AttributeError):
@@ -212,12 +213,17 @@ def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> 
 
 def pins_by_torch(device: torch.device) -> bool:
     """Whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
-    return device.type == "xpu" or (device.type == simulated.DEVICE_TYPE and simulated_card.card.pins_by_torch)
+    return _copies_as(device) == "xpu"
 
 
 def wants_pinned(device: torch.device) -> bool:
     """Whether copies to a device are asynchronous, and fast, only from pinned memory."""
-    return (device.type == "cuda" or pins_by_torch(device)) and device not in _left_paged
+    return _copies_as(device) in ("cuda", "xpu") and device not in _left_paged
+
+
+def _copies_as(device: torch.device) -> str:
+    """The type of a device; of a simulated one, the type that it copies as."""
+    return simulated_copies.mode if device.type == simulated.DEVICE_TYPE else device.type
 
 
 def window(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ballast.memory.simulated import card
+from ballast.memory.simulated import lazy
 from ballast.memory.units import hostbuffer
 from ballast.memory.units.hostbuffer import bytes_of
 from ballast.memory.units.weights import stored_tensors
@@ -18,8 +18,8 @@ from streamed_models import SIM, Blocks, budget, noise, put, run
 STEPS = 3
 
 
-def enable(sim: ModuleType, pins_by_torch: bool) -> None:
-    sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.05, pins_by_torch=pins_by_torch)
+def enable(sim: ModuleType, copies: lazy.Mode) -> None:
+    sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.05, copies=copies)
 
 
 def refused(*_: object) -> torch.Tensor:
@@ -30,42 +30,45 @@ def refused(*_: object) -> torch.Tensor:
 def test_copies_come_from_windows_and_block_nobody(
     on_disk: bool, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch refuses the windows, the host waits for each copy."""
-    plain, stored, blocking = Blocks(), dict[str, Any](), list[bool]()
+    """Where torch refuses the windows, torch takes pinned memory for each copy."""
+    plain, stored, pinned = Blocks(), dict[str, Any](), list[bool]()
     if on_disk:
         save_file({k: v.contiguous() for k, v in plain.state_dict().items()}, tmp_path / "a.safetensors")
         stored = dict(stored_tensors([tmp_path / "a.safetensors"]))
-    transfer = card.Card.transfer
+    copy = lazy.Copies.copy
 
-    def noted(self: card.Card, direction: str, tensor: Any, device_side: Any, waits: bool, stream: Any) -> None:
-        blocking.append(waits)
-        transfer(self, direction, tensor, device_side, waits, stream)
+    def noted(self: lazy.Copies, target: Any, source: Any, to_device: bool, *others: Any) -> bool:
+        waits = copy(self, target, source, to_device, *others)
+        if to_device:
+            assert not waits
+            pinned.append(source.is_pinned())
+        return waits
 
     def calls() -> tuple[torch.Tensor, set[bool]]:
-        """The result of calls that follow the first, and whether their copies block."""
+        """The result of calls that follow the first, and whether their copies are of pinned memory."""
         module = Blocks().to("meta") if on_disk else Blocks()
         placement, x = put(module, budget(plain, 0.3), source=stored or None), noise(64)
         run(module, x)
         torch.get_device_module("sim").synchronize()
         with monkeypatch.context() as patch:
-            blocking.clear()
-            patch.setattr(card.Card, "transfer", noted)
+            pinned.clear()
+            patch.setattr(lazy.Copies, "copy", noted)
             for _ in range(STEPS):
                 result = run(module, x)
             torch.get_device_module("sim").synchronize()
-            waits = set(blocking)
+            found = set(pinned)
         placement.remove()
         assert sim.stats().hazards == 0
-        return result.cpu(), waits
+        return result.cpu(), found
 
-    enable(sim, False)
+    enable(sim, "eager")
     expected, _ = calls()
-    enable(sim, True)
-    found, waits = calls()
-    assert torch.equal(found, expected) and waits == {False}
+    enable(sim, "xpu")
+    found, were_pinned = calls()
+    assert torch.equal(found, expected) and were_pinned == {True}
     monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
-    found, waits = calls()
-    assert torch.equal(found, expected) and waits == {True}
+    found, were_pinned = calls()
+    assert torch.equal(found, expected) and were_pinned == {False}
 
 
 @pytest.mark.parametrize(("kind", "by_torch"), [("xpu", True), ("cuda", False), ("mps", False), ("cpu", False)])
@@ -77,7 +80,7 @@ def test_which_devices_pin_by_torch(kind: str, by_torch: bool) -> None:
 
 def test_window_is_torchs_and_can_be_read_into(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(SIM)
-    enable(sim, True)
+    enable(sim, "xpu")
     window, pages = hostbuffer.window(1000, device), hostbuffer.allocate(1000)
     assert (window.nbytes, window.dtype, window.is_inference()) == (1000, torch.uint8, False)
     bytes_of(window)[3:5] = b"\x07\x08"
@@ -86,5 +89,5 @@ def test_window_is_torchs_and_can_be_read_into(sim: ModuleType, monkeypatch: pyt
     hostbuffer.unpin(window)  # it stays as it is
     monkeypatch.setattr(hostbuffer, "_left_paged", {device})
     assert not hostbuffer.window(1000, device).is_pinned() and not hostbuffer.pin(window, device)
-    enable(sim, False)
+    enable(sim, "eager")
     assert not hostbuffer.window(1000, device).is_pinned()
