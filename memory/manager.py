@@ -298,8 +298,8 @@ class MemoryManager:
         Stages run one at a time, whatever thread they are of. A call that runs out of memory is tried again in
         less (see `ladder`); DoesNotFitError when there are none left.
         `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
-        what it will take, and `planned` goes into the record. Of the stage's units at most one is on the device at a
-        time, with `alone` of all units.
+        what it will take, and `planned` goes into the record. Of the stage's units one is on the device at a time, with
+        `alone` of all units; but units that take turns in each step stay beside each other where there is room.
         `vram` and `ram` are budgets in bytes for this stage. `then` are the units that run after it, before those that
         `schedule` was told; None where that is not known. With `keep` its units stay when the block ends well, to be
         evicted when others need the room. However the block ends, nothing that it leased stays leased.
@@ -324,6 +324,10 @@ class MemoryManager:
     def execution_device(self, strategy: str) -> torch.device:
         """Where a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
+
+    def take_turns(self, units: Sequence[ManagedModel]) -> AbstractContextManager[None]:
+        """Until the block ends let those of a stage's units that take turns in each step stay, where there is room."""
+        return self._residents.take_turns(units)
 
     def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Let what is on the device keep the budget that is in force now, for a stage of these units.

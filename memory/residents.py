@@ -11,7 +11,8 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -21,8 +22,9 @@ from .budget import Budget
 from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .planning.eviction import Use, choose_shrinks
-from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, why_nothing_fits
+from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, turns_of, why_nothing_fits
 from .planning.planner import meant_by
+from .planning.turns import beside_each_other
 from .readings import Readings
 from .reports.guests import guests_on
 from .reports.timeline import OnDevice, Timeline
@@ -63,6 +65,31 @@ class Residents:
         self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
         self._timed: weakref.WeakKeyDictionary[ManagedModel, Work] = weakref.WeakKeyDictionary()  # what a call did
         self._whole: CallTimes[Work] = CallTimes(self.device)
+        # The units of the present stage that take turns in each step and stay meanwhile, with the least that they hold.
+        self._beside: dict[ManagedModel, int] = {}
+
+    @contextmanager
+    def take_turns(self, units: Collection[ManagedModel]) -> Iterator[None]:
+        """Until the block ends let those of the units that take turns in each step stay, if that brings less."""
+        doing = {unit: self.work.of(unit) for unit in units}
+        works = {unit: each.forecast for unit, each in doing.items() if each.forecast and each.forecast.turns > 1}
+        before, self._beside = self._beside, {}
+        if len(works) > 1 and not any(doing[u].attempt.strategy == "cpu" or doing[u].attempt.alone for u in works):
+            working = {unit: self.work.working_bytes(unit) for unit in works}
+            wanted = sum(sizes_of(unit).resident_bytes for unit in works) + max(working.values())
+            self.budget.ask_host(min(wanted, self.budget.vram_limit or sys.maxsize) - self._held_bytes(works))
+            self._beside = beside_each_other(
+                {
+                    unit: turns_of(sizes_of(unit), work, doing[unit].attempt.strategy, self._free_room() - working[unit])
+                    for unit, work in works.items()
+                }
+            )
+        for unit in self._beside:
+            self.work.stays(unit)
+        try:
+            yield
+        finally:
+            self._beside = before
 
     def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
@@ -71,8 +98,10 @@ class Residents:
         refit = anew or self._fitted_for.get(unit) != self._fit_of(unit)
         if alone and (self._is_outdated(unit, strategy) or (anew and self._lies_wrong(unit))):
             self.evict(unit)
+        if self.work.of(unit).attempt.alone:
+            self._beside = {}
         for other in self.evictable(unit):
-            if other in instead_of:
+            if other in instead_of and other not in self._partners(unit):
                 self.evict(other)
         if unit.placement is None:
             self._place(unit, strategy)
@@ -212,11 +241,13 @@ class Residents:
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]
         if kinds == ["auto"]:
-            ours = sum(u.resident_bytes for u in self.evictable(unit))
+            partners = self._partners(unit)
+            ours = self._held_bytes(u for u in self.evictable(unit) if u not in partners)
             wanted = min(self._wants(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
             self.budget.ask_host(wanted - ours)
             kinds = self._fitting_placements(unit)
             if not kinds and self.evictable(unit):
+                self._beside = {}
                 self.free(ROLES)  # they may hold more than their weights
                 kinds = self._fitting_placements(unit)
             if not kinds:
@@ -268,8 +299,27 @@ class Residents:
 
     def _room_bytes(self, unit: ManagedModel) -> int:
         """What a unit could have once everything that may leave has left."""
-        fixed = [u for u in self.units() if u.placement and u is not unit and (u.leases or u.pinned)]
-        return self.budget.vram_bytes - sum(u.resident_bytes for u in fixed)
+        partners = self._partners(unit)
+        return self._free_room(unit, *partners) - self._held_bytes(partners) - self._left_to_partners(unit)
+
+    def _free_room(self, *besides: ManagedModel) -> int:
+        """What the weights of some units could have together once everything that may leave has left."""
+        fixed = (u for u in self.units() if u.placement and u not in besides and (u.leases or u.pinned))
+        return self.budget.vram_bytes - self._held_bytes(fixed)
+
+    def _held_bytes(self, units: Iterable[ManagedModel]) -> int:
+        return sum(unit.resident_bytes for unit in units)
+
+    def _partners(self, unit: ManagedModel | None) -> list[ManagedModel]:
+        """The units that take turns with one and do not leave for it."""
+        return [other for other in self._beside if other is not unit] if unit in self._beside else []
+
+    def _left_to_partners(self, unit: ManagedModel) -> int:
+        """What a unit leaves to these beyond what they hold by now: their weights, and the work of the largest."""
+        partners = self._partners(unit)
+        weights = sum(max(0, self._beside[other] - other.resident_bytes) for other in partners)
+        working = [self.work.working_bytes(each, self.budget.live_bytes) for each in (unit, *partners)]
+        return weights + max(working) - working[0]
 
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
         """Placements that a unit has room for, best first."""
@@ -279,7 +329,8 @@ class Residents:
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         room = self._room_bytes(unit)
         if kind == "resident":  # to decode some for good nothing has to go
-            room = self.budget.vram_bytes - sum(u.resident_bytes for u in self.units() if u is not unit)
+            room = self.budget.vram_bytes - self._held_bytes(u for u in self.units() if u is not unit)
+            room -= self._left_to_partners(unit)
         return self._wants(unit).weights_to_hold(kind, room)
 
     def _wants(self, unit: ManagedModel) -> Demand:
@@ -304,16 +355,19 @@ class Residents:
         self.budget.ask_host(need - unit.resident_bytes + working)
 
     def _shrink_for(self, use: Use, coming: list[Use] | None = None) -> None:
-        """Let units give up, by the policy, what a use needs of the budget.
+        """Let units give up, by the policy, what a use needs of the budget, those last that take turns with its unit.
 
         `coming` is what runs next where nothing else is known.
         """
-        evictable = {u: u.resident_bytes for u in self.evictable() if u is not use.unit}
-        others = sum(u.resident_bytes for u in self.units() if u not in evictable and u is not use.unit)
-        leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming() or coming)
-        for other, missing in leaving.items():
-            if missing == evictable[other] or self.shrink(other, missing) < missing:
-                self.evict(other)
+        partners = [unit for unit in self._beside if unit is not use.unit]
+        for turn in (False, True):
+            leaves = [u for u in self.evictable() if u is not use.unit and (u in partners) == turn]
+            evictable = {unit: unit.resident_bytes for unit in leaves}
+            others = self._held_bytes(u for u in self.units() if u not in evictable and u is not use.unit)
+            leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming() or coming)
+            for other, missing in leaving.items():
+                if missing == evictable[other] or self.shrink(other, missing) < missing:
+                    self.evict(other)
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
         """Let more of a unit's pieces stay, or be decoded for good, or fewer, as the room and the work now want it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ class Device(Protocol):
     def adopt(self, unit: ManagedModel) -> ManagedModel: ...
     def units(self) -> list[ManagedModel]: ...
     def execution_device(self, strategy: str) -> torch.device: ...
+    def take_turns(self, units: Sequence[ManagedModel]) -> AbstractContextManager[None]: ...
     def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None: ...
     def strike(self, unit: ManagedModel) -> None: ...
     def acquire(
@@ -93,6 +94,7 @@ def run_stage(
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         overhead = manager.work.overheads(units)
         exits.enter_context(manager.budget.leaves(overhead))
+        exits.enter_context(manager.take_turns(units))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
         learn = exits.enter_context(ExitStack())  # when the record is closed

@@ -82,6 +82,12 @@ class WorkBook:
         """Try the calls of a unit in another way from now on."""
         self._now[unit] = replace(self.of(unit), attempt=attempt)
 
+    def stays(self, unit: ManagedModel) -> None:
+        """Note that the weights of a unit do not leave for those that it takes turns with."""
+        work = self.of(unit)
+        if work.forecast:
+            self._now[unit] = replace(work, forecast=replace(work.forecast, turns=1))
+
     def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
         """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
@@ -163,5 +169,5 @@ class WorkBook:
             sizes.spared_bytes(work.forecast) if work.forecast else 0,
             work.attempt.share,
             work.forecast is not None,
-            work.forecast is not None and work.forecast.calls <= 1,
+            work.forecast is not None and not work.forecast.repeats,
         )

@@ -113,6 +113,7 @@ class _Peaks:
     peak: int = 0
     first: int = 0
     calls: int = 0
+    turns: int = 0
     operations: Operations = Operations()
     modules: dict[str, Operations] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
@@ -158,9 +159,11 @@ class _Book:
         """A unit is called. Returns its peaks, and what is held now."""
         self.close_interval()
         held = self.card.allocated_bytes()
-        self.last = self.units.setdefault(name, _Peaks(held))
-        self.last.calls += 1
-        return self.last, held
+        called = self.units.setdefault(name, _Peaks(held))
+        called.calls += 1
+        called.turns += called is not self.last
+        self.last = called
+        return called, held
 
     def forecast(self) -> Forecast:
         units = {
@@ -174,6 +177,7 @@ class _Book:
                 whole=tuple(sorted(seen.whole)),
                 outside=tuple(sorted(seen.outside)),
                 held=tuple(seen.held.items()),
+                turns=seen.turns,
             )
             for name, seen in self.units.items()
         }

@@ -16,8 +16,10 @@ from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, wo
 from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
-from .planner import PieceSize, UnitSizes, comparable, least_weights, window_bytes
+from .forecast import UnitForecast
+from .planner import PieceSize, UnitSizes, comparable, least_weights, meant_by, window_bytes
 from .solver import Arrangement, Loads, arrange
+from .turns import Turns
 
 log = logging.getLogger("ballast")
 
@@ -31,7 +33,7 @@ class Demand:
 
     `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
     good; `spared_bytes` are none where all are. Of the pieces that could stay, a `share` may; `loads` are the pieces
-    with what they compute. A unit that is called `once` decodes nothing for good.
+    with what they compute. A unit that is called `once` before it leaves decodes nothing for good.
     """
 
     name: str
@@ -77,6 +79,15 @@ class Demand:
             return least + decoded_for_good(self.sizes.pieces, *rooms)[1]
         most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
+
+
+def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: int) -> Turns:
+    """How a unit takes turns, where its work leaves so many bytes for the weights of all."""
+    least = least_weights(sizes)
+    if strategy != "auto":
+        kind = meant_by(strategy, sizes)
+        least = {name: nbytes for name, nbytes in least.items() if name == kind}
+    return Turns(least, room_bytes, work.calls, work.turns)
 
 
 def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) -> tuple[frozenset[int], int]:

@@ -61,7 +61,8 @@ class UnitForecast:
 
     `live_bytes` are held when it is first called: what the loop around it keeps there, its arguments included. The
     others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
-    `first_bytes` in the first call alone. `operations` are those of all calls; `modules` tells those
+    `first_bytes` in the first call alone. Its calls come in so many `turns`: between two of these others are called.
+    `operations` are those of all calls; `modules` tells those
     from the call of each module with weights until that of the next, in the order of the first calls, and `held` what
     is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most, and when the
     unit itself is, by the path "".
@@ -76,6 +77,12 @@ class UnitForecast:
     whole: tuple[str, ...] = ()  # modules that read the weights of others inside them
     outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
     held: HeldBytes = ()
+    turns: int = 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a call follows another while the weights stay: what is decoded for good is of use then."""
+        return self.calls > self.turns
 
     def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
         """The same where the call of each of these modules takes so many bytes first; "" is that of the unit."""
@@ -122,7 +129,8 @@ class Forecast:
         """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {key: value for key, value in facts.items() if key not in ("operations", *_OF_MODULES)}
+            numbers = {"turns": facts["turns"]}  # earlier versions kept none
+            numbers |= {key: value for key, value in facts.items() if key not in ("operations", *_OF_MODULES)}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
             units[name] = UnitForecast(**numbers, **operations_from(facts))

@@ -102,23 +102,24 @@ class UnitSizes:
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
         """The pieces with the seconds that they compute in one call, as far as that is known, and their rates.
 
-        Of a single call none is to be decoded for good, which would be done once either way.
+        Of a unit that is called once before its weights leave none is to be decoded for good.
         """
         rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
+        once = work is not None and work.turns > 1 and not work.repeats
         if work is None or not work.modules:
             even = Loads.even(self.pieces)
             seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
-            return Loads(seconds, rate, disk_bytes_per_second=from_disk)
+            return Loads(seconds, rate, disk_bytes_per_second=from_disk, once=once)
         before, operations = _by_piece(self.pieces, work)
         calls = max(1, work.calls)
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
             PieceLoad(
-                p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *(p.decoding(rates) if calls > 1 else ())
+                p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *(p.decoding(rates) if work.repeats else ())
             )
             for p, own in zip(self.pieces, taken, strict=True)
         )
-        return Loads(loads, rate, first, from_disk)
+        return Loads(loads, rate, first, from_disk, once=once)
 
     def ram_pieces(self, found: Arrangement, ram_bytes: int) -> frozenset[int]:
         """Which pieces an arrangement is to have in RAM, where that has `ram_bytes` and does not hold all."""
@@ -159,8 +160,9 @@ class Candidate:
     driver counts `overhead_bytes`; `ram_bytes` what the weights hold in RAM.
     All weights come while the first step computes, in the others only what streams; no step can be faster than
     `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
-    weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. `why_not` is empty for the
-    one that was chosen.
+    weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
+    and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
+    cross the bus in a step after the first. `why_not` is empty for the one that was chosen.
     """
 
     placement: PlacementName
@@ -181,6 +183,9 @@ class Candidate:
     read_seconds: float = 0.0
     decoded_bytes: int = 0
     overhead_bytes: int = 0
+    turn_bytes: int = 0
+    turn_seconds: float = 0.0
+    step_bytes: int = 0
     why_not: str = ""
 
     @property
@@ -202,6 +207,21 @@ class Candidate:
         others = self.step_seconds * (calls_per_step - 1) / calls_per_step
         return replace(self, first_step_seconds=max(self.step_seconds, call_seconds + max(0.0, others)))
 
+    def coming_back(self, turn_bytes: float, turn_seconds: float, turns_per_step: float) -> Candidate:
+        """The same where its weights come back for each turn, with so many bytes and seconds more than they stayed."""
+        seconds = turn_seconds * turns_per_step
+        return replace(
+            self,
+            step_seconds=self.step_seconds + seconds,
+            first_step_seconds=max(
+                self.step_seconds + seconds, self.first_step_seconds + turn_seconds * max(0.0, turns_per_step - 1)
+            ),
+            bound_seconds=self.bound_seconds + seconds,
+            turn_bytes=round(turn_bytes * turns_per_step),
+            step_bytes=self.step_bytes + round(turn_bytes * turns_per_step),
+            turn_seconds=seconds,
+        )
+
 
 @dataclass(frozen=True)
 class Plan(Candidate):
@@ -212,6 +232,24 @@ class Plan(Candidate):
     reason: str = ""
     rejected: tuple[Candidate, ...] = ()
     fits: bool = True
+
+    def taking_turns(self, others: str, more_bytes: int, idle_bytes: int) -> Plan:
+        """The same for a unit that takes turns with `others`, which hold so many bytes more than it was planned for."""
+        if not self.fits:
+            return self
+        how = f"beside {others}, with which it takes turns"
+        if self.turn_bytes:
+            how = f"it takes turns with {others}, for which {format_bytes(self.turn_bytes)} come back in each step"
+
+        def moved(candidate: Candidate) -> int:
+            return max(idle_bytes, candidate.peak_vram_bytes + more_bytes)
+
+        return replace(
+            self,
+            peak_vram_bytes=moved(self),
+            reason=f"{self.reason.removesuffix('.')}{'; ' if self.turn_bytes else ' '}{how}.",
+            rejected=tuple(replace(other, peak_vram_bytes=moved(other)) for other in self.rejected),
+        )
 
     @property
     def resident_pieces(self) -> tuple[int, ...]:
@@ -297,10 +335,11 @@ def make_plan(
                 placing_room = tensor_bytes - bare.called_bytes - overhead.workspace_bytes - least
                 spared = sizes.spared_bytes(bare) if strategy != "leafwise" else 0
                 rooms = room, placing_room, spared
-                decoded, more_bytes = decoded_for_good(sizes.pieces, *rooms) if work.calls > 1 else (frozenset(), 0)
+                decoded, more_bytes = decoded_for_good(sizes.pieces, *rooms) if work.repeats else (frozenset(), 0)
                 found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
                 seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
-                left = room - more_bytes if any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded) else 0
+                more = work.repeats and any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded)
+                left = room - more_bytes if more else 0
                 beside = overhead.on(bare.with_decoding(sizes.decoding_beside(decoded)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             if placement == "resident":  # whose first call decodes all as it goes
@@ -315,7 +354,14 @@ def make_plan(
             first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
                 first += sizes.total_bytes / rates.disk_bytes_per_second
-            made.append(candidate.beginning_with(first, work.calls / steps))
+            candidate = candidate.beginning_with(first, work.calls / steps)
+            if work.turns > 1:
+                again = first_call_seconds(by_piece, found, sizes.beside(held, None)) + compute - seconds
+                call_seconds = candidate.step_seconds * steps / work.calls
+                candidate = candidate.coming_back(
+                    candidate.stay_bytes - sizes.decoded_bytes, max(0.0, again - call_seconds), work.turns / steps
+                )
+            made.append(candidate)
     made = [
         replace(c, overhead_bytes=overhead.driver_bytes(c.peak_vram_bytes) - c.peak_vram_bytes)
         for i, c in enumerate(made)
@@ -385,6 +431,7 @@ def _candidate(
         first_step_seconds=seconds * calls_per_step,
         bound_seconds=max(compute, copied) * calls_per_step,
         transfer_seconds=copied * calls_per_step,
+        step_bytes=round(found.copied_bytes * calls_per_step),
         ring_bytes=found.ring_bytes,
         stay_bytes=stay_bytes,
         decoded_bytes=sum(sizes.pieces[i].plain_bytes - sizes.pieces[i].held_bytes for i in found.decoded),

@@ -56,7 +56,8 @@ class Loads:
     """The pieces of a call in their order, the rate at which they come, and the computing ahead of the first.
 
     What is not in RAM is read at a rate of its own. Those are the pieces `on_disk` or, with `ram_bytes`, whichever are
-    best, where RAM holds no more than that of pieces that stream, windows included.
+    best, where RAM holds no more than that of pieces that stream, windows included. After a call that comes `once` the
+    weights leave.
     """
 
     pieces: tuple[PieceLoad, ...]
@@ -65,6 +66,7 @@ class Loads:
     disk_bytes_per_second: float = math.inf
     on_disk: frozenset[int] = frozenset()
     ram_bytes: int | None = None
+    once: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -183,7 +183,7 @@ class Streamed(Placement):
         self._open_gates(self._pieces)
         self._placed = True
         if self._called:
-            self._fetch(self._called[-1])
+            self._fetch(None)
 
     def _remove(self) -> None:
         with self._lock:
@@ -260,12 +260,15 @@ class Streamed(Placement):
     def _passes(self, tensor: torch.Tensor) -> bool:
         return super()._passes(tensor) or bool(self._ring and self._ring.holds(tensor))
 
-    def _fetch(self, piece: Piece) -> None:
-        """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them."""
+    def _fetch(self, piece: Piece | None) -> None:
+        """Queue the copies of the pieces that come after one, as far as the ring has room beside those before them.
+
+        None comes before the first. Where no call follows the one under way, nothing is fetched for it.
+        """
         if self._ring is None:
             self._arrivals.send_before(None, self._current)
             return
-        upcoming = self._order.after(piece, self._ring.most_at_a_time)
+        upcoming = self._upcoming(piece, self._ring.most_at_a_time)
         kept: list[Place | None] = [self._current.place if self._current else None]
         for following in upcoming:
             place = following.place
@@ -278,8 +281,15 @@ class Streamed(Placement):
                 self._load(place)
             kept.append(place)
         if self._supply.reach:
-            upcoming = self._order.after(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH)
+            upcoming = self._upcoming(piece, self._ring.most_at_a_time + self._supply.reach, _THROUGH)
             self._supply.ahead(self._arrivals.before_disk(upcoming, self._current))
+
+    def _upcoming(self, piece: Piece | None, count: int, kind: int = 0) -> list[Piece]:
+        upcoming = self._order.after(piece or self._called[-1], count, kind)
+        if self._loads.once and piece:
+            later = set(self._called[self._called.index(piece) + 1 :]) if piece in self._called else set()
+            return [following for following in upcoming if following in later]
+        return upcoming
 
     def _load(self, place: Place) -> None:
         assert self._ring is not None

@@ -13,11 +13,12 @@ import torch
 from ...memory.accelerator import Accelerator
 from ...memory.planning import learned
 from ...memory.planning.batches import best_batch, scaled
-from ...memory.planning.fit import ram_left, reads_pieces, sizes_of
+from ...memory.planning.fit import ram_left, reads_pieces, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
 from ...memory.planning.planner import Plan, make_plan
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
+from ...memory.planning.turns import beside_each_other
 from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
@@ -197,8 +198,17 @@ def plan_stage(
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
     ram = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
-    plans = tuple(
-        make_plan(
+    rooms = {}  # for the weights of all units, while each of them runs
+    for each, work in forecast.units.items():
+        takes = overheads[each].on(work.with_decoding(sizes_of(named[each]).decoding_beside())).peak_bytes
+        rooms[each] = overheads[each].tensors_within(budget_bytes) - takes
+    turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
+    held = beside_each_other(
+        {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
+    )
+
+    def plan(unit: str, work: UnitForecast) -> Plan:
+        return make_plan(
             unit,
             sizes_of(named[unit]),
             work,
@@ -215,9 +225,23 @@ def plan_stage(
             measured=known[unit],
             overhead=overheads[unit],
         )
-        for unit, work in forecast.units.items()
-    )
-    return StagePlan(name, plans, forecast.idle_bytes, steps=steps, rates=rates)
+
+    plans: dict[str, Plan] = {}
+    left: dict[str, int] = {}  # to the others beside a unit, and not always taken
+    for each, work in forecast.units.items():
+        if each in held:
+            others = sum(held[other] for other in held if other != each)
+            left[each] = others + rooms[each] - min(rooms[other] for other in held)
+            plans[each] = plan(each, replace(work, turns=1, live_bytes=work.live_bytes + left[each]))
+            held[each] = max(held[each], plans[each].weights_bytes)
+        else:
+            plans[each] = plan(each, work)
+    for each in turning:
+        names = " and ".join(other for other in turning if other != each)
+        others = sum(held[other] for other in held if other != each)
+        if names:
+            plans[each] = plans[each].taking_turns(names, others - left.get(each, 0), forecast.idle_bytes)
+    return StagePlan(name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=rates)
 
 
 def _plan_vae(
