@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ _BY_NAME = {kind.name: kind for kind in TYPES.values()}
 
 @dataclass(frozen=True)
 class Gguf(Codec):
-    """Blocks of one type, row after row; a row is whole blocks."""
+    """Blocks of one type, one after another."""
 
     kind: str
     name: ClassVar[str] = "gguf"
@@ -86,10 +86,10 @@ class Gguf(Codec):
         return (Part("blocks", torch.uint8, self.count // kind.weights * kind.nbytes),)
 
     @property
-    def row_parts(self) -> tuple[int, ...]:
-        """The bytes of a row."""
-        kind = _BY_NAME[self.kind]
-        return (self.count // max(1, self.shape[0]) // kind.weights * kind.nbytes,)
+    def row_parts(self) -> tuple[int, ...] | None:
+        """The bytes of a row; None where a block holds weights of several, as those of small convolutions."""
+        kind, row = _BY_NAME[self.kind], self.count // max(1, self.shape[0])
+        return None if row % kind.weights else (row // kind.weights * kind.nbytes,)
 
     @property
     def workspace_bytes(self) -> int:
@@ -111,7 +111,7 @@ def codec_of(kind: BlockType, shape: tuple[int, ...], dtype: torch.dtype) -> Cod
     if kind.decode is None:
         known = ", ".join(sorted(each.name for each in TYPES.values() if each.decode))
         raise ValueError(f"is stored as {kind.name}, which Ballast does not decode. Get the file in one of {known}.")
-    if not shape or shape[-1] % kind.weights:
+    if not shape or prod(shape) % kind.weights:
         raise ValueError(
             f"of {shape} is no whole blocks of {kind.name}, {kind.weights} weights each. Download it again."
         )

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_ballast_encoded"
 _MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # whose weights are worth it
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PART_ALIGNMENT = 16  # bytes: of any type that parts have
 
 
@@ -95,6 +99,22 @@ def split(codec: Codec, flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[begin:end].view(part.dtype) for part, (begin, end) in parts]
 
 
+def holds(stored: tuple[int, ...], shape: tuple[int, ...], kernel: bool) -> bool:
+    """Return whether a weight stored in one shape is a parameter of another: the same numbers in the same order.
+
+    Sizes of 1 get lost, as in GGUF. A `kernel` of a convolution may also have neighbouring sizes multiplied.
+    """
+    if prod(stored) != prod(shape):
+        return False
+    here, there = [size for size in stored if size != 1], [size for size in shape if size != 1]
+    return here == there or kernel and set(accumulate(here, mul)) <= set(accumulate(there, mul))
+
+
+def kernels_of(module: nn.Module) -> set[int]:
+    """Return the `id` of each weight of a convolution in the module."""
+    return {id(owner.weight) for owner in module.modules() if isinstance(owner, _CONVOLUTIONS)}
+
+
 def encoding_of(tensor: torch.Tensor) -> Encoding | None:
     """How a module's tensor is stored, if it is an encoded parameter."""
     return getattr(tensor, _ATTRIBUTE, None)
@@ -131,10 +151,13 @@ def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
 
     Raises ValueError, in one line that names the file and the weight, for one that does not hold its parameter.
     """
+    kernels = kernels_of(module)
     for name, parameter in module.named_parameters():
         weight = stored.get(name)
         if isinstance(weight, EncodedWeight) and encoding_of(parameter) is None:
             try:
+                if not holds(weight.shape, parameter.shape, id(parameter) in kernels):
+                    raise ValueError(f"it is {list(weight.shape)} and not {list(parameter.shape)}.")
                 codec = weight.codec.fitted(tuple(parameter.shape), parameter.dtype)
             except ValueError as error:
                 raise ValueError(f"{weight.path} does not fit its config.json: {name}: {error}") from error

@@ -21,7 +21,8 @@ _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 64 * 2**20  # tokenizers of 262 144 words take a third of it
 _MAX_COUNT = 100_000  # of tensors, and of facts: models have thousands
 _MAX_NAME_BYTES, _MAX_TEXT_BYTES = 1024, 4096  # longer texts (templates) are passed over
-_MAX_DIMENSIONS, _MAX_SHORT_ARRAY, _MAX_DEPTH = 4, 8, 4
+_MAX_DIMENSIONS = 8  # ggml has 4; tools that put 3D convolutions back write 5
+_MAX_SHORT_ARRAY, _MAX_DEPTH = 8, 4
 _ALIGNMENT = "general.alignment"
 _SHAPES = "comfy.gguf.orig_shape."  # of tensors of more dimensions, as city96's converter notes them
 

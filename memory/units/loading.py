@@ -4,42 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .encoding import EncodedWeight, Source, encoding_of, extents, host_tensor
+from .encoding import EncodedWeight, Source, encoding_of, extents, holds, host_tensor, kernels_of
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .making import Made, making
 from .pieces import CallOrder, Division, divide, unique
 from .reader import Job, Look, Reading, pieces_of, read
 from .structure import Slot, slots
+from .weights import Stored
 
 
 def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, Source] | None:
     """Where each parameter lies, by the `id` of what the host holds of it; None if one is not found under its own name
-    with its own shape.
+    in its own order.
 
     Of tied parameters one name must be found. If several are, their values may differ, and the answer is None too.
     """
     found: dict[int, Source] = {}
-    parameters = list(module.named_parameters(remove_duplicate=False))
+    parameters, kernels = list(module.named_parameters(remove_duplicate=False)), kernels_of(module)
     for name, parameter in parameters:
         if (at := stored.get(name)) is not None:
             key = id(host_tensor(parameter))
-            if not _holds(at, parameter) or key in found:
+            if not _is_whole(at, parameter, id(parameter) in kernels) or key in found:
                 return None
-            found[key] = at
+            found[key] = replace(at, shape=tuple(parameter.shape)) if isinstance(at, Stored) else at
     return found if all(id(host_tensor(parameter)) in found for _, parameter in parameters) else None
 
 
-def _holds(at: Source, parameter: torch.Tensor) -> bool:
+def _is_whole(at: Source, parameter: torch.Tensor, kernel: bool) -> bool:
     encoding = encoding_of(parameter)
     if isinstance(at, EncodedWeight):
         return encoding is not None and encoding.maker is None and encoding.codec.parts == at.codec.parts
-    plain = can_pack(parameter) and parameter.is_contiguous() and at.shape == parameter.shape
+    plain = can_pack(parameter) and parameter.is_contiguous() and holds(at.shape, parameter.shape, kernel)
     castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
     return (encoding is None or encoding.maker is not None) and plain and castable
 

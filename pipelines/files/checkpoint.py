@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...memory.units.encoded import is_encoded, shapes_in
-from ...memory.units.encoding import Source
+from ...memory.units.encoding import Source, holds, kernels_of
 from ...memory.units.unit import ManagedModel, building
 from ...memory.units.weights import Stored, file_identity, stamps_of, stored_dtype
 from ...memory.vocabulary import Role
@@ -70,7 +70,7 @@ class Checkpoint:
         found = sources(self.files, self.run_dtype, self.rename)
         with building:
             module = self._build()
-        wanted = {name: parameter.shape for name, parameter in module.named_parameters()}
+        wanted, kernels = dict(module.named_parameters()), kernels_of(module)
         where, what = self.files[0], type(module).__name__
         if missing := sorted(wanted.keys() - found):
             raise ValueError(
@@ -81,9 +81,10 @@ class Checkpoint:
                 f"{where} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
                 "It is of another model, or quantized: get the plain one."
             )
-        for name, shape in wanted.items():
-            if found[name].shape != shape:
-                raise ValueError(f"{where} has {name} as {list(found[name].shape)} where {what} has {list(shape)}.")
+        for name, parameter in wanted.items():
+            stored, shape = found[name].shape, parameter.shape
+            if not holds(stored, shape, id(parameter) in kernels):
+                raise ValueError(f"{where} has {name} as {list(stored)} where {what} has {list(shape)}.")
         return found
 
     def _build(self) -> nn.Module:

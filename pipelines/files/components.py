@@ -14,7 +14,7 @@ from torch import nn
 
 from ...memory.files import check_links, one_line, read_json
 from ...memory.units.encoded import is_encoded, shapes_in, sources_of
-from ...memory.units.encoding import Source
+from ...memory.units.encoding import Source, holds, kernels_of
 from ...memory.units.unit import ManagedModel
 from ...memory.units.weights import (
     check_unchanged,
@@ -161,9 +161,11 @@ class Component:
             if parameter.is_floating_point():
                 fp32 = not keep.isdisjoint(name.split("."))
                 parameter.data = parameter.data.to(torch.float32 if fp32 else self.run_dtype)
-        stored = self._read_buffers([name for name, _ in module.named_buffers()])
-        for name, value in stored.items():
+        buffers = dict(module.named_buffers())
+        for name, value in self._read_buffers(list(buffers)).items():
             owner, _, key = name.rpartition(".")
+            if holds(tuple(value.shape), tuple(buffers[name].shape), False):
+                value = value.view(buffers[name].shape)
             module.get_submodule(owner)._buffers[key] = value.to(self.run_dtype) if value.is_floating_point() else value
         return module.requires_grad_(False)
 
@@ -219,9 +221,10 @@ class Component:
 
     def _check_shapes(self) -> None:
         """Raise ValueError for weights of other shapes than the config says, which the libraries report at length."""
-        stored = self.stored
-        for name, parameter in self._build().named_parameters():
-            if name in stored and stored[name].shape != parameter.shape:
+        stored, module = self.stored, self._build()
+        kernels = kernels_of(module)
+        for name, parameter in module.named_parameters():
+            if name in stored and not holds(stored[name].shape, parameter.shape, id(parameter) in kernels):
                 raise ValueError(
                     f"{stored[name].path} does not fit its config.json: {name} is {list(stored[name].shape)} and not "
                     f"{list(parameter.shape)}. Download both again."

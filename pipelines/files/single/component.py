@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ....memory.units.encoding import Source
+from ....memory.units.encoding import Source, holds, kernels_of
 from ....memory.units.unit import building
 from ....memory.units.weights import Stored, file_identity, stamps_of
 from ..building import on_meta
@@ -65,8 +65,9 @@ class FileComponent(Component):
                 f"{path} holds {len(surplus)} weights that {what} has no place for, such as {surplus[0]}. "
                 "It is of another model: get the plain one."
             )
+        kernels = kernels_of(module)
         for name, tensor in {**parameters, **{name: buffers[name] for name in buffers if name in places}}.items():
-            if places[name].shape != tensor.shape:
+            if not holds(places[name].shape, tensor.shape, id(tensor) in kernels):
                 raise ValueError(
                     f"{path} has {name} as {list(places[name].shape)} where {what} has {list(tensor.shape)}: it is of "
                     f"another model than {self.folder.parent}. Give that model's folder as base."
@@ -107,7 +108,7 @@ def transformer_component(base: Component, single: SingleFile) -> FileComponent:
             f"{single.path} has {found[0]} = {found[1]}, where {base.folder / 'config.json'} has {found[2]}: it is "
             f"another {single.title}. Give that model's folder as base."
         )
-    told = layout.told(single.shapes, _completed(base.cls, base.config))
+    told = layout.config(single.shapes, _completed(base.cls, base.config))
     made = {**base.config, **{name: value for name, value in told.items() if name in layout.sizes}}
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, made, single=single))
 
@@ -119,7 +120,7 @@ def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tupl
     """
     layout, completed = single.layout, _completed(cls, config)
     assert layout is not None
-    for name, value in layout.told(single.shapes, completed).items():
+    for name, value in layout.config(single.shapes, completed).items():
         if name not in layout.sizes and not _same(value, completed.get(name)):
             return name, value, completed.get(name)
     return None

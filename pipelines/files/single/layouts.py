@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from ....memory.units.encoding import holds
 from ..rows import Rows, Widths, traced
 
 Shape = tuple[int, ...]
@@ -32,7 +34,7 @@ class Layout:
     the original ones. It gets names that begin with `prefix`, and none that begin as the `aside` do: these, and what
     diffusers calls them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
     the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
-    in original files that no class has a place for.
+    in original files that no class has a place for. `kernel` is diffusers' name of the convolution that makes patches.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Layout:
     unread: tuple[str, ...] = ()
     prefix: str = ""
     aside: tuple[tuple[str, str], ...] = ()
+    kernel: str = ""
 
     def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
@@ -59,6 +62,22 @@ class Layout:
                 places = {name: Rows(rows.shape, rows.runs, widths) for name, rows in places.items()}
             places = traced(places, functools.partial(self.convert, config=config))
         return {name: rows for name, rows in places.items() if name not in self.unread}
+
+    def config(self, shapes: Shapes, config: Config) -> dict[str, Any]:
+        """Return the config values that the shapes tell. A `kernel` without its dimensions has those of `config`."""
+        stored, (rows, *_) = shapes.get(self.kernel, ()), shapes.get(_beside(self.kernel), (0,))
+        if not stored or not rows:
+            return self.told(shapes, config)
+        patch = config["patch_size"]
+        if "patch_size_t" in config:
+            patch = (config["patch_size_t"], patch, patch)
+        sizes = tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
+        whole = (rows, prod(stored) // (rows * prod(sizes)), *sizes)
+        if len(stored) < len(whole):
+            if not holds(stored, whole, kernel=True):
+                return {self.kernel: stored}
+            shapes = Shapes(shapes | {self.kernel: whole})
+        return self.told(shapes, config)
 
     def is_original(self, names: Mapping[str, Any]) -> bool:
         """Whether a file of this kind has the original names."""
@@ -79,6 +98,11 @@ class Layout:
         # As it is, where it can be: one with a part of the names tells which others are asked for.
         named = {self.prefix + name: value for name, value in weights.items()} if self.prefix else weights
         return made | dict(getattr(single_file_utils, self.converter)(named, config=config))
+
+
+def _beside(weight: str) -> str:
+    """The bias of a weight."""
+    return f"{weight.removesuffix('.weight')}.bias"
 
 
 def layout_of(names: Mapping[str, Any], layouts: Sequence[Layout]) -> Layout | None:

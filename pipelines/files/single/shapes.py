@@ -64,7 +64,7 @@ def sd3(shapes: Shapes, config: Config) -> dict[str, Any]:
         "dual_attention_layers": [i for i in range(layers) if f"transformer_blocks.{i}.attn2.to_q.weight" in shapes],
     }
     if "pos_embed.pos_embed" in shapes:
-        told["pos_embed_max_size"] = isqrt(shapes["pos_embed.pos_embed"][1])
+        told["pos_embed_max_size"] = isqrt(shapes["pos_embed.pos_embed"][-2])
     return told
 
 
@@ -84,7 +84,7 @@ def wan(shapes: Shapes, config: Config) -> dict[str, Any]:
         "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
         "image_dim": image[0],
         "added_kv_proj_dim": added[1],
-        "pos_embed_seq_len": seen[1],
+        "pos_embed_seq_len": seen[-2],
     }
 
 
@@ -182,7 +182,7 @@ def auraflow(shapes: Shapes, config: Config) -> dict[str, Any]:
         "num_attention_heads": width // config["attention_head_dim"],
         "in_channels": inputs // config["patch_size"] ** 2,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
-        "pos_embed_max_size": shapes["pos_embed.pos_embed"][1],
+        "pos_embed_max_size": shapes["pos_embed.pos_embed"][-2],
     }
 
 

@@ -69,6 +69,7 @@ LAYOUTS = (
         "convert_sd3_transformer_checkpoint_to_diffusers",
         shapes.sd3,
         frozenset({*_DEPTH, "caption_projection_dim", "dual_attention_layers", "qk_norm", "pos_embed_max_size"}),
+        kernel="pos_embed.proj.weight",
     ),
     Layout(
         "Wan",
@@ -79,6 +80,7 @@ LAYOUTS = (
         shapes.wan,
         frozenset({*_DEPTH, "ffn_dim"}),
         aside=(("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),),
+        kernel="patch_embedding.weight",
     ),
     Layout(
         "Qwen-Image",
@@ -128,6 +130,7 @@ LAYOUTS = (
         NO_CONVERTER,
         shapes.hunyuan_video15,
         frozenset({"num_layers", "num_attention_heads", "num_refiner_layers"}),
+        kernel="x_embedder.proj.weight",
     ),
     Layout(
         "HunyuanVideo",
@@ -138,6 +141,7 @@ LAYOUTS = (
         shapes.hunyuan_video,
         frozenset({*_DEPTH, "num_refiner_layers"}),
         widths=_after("img_in.proj.weight"),
+        kernel="x_embedder.proj.weight",
     ),
     Layout(
         "AuraFlow",
@@ -157,6 +161,7 @@ LAYOUTS = (
         shapes.sana,
         frozenset({"num_layers"}),
         unread=("pos_embed", "y_embedder.y_embedding"),
+        kernel="patch_embed.proj.weight",
     ),
     Layout(
         "HiDream-I1",

@@ -148,7 +148,7 @@ DAMAGED = {
     "a name of control characters": (by_hand(info(b"a\nb")), "a name is no text"),
     "a name that is no text": (by_hand(info(b"\xff\xfe")), "utf-8"),
     "a name twice": (by_hand(info(), info(offset=128)), "a stands twice"),
-    "many dimensions": (by_hand(info(shape=(1,) * 5)), "a has 5 dimensions"),
+    "many dimensions": (by_hand(info(shape=(1,) * 9)), "a has 9 dimensions"),
     "all dimensions": (by_hand(text(b"a") + struct.pack("<I", 2**32 - 1)), "a has 4294967295 dimensions"),
     "a size beyond the file": (by_hand(info(shape=(2000,))), "a ends at byte .* of"),
     "a size beyond any file": (by_hand(info(shape=(2**32, 2**31))), "a is said to be"),
