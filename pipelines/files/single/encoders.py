@@ -8,9 +8,10 @@ not read.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,20 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind =
     """
     refuse_pickle(path)
     weights, what = dict(encoded_weights(path, dtype)), type(module).__name__
-    architecture = architecture_of(path) if path.suffix.lower() == ".gguf" else ""
-    named = names_in_gguf(architecture, weights) if architecture else {full: full for full in weights}
+    aliases_of, config = _names(module), getattr(module, "config", None)
+    own = {kind.plain(alias) for aliases in aliases_of.values() for alias in aliases}
+    named, architecture = _without_prefix(weights, own), ""
+    if path.suffix.lower() == ".gguf" and not any(".0." in name and kind.plain(name) in own for name in named.values()):
+        architecture = architecture_of(path, getattr(config, "model_type", ""))
+        named = names_in_gguf(architecture, weights)
     by_name: dict[str, str] = {}
     for full, name in named.items():
         if (other := by_name.setdefault(kind.plain(name), full)) != full:
             raise ValueError(f"{path} holds both {other} and {full}: it is of several models. Get the encoder alone.")
-    places, taken, config = {}, set(), getattr(module, "config", None)
+    places, taken = {}, set()
     lying = {
         name: [by_name[plain] for alias in aliases if (plain := kind.plain(alias)) in by_name]
-        for name, aliases in _names(module).items()
+        for name, aliases in aliases_of.items()
     }
     if missing := [kind.plain(name) for name, found in lying.items() if not found]:
         get = _GET_SEEING if all(name.startswith(_TOWER) for name in missing) else _GET
@@ -108,6 +113,25 @@ def read_encoder(path: Path, module: nn.Module, dtype: torch.dtype, kind: Kind =
     if left:
         log.info("Ballast: of %s only the %s is read, not %s", path, what, _kinds(left))
     return SingleFile(path, what, places, weights, Shapes({name: at.shape for name, at in places.items()}))
+
+
+def _without_prefix(names: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Return the names of a file without the prefix that it has for this encoder, as far as each begins with it.
+
+    The longest of the encoder's `own` names that ends just one of the file's tells the prefix.
+    """
+    for name in sorted(own, key=lambda name: (-len(name), name)):
+        found = [full for full in names if full == name or full.endswith(f".{name}")]
+        if len(found) == 1:
+            prefix = found[0].removesuffix(name).split(".")
+            return {full: _beyond(prefix, full) for full in names}
+    return {full: full for full in names}
+
+
+def _beyond(prefix: Sequence[str], name: str) -> str:
+    parts = name.split(".")
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix, parts[:-1], strict=False))
+    return ".".join(parts[len(list(same)) :])
 
 
 def _names(module: nn.Module) -> Mapping[str, Sequence[str]]:

@@ -1,13 +1,13 @@
 """The names of text encoders in GGUF files, which are llama.cpp's, as transformers has them.
 
-Those of CLIP are clip.cpp's, or transformers' own, under whatever architecture: llama.cpp has none for it.
+Those of CLIP are clip.cpp's: llama.cpp has none for it. Tools for pictures keep transformers' own names instead.
 Of architectures whose weights llama.cpp stores as they are; with rows in another order, as Llama's queries and keys,
 where the two halves of each head take turns; or with 1 added, as Gemma's norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,10 +62,13 @@ _CLIP = (
     (".ffn_down.", ".mlp.fc1."),  # its names are the other way round
     (".ffn_up.", ".mlp.fc2."),
 )
-_CLIP_WORDS = ("t.token_embd.weight", "embeddings.token_embedding.weight")  # ends of their names in either
+_EMBEDDING = "token_embd.weight"
+_CLIP_EMBEDDING = f"t.{_EMBEDDING}"
 _ARCHITECTURES = {"t5": _T5, "t5encoder": _T5, "qwen2": _QWEN, "qwen2vl": _QWEN, "qwen3": _QWEN, "llama": _QWEN}
 _ARCHITECTURES |= {"gemma2": _GEMMA, "gemma3": _GEMMA}
 _CLIPS = "clip"
+# Of what llama.cpp stores as it is: by the `model_type` of transformers, where a file does not say what it is of.
+_UNALTERED = {"t5": "t5", "umt5": "t5", "qwen": "qwen3", "clip": _CLIPS}
 _ADDED = ("gemma2", "gemma3")
 _MIXED = {"llama": {"q_proj.weight": "num_attention_heads", "k_proj.weight": "num_key_value_heads"}}
 
@@ -81,30 +84,33 @@ class LessOne(Raw):
         out.copy_(parts[0].to(torch.float32, copy=True).sub_(1))
 
 
-def architecture_of(path: Path) -> str:
-    """What a GGUF file of a text encoder is of; empty if it has transformers' names.
+def architecture_of(path: Path, model_type: str) -> str:
+    """Return the architecture of a GGUF file that has llama.cpp's names, for an encoder of that `model_type`.
 
-    ValueError, in one line, for what is not known.
+    ValueError, in one line, for an unknown one, and where the rows may be in another order, which no name tells.
     """
     header = read_gguf_header(path)
-    what = str(header.facts.get("general.architecture"))
+    what = str(header.facts.get("general.architecture", ""))
     if what in _ARCHITECTURES:
         return what
-    if any(name.endswith(_CLIP_WORDS[1]) for name in header.tensors):
-        return ""
-    if what == _CLIPS and _CLIP_WORDS[0] in header.tensors:
-        return what
-    if what == _CLIPS:
+    if what == _CLIPS and _CLIP_EMBEDDING not in header.tensors:
         raise ValueError(f"{path} is GGUF of a tower for pictures, and reads no text. Get the text encoder's own file.")
+    unaltered = next((of for start, of in _UNALTERED.items() if model_type.startswith(start)), "")
+    if unaltered and any(name.endswith(_EMBEDDING) for name in header.tensors):
+        return unaltered
+    if not what:
+        raise ValueError(f"{path} is GGUF without general.architecture, so its rows may be in any order. Get another.")
     known = ", ".join((*_ARCHITECTURES, "CLIP"))
     raise ValueError(f"{path} is GGUF of {what[:40]!r}; of text encoders these are read: {known}. Get safetensors.")
 
 
-def names_in_gguf(architecture: str, names: Iterable[str]) -> dict[str, str]:
+def names_in_gguf(architecture: str, names: Collection[str]) -> dict[str, str]:
     """transformers' names of the weights of a GGUF file, by the file's own."""
     made = {}
+    embeddings = [name for name in names if name.endswith(_EMBEDDING)]
+    prefix = embeddings[0].removesuffix(_EMBEDDING).removesuffix("t.") if len(embeddings) == 1 else ""
     for full in names:
-        name = full
+        name = full.removeprefix(prefix)
         for theirs, ours in _CLIP if architecture == _CLIPS else _ARCHITECTURES[architecture]:
             at_start = not theirs.startswith(".")
             if at_start and name.startswith(theirs):

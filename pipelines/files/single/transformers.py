@@ -16,7 +16,7 @@ _DEPTH = ("num_layers", "num_single_layers", "num_attention_heads")
 
 
 def _after(width: str) -> Any:
-    """Widths of what begins with three projections as wide as that weight."""
+    """Widths of what begins with three projections with as many rows as that weight."""
 
     def widths(found: Shapes) -> Widths:
         size = found[width][0]
@@ -140,7 +140,7 @@ LAYOUTS = (
         "convert_hunyuan_video_transformer_to_diffusers",
         shapes.hunyuan_video,
         frozenset({*_DEPTH, "num_refiner_layers"}),
-        widths=_after("img_in.proj.weight"),
+        widths=_after("img_in.proj.bias"),  # its kernel may be folded
         kernel="x_embedder.proj.weight",
     ),
     Layout(

@@ -15,7 +15,7 @@ import transformers
 from ballast.memory import manager
 from ballast.memory.units.encoding import EncodedWeight
 from ballast.pipelines.files.components import Component
-from ballast.pipelines.files.single.component import encoder_component
+from ballast.pipelines.files.single.component import FileComponent, encoder_component
 from gguf import quants
 from safetensors.torch import save_file
 from tiny_parts import decoder_sizes
@@ -160,11 +160,19 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_states_are_those_of_transformers(kind: str, form: str, tmp_path: Path, sim: ModuleType) -> None:
+    found = check_states(kind, (FORMS | OF_CLIP)[form], tmp_path, sim)
+    assert (form != "fp16") == any(isinstance(source, EncodedWeight) for source in found.stored.values())
+
+
+def check_states(
+    kind: str, write: Callable[[str, State, Path], tuple[Path, State]], tmp_path: Path, sim: ModuleType
+) -> FileComponent:
+    """Compare the states of an encoder read from the file that is written with those of transformers."""
     module = made(kind)
     module.config.save_pretrained(tmp_path / "text_encoder")
     seen = {id(value): name for name, value in reversed(list(module.named_parameters(remove_duplicate=False)))}
     state = {name: dict(module.named_parameters(remove_duplicate=False))[name].clone() for name in seen.values()}
-    path, values = (FORMS | OF_CLIP)[form](kind, state, tmp_path)
+    path, values = write(kind, state, tmp_path)
     expected_model = copy.deepcopy(module)
     with torch.no_grad():
         for name, parameter in expected_model.named_parameters(remove_duplicate=False):
@@ -175,7 +183,6 @@ def test_states_are_those_of_transformers(kind: str, form: str, tmp_path: Path, 
     config = module.config.to_dict()
     base = Component("text_encoder", tmp_path / "text_encoder", type(module), torch.float32, config)
     found = encoder_component(base, path)
-    assert (form != "fp16") == any(isinstance(source, EncodedWeight) for source in found.stored.values())
     unit = found.unit("")
     for strategy in ("resident", "streamed"):
         with manager("sim").use(unit, strategy) as placed:
@@ -187,6 +194,7 @@ def test_states_are_those_of_transformers(kind: str, form: str, tmp_path: Path, 
         del placed, one
         manager("sim").free()
         assert sim.stats().allocated_bytes == 0
+    return found
 
 
 @pytest.mark.parametrize(
@@ -212,3 +220,59 @@ def test_gguf_that_is_no_text_encoder(architecture: str, tensor: str, words: str
     with pytest.raises(ValueError, match=words) as caught:
         encoder_component(base, path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def renamed(
+    architecture: str, prefix: str, llama_cpp: bool = False
+) -> Callable[[str, State, Path], tuple[Path, State]]:
+    """Encoders in GGUF by transformers' names, or llama.cpp's, behind a prefix, maybe without an architecture."""
+
+    def write(kind: str, state: State, at: Path) -> tuple[Path, State]:
+        names, named = None, KINDS[kind][3]
+        if llama_cpp and named:
+            arch = getattr(gguf.MODEL_ARCH, named)
+            names = gguf.get_tensor_name_map(arch, 99)
+        writer, values = gguf.GGUFWriter(path := at / "e.gguf", architecture), dict(state)
+        for name, value in state.items():
+            given = str(names.get_name(KINDS[kind][4] + name, (".weight", ".bias"))) if names else name
+            if llama_cpp and not names:
+                given = clip_cpp(name)
+            if is_matrix(value):
+                packed = quants.quantize(value.numpy(), Q8)
+                writer.add_tensor(prefix + given, packed, raw_dtype=Q8)
+                values[name] = torch.from_numpy(quants.dequantize(packed, Q8))
+            else:
+                writer.add_tensor(prefix + given, value.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, values
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("architecture", "prefix"),
+    [("", ""), ("pig", "t5xxl.transformer."), ("", "text_model."), ("own", "text_encoders.any_7b.transformer.model.")],
+)
+def test_gguf_by_the_names_of_transformers(
+    kind: str, architecture: str, prefix: str, tmp_path: Path, sim: ModuleType
+) -> None:
+    """Under the architecture of its own too, which says how llama.cpp alters weights: these it has not altered."""
+    if architecture == "own":
+        named = KINDS[kind][3]
+        architecture = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, named)] if named else "clip"
+    check_states(kind, renamed(architecture, prefix), tmp_path, sim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_names_without_an_architecture(kind: str, tmp_path: Path, sim: ModuleType) -> None:
+    """Read where llama.cpp stores weights as they are; of others nothing tells the order of rows, or what was added."""
+    write = renamed("", "t5xxl.transformer.", llama_cpp=True)
+    if KINDS[kind][3] in ("LLAMA", "GEMMA2", "GEMMA3"):
+        with pytest.raises(ValueError, match=r"e\.gguf is GGUF without general\.architecture, so .* Get another"):
+            check_states(kind, write, tmp_path, sim)
+    else:
+        check_states(kind, write, tmp_path, sim)
