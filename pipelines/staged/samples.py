@@ -69,12 +69,14 @@ class SampleStage(StageRunner):
         if not self.takes_negative:
             return notes + self._scale_notes(guidance, None)
         true_cfg = options.get(TRUE_CFG)
-        name, scale = (TRUE_CFG, true_cfg) if self.distilled else ("Guidance", guidance)
+        scale = true_cfg if self.distilled else guidance
         if _WORDS.search(cond.info.get("negative_prompt", "")):
             why = self._unguided(guidance, options)
             notes += [why] * bool(why)
         elif scale and scale > 1 and not (self.replays or any(n.startswith("negative_") for n in cond.tensors)):
-            notes.append(f"{name} has no effect without a negative prompt. Encode one; it may be empty.")
+            of_distilled = "true_cfg has no effect without a negative prompt. Encode one; it may be empty."
+            of_others = "Guidance has no effect without a negative prompt. Encode one; it may be empty."
+            notes.append(of_distilled if self.distilled else of_others)
             return notes + self._scale_notes(guidance, 1)
         return notes + self._scale_notes(guidance, true_cfg)
 
