@@ -153,7 +153,7 @@ def _why(strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipelin
     named = [*names_in(found), *names_in(theirs)]
     has = {word for name in named for word in _words(name)}
     parts = dict.fromkeys(_part(_words(name), has) for name in strays)
-    told = f"has {len(strays)} weights that {known_as} has no place for, such as {strays[0]}."
+    told = f"has weights that {known_as} has no place for, such as {strays[0]}."
     if strays[0].startswith(_EMBEDDING):
         told = f"bundles an embedding for prompts ({strays[0]}), which is no part of a LoRA and is not run."
     if named and all(parts):
