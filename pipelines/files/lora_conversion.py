@@ -33,7 +33,7 @@ def by_conversion(
 
 def _scaled(tensors: Tensors) -> Tensors:
     """Pairs of low rank multiplied by their alphas, which are gone then; alphas of anything else stay."""
-    names = {layer: name for name in tensors if (layer := parsed(name))}
+    names = {place: name for name in tensors if (place := parsed(name))}
     scaled = dict(tensors)
     for (layer, what), name in names.items():
         down, up = (names.get((layer, way)) for way in ("down", "up"))

@@ -99,11 +99,11 @@ def _given(
     """
     layer_of = {}
     for name in tensors:
-        if (what := parsed(name)) is not None:
-            layer = plain(what[0])
+        if (named := parsed(name)) is not None:
+            layer = plain(named[0])
             ahead = layer.startswith(f"{component}.")
             if ahead or (others is not None and not any(layer.startswith(f"{other}.") for other in others)):
-                layer_of[name] = layer.removeprefix(f"{component}."), what[1]
+                layer_of[name] = layer.removeprefix(f"{component}."), named[1]
     dotted = read.dotted({under for layer, _ in layer_of.values() if (under := flat(layer))})
     given: dict[str, Found] = {}
     for name, (layer, what) in layer_of.items():

@@ -78,7 +78,7 @@ def notes_of(lora: Lora, units: Sequence[ManagedModel]) -> list[str]:
     if set(_EXPERTS.values()) <= {unit.name for unit in units}:
         noise = {name: level for level, name in _EXPERTS.items()}
         ours = " and ".join(f"{name} ({noise[name]} noise)" for name in lora.adapters if name in noise)
-        by = ", by the file's name" if not lora.named and expert_of(lora.path) in lora.adapters else ""
+        by = ", by the file's name" if not lora.named and list(lora.adapters) == [expert_of(lora.path)] else ""
         told.append(f"used for {ours}{by}")
     return told + [lora.leave_out.told()] * bool(lora.leave_out.names)
 

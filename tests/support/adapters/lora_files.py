@@ -11,6 +11,7 @@ import diffusers
 import tiny
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import load_file as load_file
 from safetensors.torch import save_file
 from torch import nn
 
