@@ -11,13 +11,14 @@ import torch
 from ballast.memory import striped
 from ballast.memory.striped import filling, passes
 
-SHAPES = {"flux": (1, 16, 12, 8), "sd": (2, 4, 7, 5), "wan": (1, 4, 2, 6, 5)}
-BUDGETS = (60_000, 300_000, 600_000)
+SHAPES = {"flux": (1, 16, 6, 4), "sd": (2, 4, 4, 3), "wan": (1, 4, 2, 3, 3)}
 
 
-def build(name: str) -> Any:
-    torch.manual_seed(0)
-    return striped_vaes.VAES[name][0]().eval().requires_grad_(False).to("sim"), torch.randn(SHAPES[name])
+def build(name: str, times: int = 1) -> Any:
+    """A VAE on the device, and latents so many times as high and as wide as told."""
+    *outer, height, width = SHAPES[name]
+    vae, _ = striped_vaes.build(name)
+    return vae.to("sim"), torch.randn(*outer, times * height, times * width, generator=torch.manual_seed(0))
 
 
 def decode(vae: Any, latents: torch.Tensor, budget: int) -> torch.Tensor:
@@ -28,19 +29,20 @@ def decode(vae: Any, latents: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("copies", ["cuda", "xpu"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["flux", "sd", pytest.param("wan", marks=pytest.mark.long)])
 def test_pictures_are_the_same_however_late_copies_are_made(name: str, copies: str, sim: ModuleType) -> None:
-    for budget in BUDGETS[:2]:
-        sim.enable(total="1GB")
-        vae, latents = build(name)
-        expected = decode(vae, latents, budget)
-        sim.enable(total="1GB", copies=copies, h2d_gbps=0.0005, d2h_gbps=0.001, tflops=10)
-        assert torch.equal(decode(vae, latents, budget), expected)
-        stats = sim.stats()
-        assert stats.hazards == 0 and (stats.h2d_bytes > 0 or budget != BUDGETS[0])
+    sim.enable(total="1GB")
+    vae, latents = build(name)
+    expected = decode(vae, latents, 60_000)
+    sim.enable(total="1GB", copies=copies)
+    assert torch.equal(decode(vae, latents, 60_000), expected)
+    stats = sim.stats()
+    assert stats.hazards == 0 and stats.h2d_count > 100 and stats.d2h_count > 50
 
 
-def _out_of_memory(copies: str, budgets: tuple[int, ...], runs: int, sim: ModuleType, patch: pytest.MonkeyPatch) -> int:
+def _out_of_memory(
+    copies: str, times: int, budgets: tuple[int, ...], runs: int, sim: ModuleType, patch: pytest.MonkeyPatch
+) -> int:
     """How often room was made, with memory run out in so many of the stripes of a decode, one each time."""
     made, relieve, planted, at, relieved = passes._made, filling.InPieces.relieve, 0, 0, 0
 
@@ -60,7 +62,7 @@ def _out_of_memory(copies: str, budgets: tuple[int, ...], runs: int, sim: Module
     patch.setattr(passes, "_made", counted)
     patch.setattr(filling.InPieces, "relieve", told)
     sim.enable(total="1GB", copies=copies, h2d_gbps=0.0005, d2h_gbps=10, tflops=10)
-    vae, latents = build("flux")
+    vae, latents = build("flux", times)
     for budget in budgets:
         planted = at = 0
         expected = decode(vae, latents, budget)
@@ -74,11 +76,11 @@ def _out_of_memory(copies: str, budgets: tuple[int, ...], runs: int, sim: Module
     return relieved
 
 
-@pytest.mark.parametrize("copies", ["eager", "cuda", "xpu"])
+@pytest.mark.parametrize("copies", ["cuda"])
 def test_rows_under_way_do_no_harm_when_memory_runs_out(
     copies: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _out_of_memory(copies, BUDGETS[1:2], 12, sim, monkeypatch) > 0
+    assert _out_of_memory(copies, 1, (150_000,), 10, sim, monkeypatch) > 0
 
 
 @pytest.mark.long
@@ -86,4 +88,4 @@ def test_rows_under_way_do_no_harm_when_memory_runs_out(
 def test_rows_under_way_do_no_harm_in_whatever_stripe_memory_runs_out(
     copies: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _out_of_memory(copies, BUDGETS, 60, sim, monkeypatch) > 0
+    assert _out_of_memory(copies, 2, (300_000, 600_000), 25, sim, monkeypatch) > 0
