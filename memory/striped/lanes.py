@@ -104,7 +104,7 @@ class Lanes:
             here = target if direction == "h2d" else source
             state.card.transfer(direction, target, here, False, clock.current_stream())
         else:
-            # From and to other RAM, XPU reads at the call, whatever its stream waits for, and writes unseen. CUDA waits.
+            # Of RAM that is not pinned, XPU reads at the call, whatever its stream waits for, and writes unseen.
             target.copy_(source, non_blocking=(source if direction == "h2d" else target).is_pinned())
 
     def _computing(self) -> Any:
