@@ -49,6 +49,7 @@ class Accelerator:
         self.device = device
         self.is_cpu = device.type == "cpu"
         self._outside: int | None = None
+        self._told: tuple[int, int] | None = None  # what was free at first, and taken by this process
         self._module: ModuleType | None = None if self.is_cpu else torch.get_device_module(device)
 
     @property
@@ -197,8 +198,24 @@ class Accelerator:
         return int(read(self.device)) if read else 0
 
     def _mem_get_info(self) -> tuple[int, int]:
+        """Free bytes and all, as the driver tells; where it cannot tell the free ones, what this process has not.
+
+        Drivers of XPU refuse to tell, or tell the same whatever is taken.
+        """
         assert self._module is not None
-        return self._module.mem_get_info(self.device)
+        taken = self._count("memory_reserved")
+        try:
+            free, total = self._module.mem_get_info(self.device)
+        except RuntimeError:
+            if self.device.type == "cuda":
+                raise
+            total = self._module.get_device_properties(self.device).total_memory
+            return max(0, total - taken), total
+        if self._told is None:
+            self._told = free, taken
+        if free == self._told[0] and taken > self._told[1]:
+            free -= taken - self._told[1]
+        return max(0, min(free, total - taken)), total
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device}, {self.name}, {format_bytes(self.total_bytes())})"

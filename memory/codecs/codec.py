@@ -164,5 +164,37 @@ def table_of(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.full((1,), eight, dtype=torch.int64, device=device) for eight in eights]).view(torch.int8)
 
 
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Values in float32, exact. On a device without float8, MPS, by their bytes and a table."""
+    try:
+        return values.to(torch.float32)
+    except (RuntimeError, TypeError):  # if it is memory that has run out, it will again
+        if values.dtype not in _FLOAT8:
+            raise
+    table = _values_of(values.dtype, values.device)
+    flat = values.view(torch.uint8).reshape(-1)
+    made = torch.empty(len(flat), dtype=torch.float32, device=values.device)
+    for some in chunks(len(flat), -(-len(flat) // 8) or 1):  # indices are as large as values
+        made[some] = table.index_select(0, flat[some].to(torch.int32))
+    return made.view(values.shape)
+
+
+_FLOAT8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits of the mantissa
+
+
+def _values_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The value of each byte in float32, [256]. Made by integers, since a device may flush what is subnormal."""
+    bits = _FLOAT8[dtype]
+    bias, codes = 2 ** (6 - bits) - 1, torch.arange(256, dtype=torch.int32, device=device)
+    mantissa, exponent = codes & (2**bits - 1), (codes & 127) >> bits
+    whole = ((exponent + (127 - bias)) << 23 | mantissa << (23 - bits)).view(torch.float32)
+    values = torch.where(exponent == 0, mantissa.to(torch.float32) * 2.0 ** (1 - bias - bits), whole)
+    if dtype == torch.float8_e5m2:
+        values = values.masked_fill(exponent == 31, torch.inf).masked_fill((exponent == 31) & (mantissa > 0), torch.nan)
+    else:
+        values = values.masked_fill((codes & 127) == 127, torch.nan)
+    return torch.where(codes > 127, -values, values)
+
+
 def _told(parts: Sequence[Part]) -> list[tuple[torch.dtype, int]]:
     return [(part.dtype, part.count) for part in parts]

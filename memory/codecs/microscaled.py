@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of
+from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of, widened
 
 M = TypeVar("M", bound="_Microscaled")
 
@@ -73,7 +73,7 @@ class _Microscaled(Codec):
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         rows, _ = self.padded
         values, result = parts[0].view(rows, -1), out.view(self.shape)
-        scales = parts[1].view(-(-rows // _TILE_ROWS), -1, 32, 4, _TILE_COLUMNS)
+        scales = parts[1].view(torch.uint8).view(-(-rows // _TILE_ROWS), -1, 32, 4, _TILE_COLUMNS)
         for some in chunks(self.shape[0], self._rows_at_once):
             tiles = scales[some.start // _TILE_ROWS : -(-some.stop // _TILE_ROWS)]
             result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
@@ -93,7 +93,7 @@ class _Microscaled(Codec):
 
     @abstractmethod
     def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scales of blocks in float32."""
+        """Scales of blocks, of which these are the bytes, in float32."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mxfp8(_Microscaled):
         return Part("weight", torch.float8_e4m3fn, rows * columns), Part("scale", torch.uint8, self.scales)
 
     def _widened(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.float32)
+        return widened(values)
 
     def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return (scales.to(torch.int32) << 23).view(torch.float32)
@@ -144,4 +144,4 @@ class Nvfp4(_Microscaled):
         return found.view(torch.int8).to(torch.float32)
 
     def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return scales.to(torch.float32) * parts[2] * 0.5
+        return widened(scales.view(torch.float8_e4m3fn)) * parts[2] * 0.5

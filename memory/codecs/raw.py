@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .codec import Codec, Encoded, Part
+from .codec import Codec, Encoded, Part, chunks, widened
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,13 @@ class Raw(Codec):
         return (self.count // self.shape[0],) if self.shape and self.shape[0] else None
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        out.copy_(parts[0])
+        try:
+            out.copy_(parts[0])
+        except (RuntimeError, TypeError):
+            if out.dtype == self.stored:
+                raise
+            for some in chunks(self.count):
+                out[some] = widened(parts[0][some])
 
 
 def encode(weight: torch.Tensor) -> Encoded:

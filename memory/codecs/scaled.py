@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from . import raw
-from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles
+from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles, widened
 
 S = TypeVar("S", bound="Scaled")
 
@@ -65,7 +65,7 @@ class Scaled(Codec):
         for tile in tiles(*values.shape):
             tile_values = values[tile]
             if tile_values.is_floating_point():  # torch promotes integers by itself, and fp8 never
-                tile_values = tile_values.to(torch.float32)
+                tile_values = widened(tile_values)
             torch.mul(tile_values, scales[tile[0]], out=result[tile])
 
 

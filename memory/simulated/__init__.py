@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,8 @@ def enable(
     unified: bool = False,
     overhead: Overhead | None = None,
     copies: lazy.Mode = "eager",
+    tells_free: bool = True,
+    unknown_types: Iterable[torch.dtype] = (),
     attention_tflops: float | None = None,
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
@@ -109,7 +111,8 @@ def enable(
     `fused_attention` makes the matrices of scores.
     One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
     system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. Its
-    `copies` are made at once ("eager"), or as late as CUDA or XPU may make them.
+    `copies` are made at once ("eager"), or as late as CUDA or XPU may make them. One that does not tell what is
+    free refuses `mem_get_info`, as drivers of XPU do; of `unknown_types` it makes views only, as MPS does of float8.
     Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and
     ValueError for a size or a rate that makes no sense.
     """
@@ -134,6 +137,7 @@ def enable(
     state.card.fuses = None if fused_attention else never
     state.card.unified = unified
     lazy.copies.mode = copies
+    state.card.tells_free, state.card.unknown_types = tells_free, frozenset(unknown_types)
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
 
@@ -205,6 +209,8 @@ def _properties() -> DeviceProperties:
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     total = _total_bytes()
     card = state.card
+    if not card.tells_free:
+        raise RuntimeError(f"the device {_NAME} doesn't support querying the available free memory")
     return max(0, total - card.reserved_bytes - card.outside_bytes() - card.pool_bytes()), total
 
 

@@ -131,6 +131,8 @@ class Card:
         self.watchers: list[Callable[[Transfer], None]] = []
         self.fuses: Fuses | None = None  # which attention is one kernel; None for all
         self.unified = False  # its memory is the system's
+        self.tells_free = True
+        self.unknown_types: frozenset[torch.dtype] = frozenset()  # which no kernel takes or makes
         self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from . import card as state
 from . import shapes
@@ -17,7 +18,21 @@ from .tensor import Handler, SimTensor, handlers, raw_of, wrap, wrap_all
 def _run(func: Any, raws: Any, kwargs: dict) -> Any:
     if copies.queued:
         copies.force(current_stream().tail)
-    return shapes.run(func, raws, kwargs) if state.card.dry else func(*raws, **kwargs)
+    result = shapes.run(func, raws, kwargs) if state.card.dry else func(*raws, **kwargs)
+    if state.card.unknown_types:
+        _refuse_unknown(func, tree_leaves((raws, kwargs)), tree_leaves(result))
+    return result
+
+
+def _refuse_unknown(func: Any, given: list, made: list) -> None:
+    """Raise TypeError for a type that the card has no kernels for, save where views are made."""
+    given, made = ([each for each in some if isinstance(each, torch.Tensor)] for some in (given, made))
+    inside = {each.untyped_storage().data_ptr() for each in given}
+    if made and not func._schema.is_mutable and all(each.untyped_storage().data_ptr() in inside for each in made):
+        return
+    for each in (*given, *made):
+        if each.dtype in state.card.unknown_types:
+            raise TypeError(f"Undefined type {each.dtype} (in {func})")
 
 
 def _plain(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -123,6 +138,8 @@ def copy_between(target: Any, source: Any, blocking: bool) -> None:
     direction = "d2d" if to_sim and from_sim else "h2d" if to_sim else "d2h"
     device_side, stream = target if to_sim else source, current_stream()
     raws = target.raw if to_sim else target, source.raw if from_sim else source
+    if state.card.unknown_types:
+        _refuse_unknown(torch.ops.aten.copy_.default, [*raws], [])
     if copies.mode == "eager" or state.card.dry or direction == "d2d":
         copies.force(stream.tail)
         shapes.copy(*raws)
