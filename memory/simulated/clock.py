@@ -36,12 +36,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """Work queued from now on starts after the event."""
         self.ready = max(self.ready, event.time or 0.0)
-        self.tail = joined(self.tail, event.tail)
+        copies.join(self, event.tail)
 
     def wait_stream(self, stream: Stream) -> None:
         """Work queued from now on starts after all work queued on the other stream so far."""
         self.ready = max(self.ready, stream.ready)
-        self.tail = joined(self.tail, stream.tail)
+        copies.join(self, stream.tail)
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event that happens when all work queued so far is done."""

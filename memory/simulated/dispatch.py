@@ -159,6 +159,7 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.device(wanted).type == "meta":
         return func(args[0].raw, **kwargs)
     blocking = not kwargs.pop("non_blocking", False)
+    _refuse_unknown(func, [args[0].raw], [])
     copies.force(current_stream().tail)
     result = func(shapes.valued(args[0].raw), **kwargs)
     if blocking or copies.mode == "eager" or state.card.dry:

@@ -105,10 +105,17 @@ class Copies:
             return
         with self._lock, torch.inference_mode():
             wanted = _behind(ends)
-            now = [one for one in self.queued if one in wanted]
-            self.queued = [one for one in self.queued if one not in wanted]
-            for one in now:
-                one.run()
+            for one in self.queued:
+                if one in wanted and not one.done:
+                    one.run()
+            # Not before: who finds nothing queued goes on without the lock.
+            self.queued = [one for one in self.queued if not one.done]
+
+    def join(self, stream: Any, other: Sequence[Queued]) -> None:
+        """Let what a stream is given next be behind these too."""
+        if other:
+            with self._lock:  # another thread may queue there
+                stream.tail = joined(stream.tail, other)
 
     def force_all(self) -> None:
         """Make all copies."""
