@@ -99,6 +99,7 @@ def test_copies_wait_for_what_queued_work_reads(kind: str) -> None:
     placement.remove()
 
 
+@pytest.mark.eager
 def test_room_is_given_up_when_no_copy_comes_to_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Slow(monkeypatch)
     disk.allow(1)
@@ -123,6 +124,7 @@ def test_room_is_given_up_when_no_copy_comes_to_it_any_more(tmp_path: Path, monk
     end(unit, placement)
 
 
+@pytest.mark.eager
 def test_what_left_before_it_came_comes_in_its_turn(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def _books(sim: ModuleType) -> Any:
     assert sim.stats().allocated_bytes == sim.stats().hazards == 0
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("seed", range(12))
 def test_the_first_copies_are_in_the_order_of_the_calls(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def test_what_left_and_is_brought_back_comes_in_its_turn(
     placement.remove()
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_a_weight_with_two_names_comes_once(where: str, sim: ModuleType, tmp_path: Path) -> None:
     module, truth = Blocks(COUNT), expected()
