@@ -64,6 +64,8 @@ class Readings:
             return
         if not self._make_ram(unit, kind):
             if kind != "cpu" and unit.source() is not None:
+                if limit is None and not self._accelerator.is_unified:
+                    self._timeline.ram_is_short(unit)
                 self._hold(unit, kind, pieces)
                 return
             if dropped := unit.drop():

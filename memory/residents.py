@@ -74,7 +74,7 @@ class Residents:
         doing = {unit: self.work.of(unit) for unit in units}
         works = {unit: each.forecast for unit, each in doing.items() if each.forecast and each.forecast.turns > 1}
         before, self._beside = self._beside, {}
-        if len(works) > 1 and not any(doing[u].attempt.strategy == "cpu" or doing[u].attempt.alone for u in works):
+        if len(works) > 1 and not any(doing[u].attempt.strategy == "cpu" or not doing[u].attempt.share for u in works):
             working = {unit: self.work.working_bytes(unit) for unit in works}
             wanted = sum(sizes_of(unit).resident_bytes for unit in works) + max(working.values())
             self.budget.ask_host(min(wanted, self.budget.vram_limit or sys.maxsize) - self._held_bytes(works))

@@ -301,6 +301,7 @@ def make_plan(
     whole_in_ram: bool = False,
     measured: Measured | None = None,
     overhead: Overhead | None = None,
+    ram_stated: bool = True,
 ) -> Plan:
     """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
@@ -309,7 +310,7 @@ def make_plan(
     than the whole, where that is asked for, is resident. The pieces that are `there` in RAM, None for all weights, need
     not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
     What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
-    `overhead`. When nothing fits, the plan is the one that wants least, with `fits` false.
+    `overhead`. RAM that nobody stated refuses nothing: then windows are taken of what is left to others. When nothing fits, the plan is the one that wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -370,6 +371,8 @@ def make_plan(
     allowed = [c for c in made if c.placement in bound_to]
     # Where it is not known whether RAM must hold all, weights that exceed its budget are a matter of the run.
     ram_bytes_allowed = ram_bytes if streams_from_disk or whole_in_ram else sizes.total_bytes
+    if not ram_stated:
+        ram_bytes_allowed = max(ram_bytes_allowed, *(candidate.ram_bytes for candidate in made))
     on_device = [c for c in allowed if c.driver_bytes <= budget_bytes]
     in_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
@@ -385,7 +388,9 @@ def make_plan(
         if c is not chosen
     )
     asked = strategy if by_user and len(bound_to) == 1 else ""
-    reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, rates, asked)
+    reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, ram_bytes_allowed, rates, asked)
+    if fitting and chosen.from_disk and not ram_stated:
+        reason += " RAM is short: weights come from disk."
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
     )
@@ -479,12 +484,13 @@ def _reason(
     budget_bytes: int,
     fits: bool,
     ram_bytes: int,
+    ram_allowed: int,
     rates: Rates,
     asked: str,
 ) -> str:
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
-    if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_bytes:
+    if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_allowed:
         rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.read_bytes)
         return (
             f"A disk of {rate:.2f} GB/s is too slow to read {read} of weights from in each step, which takes "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..planning.runplan import StagePlan
+
+log = logging.getLogger("ballast")
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done", "look"]
 Progress = Literal["encoding", "reading", "compile", "compiled"]
@@ -101,6 +104,7 @@ class StageRecord:
     note: str = ""  # how it ran, such as "in tiles"; empty where it is as usual
     outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
+    ram_is_short: bool = False
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -158,6 +162,7 @@ class StageRecord:
         said = [*filter(None, [self.outcome, self.note])]
         came = [unit for unit in self.units.values() if unit.bytes_in]
         said += [f"{f'{unit.name} {unit.placement}'.strip()}, {format_bytes(unit.bytes_in)} in" for unit in came]
+        said += ["RAM is short: weights come from disk"] * self.ram_is_short
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
             plan = f" (planned {format_bytes(planned.peak_vram_bytes)})" if planned else ""
@@ -244,6 +249,13 @@ class Timeline:
         if self._watcher is not None and unit is not None:
             self._watcher(event, unit)
         return event
+
+    def ram_is_short(self, unit: ManagedModel) -> None:
+        """Note that RAM has no room for a unit, which comes from disk, and say so once in a stage."""
+        if self._stage is None or not self._stage.ram_is_short:
+            log.warning("Ballast: RAM is short: weights of %s come from disk", unit.name)
+        if self._stage is not None:
+            self._stage.ram_is_short = True
 
     @property
     def is_in_stage(self) -> bool:

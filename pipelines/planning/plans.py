@@ -82,6 +82,7 @@ class Run:
     foresee: Callable[[Conditioning], list[Sight]] | None = None
     pictures: int = 1
     machine_bytes: int = 0
+    ram_stated: bool = True
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
@@ -109,6 +110,7 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
+    place = functools.partial(place, ram_stated=run.ram_stated)
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
@@ -123,14 +125,14 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
         else:
             assert sight.vae is not None and sight.pixels is not None
             vae = replace(sight.vae, machine_bytes=run.machine_bytes, recalls=rates is None)
-            seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used)
+            seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used, run.ram_stated)
         stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     latents = torch.zeros(shape)
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
-    stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used))
+    stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used, run.ram_stated))
     words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
         run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), words,
@@ -174,6 +176,7 @@ def plan_stage(
     unified: bool = False,
     outside_bytes: int = 0,
     overhead: Overhead | None = None,
+    ram_stated: bool = True,
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
@@ -203,7 +206,7 @@ def plan_stage(
         takes = overheads[each].on(work.with_decoding(sizes_of(named[each]).decoding_beside())).peak_bytes
         rooms[each] = overheads[each].tensors_within(budget_bytes) - takes
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
-    held = beside_each_other(
+    held = {} if strategy == "leafwise" else beside_each_other(
         {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
     )
 
@@ -224,6 +227,7 @@ def plan_stage(
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
             overhead=overheads[unit],
+            ram_stated=ram_stated,
         )
 
     plans: dict[str, Plan] = {}
@@ -245,7 +249,13 @@ def plan_stage(
 
 
 def _plan_vae(
-    name: str, run: VaeRun, latents: torch.Tensor, budget_bytes: int, ram_bytes: int, rates: Rates
+    name: str,
+    run: VaeRun,
+    latents: torch.Tensor,
+    budget_bytes: int,
+    ram_bytes: int,
+    rates: Rates,
+    ram_stated: bool,
 ) -> StagePlan:
     assert run.forecasts is not None
     way, latents = run.start(latents, rates)
@@ -254,6 +264,7 @@ def _plan_vae(
         raise ValueError(f"{name} cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
     note, overhead, pace = way.note, run.overhead(work.units[run.vae.name]), rates
     if way.name == "cpu":
+        ram_bytes = ram_bytes if ram_stated else max(ram_bytes, run.vae.size_bytes)
         plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
         return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
@@ -275,6 +286,7 @@ def _plan_vae(
         strategy="auto" if way.name == "whole" else "resident",
         by_user=False,
         overhead=overhead,
+        ram_stated=ram_stated,
     )
     return replace(planned, note=note, rates=rates)
 

@@ -127,6 +127,7 @@ class StagedPipeline(ManyRuns):
                 see if pictures or pipe.looks else None,
                 count,
                 0 if ram is None else ram_bytes,
+                ram is not None or self.ram_bytes is not None,
             )
             return plan_run(run, budget_bytes, ram_bytes, rates)
 

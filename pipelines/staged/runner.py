@@ -190,6 +190,7 @@ class StageRunner(ModelFamily):
             found,
             units,
             ram_bytes=self._ram_budget(None),
+            ram_stated=self.ram_bytes is not None,
             rates=measured_rates(self.manager.device, units[0].disk),
             strategy=strategy,
             steps=steps,
@@ -224,7 +225,7 @@ class StageRunner(ModelFamily):
             named = f"{self.titles.get(unit.unit, unit.unit)}: {unit.reason} Raise the ram budget to"
             if unit.ram_bytes > budget and self.ram_bytes is not None:
                 raise DoesNotFitError(f"{named} {format_bytes(unit.ram_bytes, up=True)}.")
-            if unit.ram_bytes <= budget:
+            if unit.ram_bytes <= budget or self.ram_bytes is None:
                 enough = format_bytes(unit.ram_bytes + unit.read_bytes, up=True)
                 raise DoesNotFitError(f"{named} {enough}, or put the model on an SSD.")
 

@@ -1,0 +1,101 @@
+"""Units that take turns in each step: they stay beside each other where there is room, else the plan has the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import pytest
+import torch
+from ballast.memory import manager
+from ballast.memory.planning.turns import Turns, beside_each_other
+from pictured import pipelines as tiny_pictured
+from pictured.pictures import picture
+
+RUN: dict[str, Any] = {"width": 48, "height": 32, "control": picture(48, 32)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_pictured.save("flux_controlnet", tmp_path_factory.mktemp("turns") / "flux_controlnet")
+
+
+def run(pipe: Any, cond: Any, steps: int, **more: Any) -> tuple[torch.Tensor, Any, int]:
+    """The latents, the record of sampling, and the bytes of its units that came to the device."""
+    latents = pipe.sample(cond, steps=steps, **RUN, **more)
+    record = manager("sim").timeline.stages[-1]
+    return latents, record, sum(unit.bytes_in for unit in record.units.values())
+
+
+def test_both_come_once_where_both_fit(folder: Path, sim: ModuleType) -> None:
+    for more in ({}, {"weights": "int8"}):
+        pipe = ballast.open_pipeline(folder, device="sim", **more)
+        cond = pipe.encode("a boat")
+        came = {run(pipe, cond, steps)[2] for steps in (4, 20, 40)}
+        assert len(came) == 1 and came == {sum(unit.size_bytes for unit in pipe.denoisers)}
+        assert sim.stats().allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("vram", "strategy", "turns"),
+    [
+        (1_220_000, "auto", True),
+        (1_330_000, "auto", False),
+        (1_700_000, "auto", False),
+        (1_700_000, "streamed", False),
+        (2_500_000, "leafwise", True),
+        (2_500_000, "resident", False),
+    ],
+)
+def test_the_plan_is_the_run(vram: int, strategy: str, turns: bool, folder: Path, sim: ModuleType) -> None:
+    """Its bytes of each step and its peak, whether they stay, stream beside each other, or take turns."""
+    whole = ballast.open_pipeline(folder, device="sim")
+    cond, pipe = whole.encode("a boat"), whole.within(vram=vram)
+    given = {"steps": 8, "strategy": strategy, **RUN}
+    planned = next(s for s in pipe.plan(cond=cond, vram=vram, **given).stages if s.name == "sample")
+    latents, _, few = run(pipe, cond, 3, strategy=strategy)
+    _, record, many = run(pipe, cond, 8, strategy=strategy)
+    assert many - few == 5 * sum(unit.step_bytes for unit in planned.units)
+    assert record.peak_bytes <= planned.peak_vram_bytes <= min(vram, 1.05 * record.peak_bytes)
+    assert all(bool(unit.turn_bytes) == (turns and unit.stay_bytes > 0) for unit in planned.units)
+    assert all(("come back in each step" in unit.reason) == bool(unit.turn_bytes) for unit in planned.units)
+    assert torch.equal(latents, whole.sample(cond, steps=3, **RUN))
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_turns_cost_seconds_in_the_plan(folder: Path, sim: ModuleType) -> None:
+    from ballast.memory.rates import Rates
+
+    pipe = ballast.open_pipeline(folder, device="sim")
+    cond, rates = pipe.encode("a boat"), Rates(1e7, 1e7, 1e9, 1e12)
+    wide, narrow = (pipe.plan(cond=cond, steps=8, vram=vram, rates=rates, **RUN) for vram in ("64MB", 1_230_000))
+    for unit in next(stage for stage in narrow.stages if stage.name == "sample").units:
+        assert unit.turn_seconds >= 0.95 * unit.turn_bytes / rates.pinned_bytes_per_second > 0
+    assert wide.step_seconds < narrow.step_seconds
+
+
+def test_encoders_of_two_prompts_stay_beside_each_other(tiny_folders: Callable[[str], Path], sim: ModuleType) -> None:
+    """They are called in turns, for the prompt and for the negative one."""
+    pipe: Any = ballast.open_pipeline(tiny_folders("sd3"), device="sim", cache_dir=None)
+    pipe.encode("a boat", "blurry")
+    record = manager("sim").timeline.stages[-1]
+    held = [sum(resident.bytes for resident in event.residents) for event in record.events]
+    planned = {unit.unit: unit for unit in record.planned.units}
+    assert max(held) == sum(unit.weights_bytes for unit in planned.values())
+    assert record.peak_bytes <= record.planned.peak_vram_bytes <= 1.05 * record.peak_bytes
+    assert not any(unit.turn_bytes for unit in planned.values())
+
+
+def test_which_stay_beside_each_other() -> None:
+    def of(resident: int, least: int, calls: int = 4, room: int = 100, turns: int = 4) -> Turns:
+        return Turns({"resident": resident, "streamed": least}, room, calls, turns)
+
+    assert beside_each_other({"a": of(60, 5), "b": of(40, 5)}) == {"a": 60, "b": 40}
+    assert beside_each_other({"a": of(70, 5), "b": of(40, 5)}) == {"a": 5, "b": 40}
+    assert beside_each_other({"a": of(70, 60), "b": of(80, 60)}) == {}
+    assert beside_each_other({"a": of(70, 5, calls=400), "b": of(40, 5)}) == {}  # it would stream in each of 100 calls
+    assert beside_each_other({"a": of(60, 5, room=90), "b": of(40, 5)}) == {"a": 5, "b": 40}
+    assert beside_each_other({"a": of(60, 5)}) == {}
