@@ -80,7 +80,9 @@ class Residents:
             self.budget.ask_host(min(wanted, self.budget.vram_limit or sys.maxsize) - self._held_bytes(works))
             self._beside = beside_each_other(
                 {
-                    unit: turns_of(sizes_of(unit), work, doing[unit].attempt.strategy, self._free_room() - working[unit])
+                    unit: turns_of(
+                        sizes_of(unit), work, doing[unit].attempt.strategy, self._free_room() - working[unit]
+                    )
                     for unit, work in works.items()
                 }
             )

@@ -99,7 +99,7 @@ def run_stage(
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
         learn = exits.enter_context(ExitStack())  # when the record is closed
         exits.callback(manager.timeline.finish, record, units)  # whatever happens as the units leave
-        record.planned = planned
+        record.planned, record.strategy = planned, strategy
         try:
             with torch.inference_mode():
                 yield

@@ -115,7 +115,10 @@ class UnitSizes:
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
             PieceLoad(
-                p.packed_bytes, p.held_bytes, own + p.decode_seconds(rates), *(p.decoding(rates) if work.repeats else ())
+                p.packed_bytes,
+                p.held_bytes,
+                own + p.decode_seconds(rates),
+                *(p.decoding(rates) if work.repeats else ()),
             )
             for p, own in zip(self.pieces, taken, strict=True)
         )
@@ -310,7 +313,9 @@ def make_plan(
     than the whole, where that is asked for, is resident. The pieces that are `there` in RAM, None for all weights, need
     not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
     What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
-    `overhead`. RAM that nobody stated refuses nothing: then windows are taken of what is left to others. When nothing fits, the plan is the one that wants least, with `fits` false.
+    `overhead`. RAM that nobody stated refuses nothing: then
+    windows are taken of what is left to others. When nothing fits, the plan is the one that wants least, with `fits`
+    false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes

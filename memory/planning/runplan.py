@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..charts import plan as charts
 
+_UNTIMED = "not predicted on the simulated card"
 _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 
 
@@ -88,6 +89,11 @@ class RunPlan:
     pictures: int = 1
     at_once: int = 1
     best: BestBatch | None = None  # None where several pictures cannot be sampled at once
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its seconds are a forecast: not on a simulated card without a clock, which computes in no time."""
+        return not math.isinf(self.rates.operations_per_second)
 
     @property
     def picture_seconds(self) -> float:
@@ -183,8 +189,8 @@ class RunPlan:
         ]
         for stage in self.stages:
             for i, plan in enumerate(stage.units):
-                per_step = seconds(plan.step_seconds) if stage.name == "sample" else ""
-                first = seconds(plan.first_step_seconds)
+                per_step = self._time(plan.step_seconds) if stage.name == "sample" else ""
+                first = self._time(plan.first_step_seconds)
                 driver = (plan.driver_bytes,) * len(told)
                 sizes = map(format_bytes, (plan.weights_bytes, plan.peak_vram_bytes, *driver, plan.ram_bytes))
                 label = f"{plan.label}, {stage.note}" if stage.note else plan.label
@@ -192,12 +198,15 @@ class RunPlan:
         others: list[tuple[str, ...]] = [("not", "weights", "peak VRAM", "per step", "because")]
         for other in self.rejected:
             sizes = map(format_bytes, (other.weights_bytes, other.peak_vram_bytes))
-            others.append((other.label, *sizes, seconds(other.step_seconds), other.why_not))
+            others.append((other.label, *sizes, self._time(other.step_seconds), other.why_not))
         parts = [self.headline(), format_table(rows), self.reason]
         if len(others) > 1:
             parts.append(format_table(others))
-        bound = f"No step in this placement is faster than {seconds(self.bound_seconds)}."
-        return "\n\n".join([*parts, self.batch_words(), f"{self.basis()} {bound}"])
+        bound = f" No step in this placement is faster than {seconds(self.bound_seconds)}." * self.is_timed
+        return "\n\n".join([*parts, self.batch_words(), f"{self.basis()}{bound}"])
+
+    def _time(self, value: float) -> str:
+        return seconds(value) if self.is_timed else "-"
 
     def headline(self) -> str:
         """One line: what runs where, the budget, the peak, and the time."""
@@ -205,18 +214,21 @@ class RunPlan:
         card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
         where = f"{card}with {format_bytes(self.budget_bytes)}"
         peak, step = self._peak_words, seconds(self.step_seconds)
-        takes = f"peak {peak}; {step} a step, {total} for {self.steps}"
+        takes = f"peak {peak}; {f'{step} a step, {total} for {self.steps}' if self.is_timed else _UNTIMED}"
         doubt = "" if self.fits else " IT DOES NOT FIT."
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
 
     def brief(self) -> str:
         """A shorter line: the budget, what becomes of the transformer, the peak, and the time."""
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
+        took = took if self.is_timed else _UNTIMED
         peak = f"peak {self._peak_words}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def batch_words(self) -> str:
         """What sampling takes a picture, and in which batch it takes least."""
+        if not self.is_timed:
+            return f"The time of sampling, and with it the best batch, is {_UNTIMED}."
         at_once = f", {self.at_once} at once" if self.pictures > 1 else ""
         words = f"Sampling takes {seconds(self.picture_seconds)} a picture{at_once}"
         if self.best is None or self.best.pictures == 1:
@@ -280,9 +292,9 @@ def compare(plans: Sequence[RunPlan]) -> str:
     ]
     for plan in plans:
         sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
-        times = map(seconds, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
+        times = map(plan._time, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
-        best = str(plan.best.pictures if plan.best else 1)
+        best = str(plan.best.pictures if plan.best else 1) if plan.is_timed else "-"
         rows.append((budget, plan.sampling.label, *sizes, *times, best, fits))
     reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
     one = plans[0]

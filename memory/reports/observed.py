@@ -21,6 +21,7 @@ class Observation:
     def __init__(self, timeline: Timeline, name: str, run: str, budget_bytes: int) -> None:
         self._timeline = timeline
         self._stage = StageRecord(name, time.perf_counter(), {}, budget_bytes=budget_bytes, run=run)
+        timeline.target_bytes = 0
         timeline.moment()  # from which on the peak counts
         self._stage.events.append(timeline.moment())
 
@@ -40,8 +41,15 @@ class Observation:
         stage.seconds = time.perf_counter() - stage.started
         stage.peak_bytes = stage.own_peak_bytes = max(_most(event) for event in stage.events[1:])
         stage.units = _records(stage.events)
-        held = max(sum(resident.bytes for resident in event.residents) for event in stage.events)
-        worked = stage.peak_bytes - held > _ROUNDED * stage.peak_bytes
+        stage.budget_bytes = self._timeline.target_bytes or stage.budget_bytes
+        held = [sum(resident.bytes for resident in event.residents) for event in stage.events]
+        # What a node let go of as it began counts for no moment but that.
+        beside = max(
+            _most(event) - max(before, now)
+            for event, before, now in zip(stage.events[1:], held, held[1:], strict=False)
+        )
+        gave_way = 0 < held[-1] < held[0]  # as a model does whose budget was lowered
+        worked = gave_way or beside > _ROUNDED * stage.peak_bytes
         if worked or any(unit.bytes_in for unit in stage.units.values()):
             self._timeline.stages.append(stage)
 

@@ -105,6 +105,7 @@ class StageRecord:
     outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
     ram_is_short: bool = False
+    strategy: str = ""  # that was asked for
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -161,7 +162,9 @@ class StageRecord:
         """One line: how it ended if not well, how it ran, what came in, the peak, the time, and what was planned."""
         said = [*filter(None, [self.outcome, self.note])]
         came = [unit for unit in self.units.values() if unit.bytes_in]
-        said += [f"{f'{unit.name} {unit.placement}'.strip()}, {format_bytes(unit.bytes_in)} in" for unit in came]
+        least = {"streamed": "leafwise"} if self.strategy == "leafwise" else {}
+        named = [f"{unit.name} {least.get(unit.placement, unit.placement)}".strip() for unit in came]
+        said += [f"{name}, {format_bytes(unit.bytes_in)} in" for name, unit in zip(named, came, strict=True)]
         said += ["RAM is short: weights come from disk"] * self.ram_is_short
         planned, per_step = self.planned, self.step_seconds
         if self.peak_bytes:
@@ -198,6 +201,7 @@ class Timeline:
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator, self._peaks = accelerator, PeakMeter(accelerator)
         self._residents, self._guests = residents, guests
+        self.target_bytes = 0  # the budget in force for what is observed now, where one of its own was stated
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
         self._last: Event | None = None

@@ -17,6 +17,7 @@ import torch
 from ...memory.accelerator import Accelerator, PeakMeter
 from ...memory.host import management as host
 from ...memory.host.headroom import headroom
+from ...memory.manager import manager
 from ...memory.sizes import format_bytes
 from .at_use import sampling
 from .estimate import expected
@@ -119,6 +120,7 @@ class _Budget:
         if _is_cpu(guider.model_patcher):
             return executor(*args, **kwargs)
         on = torch.device(guider.model_patcher.load_device)
+        manager(on).timeline.target_bytes = self.bytes
         before, self._run = self._run, _Run(guider.model_patcher, getattr(guider, "cfg", None))
         control = headroom() if host.is_dynamic(guider.model_patcher) else None
         free_bytes = max(0, Accelerator(on).total_bytes() - self.bytes)

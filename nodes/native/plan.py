@@ -162,7 +162,7 @@ def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | Non
     first, placing = _placings(patcher, facts, asked.guidance, limit, is_budget)
     if not facts.dynamic and not _runs_both(patcher, facts, asked, placing):
         facts = _with(facts, _foreseen(patcher, asked.shape, asked.prompt), facts.expects.one_bytes, times=2)
-    unit = _placed(facts, first, placing, limit, _ram_room(), rates)
+    unit = _placed(facts, first, placing, limit, facts.expects.of(asked.guidance), _ram_room(), rates)
     stage = StagePlan("sample", (unit,), note="", steps=asked.steps, rates=rates)
     name = type(patcher.model).__name__
     return RunPlan(name, str(on), _work(patcher, asked), asked.steps, limit, rates, (stage,), _CAVEAT)
@@ -240,7 +240,15 @@ def _peak_bytes(facts: Facts, placing: Placing) -> int:
     return staying + ahead + most
 
 
-def _placed(facts: Facts, first: Placing, placing: Placing, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
+def _placed(
+    facts: Facts,
+    first: Placing,
+    placing: Placing,
+    budget_bytes: int,
+    aside_bytes: int,
+    ram_bytes: int,
+    rates: Rates,
+) -> Plan:
     weights, flags = facts.weights, host_flags()
     staying = sum(weights.parts[i].bytes for i in placing.held)
     passing = weights.total_bytes - staying
@@ -273,13 +281,22 @@ def _placed(facts: Facts, first: Placing, placing: Placing, budget_bytes: int, r
         read_seconds=from_disk,
         unit="model",
         budget_bytes=budget_bytes,
-        reason=_reason(facts, budget_bytes, staying, passing, peak, read, compute < max(copies, from_disk)),
+        reason=_reason(
+            facts, aside_bytes, budget_bytes, staying, passing, peak, read, compute < max(copies, from_disk)
+        ),
         fits=fits,
     )
 
 
 def _reason(
-    facts: Facts, budget_bytes: int, staying: int, passing: int, peak: int, read: int, copies_first: bool
+    facts: Facts,
+    aside_bytes: int,
+    budget_bytes: int,
+    staying: int,
+    passing: int,
+    peak: int,
+    read: int,
+    copies_first: bool,
 ) -> str:
     budget, whole = format_bytes(budget_bytes), format_bytes(facts.weights.total_bytes)
     if peak > budget_bytes:
@@ -289,7 +306,12 @@ def _reason(
         return f"All {whole} of weights fit {budget} with their activations."
     pace = "the copies set the pace" if copies_first else "the copies hide behind the computing"
     disk = f"; {format_bytes(read)} of that are read from disk in each step, since RAM does not hold them"
+    why = f"{whole} of weights do not fit {budget}"
+    if facts.weights.total_bytes <= budget_bytes - facts.working_bytes and not facts.dynamic:
+        why = (
+            f"ComfyUI sets {format_bytes(aside_bytes)} aside for activations, so {whole} of weights do not fit {budget}"
+        )
     return (
-        f"{whole} of weights do not fit {budget}: {format_bytes(staying)} stay, {format_bytes(passing)} pass through "
+        f"{why}: {format_bytes(staying)} stay, {format_bytes(passing)} pass through "
         f"in each step, and {pace}{disk if read else ''}."
     )

@@ -206,8 +206,12 @@ def plan_stage(
         takes = overheads[each].on(work.with_decoding(sizes_of(named[each]).decoding_beside())).peak_bytes
         rooms[each] = overheads[each].tensors_within(budget_bytes) - takes
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
-    held = {} if strategy == "leafwise" else beside_each_other(
-        {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
+    held = (
+        {}
+        if strategy == "leafwise"
+        else beside_each_other(
+            {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
+        )
     )
 
     def plan(unit: str, work: UnitForecast) -> Plan:
