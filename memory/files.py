@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -16,9 +17,12 @@ from typing import Any
 
 from .errors import is_out_of_memory, is_out_of_ram
 
+log = logging.getLogger("ballast")
+
 _PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
 _LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
 _PROBE_BYTES = 2**20  # about as much as a picture takes: a disk that is full takes files of 0 bytes
+_warned: set[Path] = set()  # folders of caches that cannot be written
 MAX_JSON_BYTES = 16 * 2**20  # an index of 100 000 weights has less
 
 # The host's own folders of models, for `check_links`. A library's user may add folders too.
@@ -84,6 +88,16 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file as `replacing` does."""
     with replacing(path) as part:
         part.write_bytes(content)
+
+
+def write_cache(path: Path, content: bytes) -> None:
+    """Write a file of a cache as `replacing` does. A disk that cannot be written is a warning, once for each folder."""
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        if path.parent not in _warned:
+            _warned.add(path.parent)
+            log.warning("Ballast: %s cannot be kept in %s (%s): it is found out anew", path.name, path.parent, error)
 
 
 @contextmanager

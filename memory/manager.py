@@ -194,7 +194,7 @@ class MemoryManager:
     def keep_made(self, units: Iterable[ManagedModel]) -> None:
         """Encode the weights of units into the files that these are to have (`made_file`) and have not yet.
 
-        Raises OSError where a disk has no room for one, and RuntimeError for a unit that is leased.
+        A disk that cannot be written is a warning. A unit that is leased stays as it is.
         """
         with self._lock:
             for unit in units:

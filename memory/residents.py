@@ -34,6 +34,7 @@ from .streaming.choice import make_placement
 from .streaming.resident import Resident
 from .streaming.stream import Streamed
 from .streaming.timing import CallTimes
+from .units.made_file import trim_made
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, Role
 from .work import Work, WorkBook
@@ -291,13 +292,28 @@ class Residents:
         self.readings.read_ahead(self.schedule.units())
 
     def keep_made(self, unit: ManagedModel) -> None:
-        """Encode a unit's weights into their file, if it is to have one and there is none yet."""
+        """Encode a unit's weights into their file, if it is to have one and there is none, or it is gone by now.
+
+        Where it cannot be written the weights are encoded in RAM, until the pipeline is opened again.
+        """
+        if unit.made_file is None or unit.leases:
+            return
+        if unit.is_stale():
+            self.evict(unit)
+        unit.check_made()
         if not (unmade := unit.unmade_bytes):
             return
         self.evict(unit)
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
-        unit.keep_made(self.readings.looking(unit, "encoding", unmade))
+        try:
+            unit.keep_made(self.readings.looking(unit, "encoding", unmade))
+        except OSError as error:
+            release_frames(error)
+            log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)
+            unit.made_file = None
+            return
+        trim_made(unit.made_file.parent, {other.made_file for other in self.units() if other.made_file})
 
     def _room_bytes(self, unit: ManagedModel) -> int:
         """What a unit could have once everything that may leave has left."""

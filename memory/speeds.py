@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
 import threading
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import cache_home, read_json, replace_file
+from .files import cache_home, read_json, write_cache
 from .rates import ASSUMED
 
 MAX_LISTS = 400  # of pieces, and of what runs took beyond their forecast
@@ -34,8 +33,7 @@ def note(key: str, numbers: Mapping[str, float], file: bool = True) -> None:
             return
         _known[key] = dict(numbers)
         if file:
-            with contextlib.suppress(OSError):
-                replace_file(_file(), json.dumps(_read() | {key: _known[key]}, indent=1).encode())
+            write_cache(_file(), json.dumps(_read() | {key: _known[key]}, indent=1).encode())
 
 
 def observe_disk(nbytes: int, seconds: float, disk: int | None) -> None:
@@ -74,8 +72,7 @@ def note_pieces(key: str, facts: Any) -> None:
         lists.pop(key, None)
         if facts is not None:
             lists[key] = facts
-        with contextlib.suppress(OSError):
-            replace_file(path, json.dumps(dict(list(lists.items())[-MAX_LISTS:])).encode())
+        write_cache(path, json.dumps(dict(list(lists.items())[-MAX_LISTS:])).encode())
 
 
 def _disk_key(disk: int) -> str:

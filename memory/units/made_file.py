@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -38,13 +41,17 @@ _TYPES = {
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn)
 }
 _NOTE = "ballast_encoded"
+_NAME = re.compile("-[0-9a-f]{32}$")
 _ENTRY_BYTES = 640  # of the header, beside the names of a weight
 _ROOM_BYTES = 2**30  # that the disk keeps free
+MAX_BYTES = 64 * 2**30  # of all files of a folder: several of the largest models
+_IN_USE_SECONDS = 3600  # a run of any process that began so recently may still read its file
 
 
 def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | None:
     """`stored` with the weights that a file holds encoded; None where there is no such file, or a damaged one."""
     try:
+        note_use(path)
         header, told = read_header(path), _told(path)
         found, begin = (
             dict(stored),
@@ -72,6 +79,34 @@ def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | N
     return found
 
 
+def note_use(path: Path) -> None:
+    """Note that a file is used now, by the time of its last access: that of its last change tells readers its content.
+
+    Without a word where that cannot be, as in a folder that this process may only read.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def trim_made(folder: Path, in_use: Collection[Path]) -> None:
+    """Remove the least recently used files beyond MAX_BYTES, but none that is in use here, or was within an hour."""
+    entries = []
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError):  # another process trims as well
+            stat = path.stat()
+            if _NAME.search(path.stem):  # no other file that somebody keeps in the folder
+                entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    held = sum(size for _, size, _ in entries)
+    for used, size, path in sorted(entries):
+        if held <= MAX_BYTES:
+            break
+        if path not in in_use and time.time() - used > _IN_USE_SECONDS:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                held -= size
+                log.warning("Ballast: removed %s, encoded weights that were not used for long", path)
+
+
 def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], look: Callable[[int], None]) -> int:
     """Encode the weights of a module that have a maker, a few at a time, into a file. Returns the bytes of the file.
 
@@ -91,8 +126,7 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
     free = shutil.disk_usage(path.parent).free
     if free < wanted + _ROOM_BYTES:
         raise OSError(
-            f"encoded weights take {format_bytes(wanted)} in {path.parent}, where {format_bytes(free)} are free. Make "
-            "room there, or leave cache_encoded out."
+            f"encoded weights take {format_bytes(wanted)} in {path.parent}, where {format_bytes(free)} are free. Make room there."
         )
     groups = [[slot.tensor] for slot in places.values()]
     reserved = sum(_ENTRY_BYTES + 2 * sum(map(len, names[id(slot.shown)])) for slot in places.values()) + _ENTRY_BYTES

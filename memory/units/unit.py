@@ -22,13 +22,13 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
-from .encoding import Source, mark_encoded, mark_made, unmark_made
+from .encoding import Source, mark_encoded, mark_made, unmark_encoded, unmark_made
 from .loading import Interruptible, find_stored, load_behind, load_stored
-from .made_file import read_made, write_made
+from .made_file import note_use, read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
 from .reader import Look, Reading
 from .structure import Slot, slots
-from .weights import disk_number, is_unchanged
+from .weights import Stamp, disk_number, is_unchanged
 
 if TYPE_CHECKING:
     from ..codecs.making import Maker
@@ -100,6 +100,7 @@ class ManagedModel:
         self._stored = stored
         self.maker: Maker | None = None  # these two are set before the module is first asked for
         self.made_file: Path | None = None
+        self._unmade: tuple[Callable[[], Mapping[str, Source]], Maker] | None = None  # while it runs from that file
         self._module: nn.Module | None = None
         self._on_host = False
         self._held: dict[int, int] = {}  # of the pieces that are in RAM where not all is: their bytes
@@ -140,9 +141,34 @@ class ManagedModel:
         """Where the weights lie: in the file of what was made of them, if there is one by now."""
         stored = self._stored() if self._stored else {}
         if self.maker and self.made_file and (made := read_made(self.made_file, stored)) is not None:
+            self._unmade = (lambda: stored), self.maker
             self._stored, self.maker = (lambda: made), None
             return made
         return stored
+
+    def check_made(self) -> None:
+        """Note that its `made_file` is used now; one that is gone, or another by now, is given up, and to be made anew.
+
+        Not for a unit that is placed.
+        """
+        if self._unmade is None or self.made_file is None:
+            return
+        if all(is_unchanged(self.made_file, stamp) for stamp in self._stamps(self.made_file)):
+            note_use(self.made_file)
+            return
+        self.drop()
+        (self._stored, maker), self._unmade = self._unmade, None
+        self.maker, plain, module = maker, self._stored(), self.module
+
+        def mark() -> nn.Module:
+            unmark_encoded(module, plain)
+            mark_encoded(module, self._found())  # maybe of another file by now
+            if self.maker:
+                mark_made(module, self.maker)
+            return module
+
+        _apart(mark)
+        self._size_bytes = None
 
     @property
     def unmade_bytes(self) -> int:
@@ -167,7 +193,7 @@ class ManagedModel:
         write_made(self.made_file, module, found, look)
         stored = self._found()
         if self.maker:
-            raise ValueError(f"{self.made_file} was damaged as soon as it was written. Check the disk.")
+            raise OSError(f"{self.made_file} was damaged as soon as it was written. Check the disk.")
 
         def mark() -> nn.Module:
             unmark_made(module)
@@ -427,8 +453,13 @@ class ManagedModel:
 
     def is_stale(self) -> bool:
         """Whether files that it is read from are others by now, or gone."""
-        places = self._stored().values() if self._stored else ()
-        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in places})
+        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in self._places()})
+
+    def _places(self) -> Collection[Source]:
+        return self._stored().values() if self._stored else ()
+
+    def _stamps(self, path: Path) -> set[Stamp | None]:
+        return {at.stamp for at in self._places() if at.path == path}
 
     def drop(self, nbytes: int | None = None) -> int:
         """Give the host copy up, or whole pieces of it until so many bytes are free; they are read again when needed.

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ...memory.files import read_json, replace_file
+from ...memory.files import read_json, write_cache
 from ...memory.planning.dry_run import StandIns
 from ...memory.units.unit import ManagedModel
 from .echo import Echo
@@ -98,8 +97,7 @@ def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
     if key:
         _remember(key, verdict)
     if key and directory:
-        with suppress(OSError):
-            replace_file(directory / f"{key}.json", json.dumps(asdict(verdict)).encode())
+        write_cache(directory / f"{key}.json", json.dumps(asdict(verdict)).encode())
 
 
 def not_compared(error: Exception) -> Verdict:

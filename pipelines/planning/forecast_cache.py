@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...memory.files import read_json, replace_file
+from ...memory.files import read_json, write_cache
 from ...memory.planning.calls import KnownCalls
 from ...memory.planning.forecast import Forecast
-
-log = logging.getLogger("ballast")
 
 MAX_ENTRIES = 1000
 
@@ -62,13 +60,11 @@ def _get(directory: Path, key: str, parse: Callable[[Any], Any]) -> Any:
 def _put(directory: Path, key: str, value: Any, facts: Mapping[str, Any]) -> None:
     with _lock:
         _remember(key, value)
-        try:
-            replace_file(_path(directory, key), json.dumps(facts).encode())
+        write_cache(_path(directory, key), json.dumps(facts).encode())
+        with suppress(OSError):  # other processes remove them as well
             paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
             for path in paths[:-MAX_ENTRIES]:
                 path.unlink(missing_ok=True)
-        except OSError as error:
-            log.debug("Ballast: forecasts cannot be kept in %s: %s", directory, error)
 
 
 def _remember(key: str, value: Any) -> None:

@@ -123,12 +123,14 @@ class StageRunner(ModelFamily):
             unit = part.unit(label)
             if unit.role in _ENCODED and self._maker:
                 unit.maker = self._maker
-                digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
-                unit.made_file = folder and folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
             return unit
 
         key = (part.key, self.weights, folder) if self._maker else part.key
-        return self.manager.claim(key, make, self._owner)
+        unit = self.manager.claim(key, make, self._owner)
+        if folder and self._maker and unit.role in _ENCODED:  # again, where it could not be written
+            digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
+            unit.made_file = folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
+        return unit
 
     @contextlib.contextmanager
     def _wearing(self, units: Sequence[ManagedModel]) -> Iterator[None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -168,19 +170,124 @@ def test_stopping_leaves_no_file_and_the_next_run_writes_it(
     forget(pipe)
 
 
-def test_no_room_on_the_disk_is_one_line(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = opened(tmp_path, "int8")
+@pytest.mark.parametrize("trouble", ["no room", "no folder", "full in the middle"])
+def test_what_cannot_be_written_is_encoded_in_ram(
+    trouble: str, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And written by the next pipeline that is opened where it can be."""
     cond = opened(tmp_path / "plain").encode("a red circle")
-    few = shutil.disk_usage(tmp_path)._replace(free=2**30 + 1000)
-    monkeypatch.setattr(made_file.shutil, "disk_usage", lambda _: few)
-    with pytest.raises(
-        OSError, match=r"^encoded weights take .* are free. Make room there, or leave cache_encoded out.$"
-    ):
-        pipe.sample(cond, **SIZE)
-    assert not files(tmp_path) and sim.stats().allocated_bytes == 0
+    expected = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights="int8").sample(cond, **SIZE)
+    pipe = opened(tmp_path, "int8")
+    if trouble == "no room":
+        few = shutil.disk_usage(tmp_path)._replace(free=2**30 + 1000)
+        monkeypatch.setattr(made_file.shutil, "disk_usage", lambda _: few)
+    elif trouble == "no folder":
+        (tmp_path / "encoded").write_bytes(b"")
+    else:
+
+        def full(*given: Any) -> Any:
+            raise OSError(28, "No space left on device")
+            yield
+
+        monkeypatch.setattr(made_file, "making", full)
+    for _ in range(2):
+        assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    assert caplog.text.count("is encoded in RAM: ") == 1 and sim.stats().allocated_bytes == 0
     monkeypatch.undo()
-    pipe.sample(cond, **SIZE)
+    (tmp_path / "encoded").unlink() if trouble == "no folder" else None
+    assert not files(tmp_path)
+    pipe = opened(tmp_path, "int8")
+    assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    assert len(files(tmp_path)) == 1
     forget(pipe)
+
+
+@pytest.mark.parametrize(
+    ("damage", "ram", "keep"),
+    [
+        ("folder deleted", None, True),
+        ("deleted", 0.6, False),
+        ("cut", None, False),
+        ("emptied", 0.6, True),
+        ("written again", 0.6, False),
+        ("replaced", None, False),
+    ],
+)
+def test_a_file_that_is_gone_or_another_is_made_again(
+    damage: str, ram: float | None, keep: bool, tmp_path: Path, sim: ModuleType
+) -> None:
+    """In the same process and pipeline, whatever was in RAM, on the device, or being run from disk."""
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    pipe = opened(tmp_path, "int8", keep=keep)
+    expected = pipe.sample(cond, **SIZE)
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    if ram:
+        forget(pipe)
+        pipe = pipe.within(vram=2 * 10**6, ram=int(ram * pipe.denoisers[0].size_bytes), keep=keep)
+        assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    if damage == "folder deleted":
+        shutil.rmtree(path.parent)
+    elif damage == "deleted":
+        path.unlink()
+    elif damage == "replaced":
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(whole[:100])
+    else:
+        path.write_bytes({"cut": whole[:-100], "emptied": b"", "written again": whole}[damage])
+    for _ in range(2):
+        assert torch.equal(pipe.sample(cond, **SIZE), expected)
+        assert path.read_bytes() == whole
+    pipe.plan(**SIZE)
+    pipe.manager.free()
+    assert sim.stats().allocated_bytes == 0
+    forget(pipe)
+
+
+def test_a_file_that_goes_while_it_is_run_from_is_one_line_and_made_again(tmp_path: Path, sim: ModuleType) -> None:
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    pipe = opened(tmp_path, "int8")
+    expected = pipe.sample(cond, **SIZE)
+    (path,) = files(tmp_path)
+    forget(pipe)
+    short = pipe.within(vram=2 * 10**6, ram=int(0.6 * pipe.denoisers[0].size_bytes))
+    with pytest.raises(OSError, match=r"safetensors cannot be read \(No such file"):
+        short.sample(cond, **SIZE, on_step=lambda *_: path.unlink(missing_ok=True))
+    assert torch.equal(short.sample(cond, **SIZE), expected) and path.is_file()
+    forget(pipe)
+
+
+def test_all_files_together_are_bounded(
+    tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was not used for longest goes; what is in use here, or was within an hour, and files of others stay."""
+    cond = opened(tmp_path / "plain").encode("a red circle")
+    folder = tmp_path / "encoded"
+    folder.mkdir()
+    long_ago, names = time.time() - 10**6, []
+    for at, name in enumerate(("oldest", "older", "old", "another")):
+        names.append(folder / f"transformer-int8-{at:032x}.safetensors" if name != "another" else folder / "my.safetensors")
+        names[-1].write_bytes(bytes(1000))
+        os.utime(names[-1], (long_ago + at, long_ago + at))
+    recent = folder / f"transformer-int8-{9:032x}.safetensors"
+    recent.write_bytes(bytes(1000))
+    os.utime(recent, (time.time() - 60, long_ago - 1))
+    pipe = opened(tmp_path, "int8")
+    expected = pipe.sample(cond, **SIZE)
+    mine = pipe.denoisers[0].made_file
+    assert all(path.exists() for path in (*names, recent, mine)), "they are far below the bound"
+    os.utime(mine, (long_ago - 5, mine.stat().st_mtime))  # as if its time were not noted
+    monkeypatch.setattr(made_file, "MAX_BYTES", mine.stat().st_size + 1000 + 2000)
+    other = opened(tmp_path, "exact12")
+    before = mine.stat().st_mtime_ns
+    other.sample(cond, **SIZE)
+    assert [path.exists() for path in names] == [False, False, False, True]
+    assert recent.exists() and mine.exists() and other.denoisers[0].made_file.exists()
+    assert caplog.text.count("removed ") == 3
+    assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    assert mine.stat().st_mtime_ns == before and mine.stat().st_atime > time.time() - 600
+    forget(pipe)
+    forget(other)
 
 
 def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
