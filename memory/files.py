@@ -79,6 +79,11 @@ def one_line(where: Path, task: str) -> Iterator[None]:
         raise kind(f"{where} cannot be {task} ({reason[:300]}). Check that all of it is downloaded.") from error
 
 
+def placed(path: str | Path) -> Path:
+    """Return a path that a user gave, as it is from now on, whatever the working folder becomes."""
+    return Path(path).expanduser().absolute()
+
+
 def cache_home() -> Path:
     """`ballast` under XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"

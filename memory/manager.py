@@ -9,6 +9,7 @@ them keep in RAM by the RAM budget.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -47,12 +48,22 @@ _SOON_SECONDS = 0.02  # where the host is about to unload, or a manager is at wo
 
 
 def manager(device: str | torch.device = "auto") -> MemoryManager:
-    """The one manager of a device."""
+    """The one manager of a device. Raises RuntimeError as `refuse_fork`."""
+    refuse_fork()
     found = resolve_device(device)
     with _managers_lock:
         if found not in _managers:
             _managers[found] = MemoryManager(found)
         return _managers[found]
+
+
+def refuse_fork() -> None:
+    """Raise RuntimeError in a process that was forked from one with managers: their threads and locks are lost there."""
+    if any(each.process != os.getpid() for each in _managers.values()):
+        raise RuntimeError(
+            "this process was forked from one that uses Ballast, whose threads and device it does not have. Start it "
+            "with multiprocessing's 'spawn', and open the pipeline there."
+        )
 
 
 def managers() -> list[MemoryManager]:
@@ -86,6 +97,7 @@ class MemoryManager:
     """Loads units onto one device within a budget, and takes them away again. Use `manager()` to get it."""
 
     def __init__(self, device: torch.device) -> None:
+        self.process = os.getpid()  # that it belongs to
         self.accelerator = Accelerator(device)
         self.device = device
         self._books = Books()

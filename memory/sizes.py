@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?(B?)\s*", re.IGNORECASE)
@@ -21,7 +22,7 @@ def parse_bytes(value: int | float | str) -> int:
             raise ValueError(f"not a size: {value!r}. Write bytes, or a number with KB, MB, GB or TB, such as '6GB'.")
         prefix = match[2].upper()
         return int(float(match[1]) * _UNITS[prefix + "B" if prefix else ""])
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
         raise ValueError(f"not a size: {value!r}. Write bytes, or a string such as '6GB'.")
     return int(value)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..memory.files import placed
 from .encoding.embedding_cache import shared_cache
 from .families.hidream import HiDreamPipeline
 from .families.newbie import NewbiePipeline, is_newbie
@@ -17,6 +18,7 @@ from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
 from .generic import GenericPipeline
+from .options import plain_defaults
 from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
 
@@ -26,9 +28,11 @@ FAMILIES: dict[str, type[StagedPipeline]] = {
     "NewbiePipeline": NewbiePipeline,
     "PyramidFlow": PyramidFlowPipeline,
 }
+_PATHS = ("llama", "gemma", "jina", "text", "vae", "controlnet")  # of the families' own arguments
 _COMMON = ("folder", "dtype", "files", "shared")  # arguments of every family's class
 
 
+@plain_defaults()
 def open_pipeline(
     path: str | Path,
     device: str | torch.device = "auto",
@@ -71,7 +75,7 @@ def open_pipeline(
     transformer, the file `vae` and the folder `text`.
     Raises FileNotFoundError or ValueError, in one line, for a folder that cannot be run.
     """
-    folder = Path(path).expanduser()
+    folder = placed(path)
     shared: dict[str, Any] = {}
     parts = {
         "text_encoders": text_encoders,
@@ -85,13 +89,14 @@ def open_pipeline(
     if base is not None or alone:
         files = _given(folder, text_encoders, vae, transformer_2, tokenizers, image_encoder)
         shared["files"] = files
-        folder = files.published() if base is None else Path(base).expanduser()
+        folder = files.published() if base is None else placed(base)
     elif given:
         raise ValueError(
             f"{folder} takes no {', '.join(given)}, which go with the single file of a transformer. Leave them out."
         )
     elif vae is not None:
         family["vae"] = vae  # of a family that has such a file
+    family |= {name: placed(family[name]) for name in _PATHS if family.get(name)}
     name = _family(folder)
     cls: Any = FAMILIES.get(name, GenericPipeline)
     if shared and not issubclass(cls, GenericPipeline):
@@ -99,7 +104,7 @@ def open_pipeline(
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
-    cache = shared_cache(Path(cache_dir) if cache_dir else None)
+    cache = shared_cache(placed(cache_dir) if cache_dir else None)
     try:
         pipe: StagedPipeline = cls(
             folder,
@@ -135,13 +140,13 @@ def _given(
     """The files of parts of a model. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
-    encoders = tuple(Path(each).expanduser() for each in text_encoders)
-    others = (None if each is None else Path(each).expanduser() for each in (vae, transformer_2, image_encoder))
+    encoders = tuple(placed(each) for each in text_encoders)
+    others = (None if each is None else placed(each) for each in (vae, transformer_2, image_encoder))
     decoder, second, seeing = others
     for each in (path, *encoders, decoder, second, seeing):
         if each is not None and not each.is_file():
             raise FileNotFoundError(f"there is no file {each}. Put it back, or name another.")
-    folders = {kind: Path(each).expanduser() for kind, each in dict(tokenizers).items()}
+    folders = {kind: placed(each) for kind, each in dict(tokenizers).items()}
     if unknown := sorted(folders.keys() - KINDS.keys()):
         raise ValueError(f"there are no tokenizers of {', '.join(unknown)}. Known are {', '.join(KINDS)}.")
     return GivenFiles(path, encoders, decoder, second, folders, seeing)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
 from typing import Any
+
+import torch
 
 TRUE_CFG = "true_cfg"
 
@@ -62,6 +65,26 @@ def check_numbers(whole: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
         number = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
         if scale is not None and not number:
             raise ValueError(f"{name} is {str(scale)[:80]!r}; it takes a number.")
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Run as if the caller had not set another default device or type of torch, which files and stock code count on."""
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    with ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy, or any other kind, as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_stage(title: str, options: Iterable[str], for_text: Collection[str]) -> None:

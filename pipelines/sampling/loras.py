@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...memory.files import placed
 from ...memory.units.branches import Adapter, Worn
 from ...memory.units.unit import ManagedModel
 from ..files.lora import Branches, LeaveOut, changes_text, check_lora, identity, read_lora
 from ..files.lora_layouts import Converters
+from ..options import plain_number
 
 log = logging.getLogger("ballast")
 
@@ -109,7 +111,7 @@ def _spec(given: Any) -> tuple[Path, Strength, tuple[str, ...]]:
         path, strength, *others = given
         (parts,) = others or ("",)
         parts = re.split(r"[,\s]+", parts) if isinstance(parts, str) else parts
-        return Path(path).expanduser(), strength, tuple(part.strip(".") for part in parts if part.strip("."))
+        return placed(path), plain_number(strength), tuple(part.strip(".") for part in parts if part.strip("."))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{str(given)[:200]!r} is no LoRA with its strength. Give pairs, such as ('detail.safetensors', 0.8)."
@@ -131,7 +133,7 @@ def _open(
     known: Sequence[Lora],
 ) -> Lora:
     names = [unit.name for unit in units]
-    by_name = dict(strength) if isinstance(strength, Mapping) else {}
+    by_name = {name: plain_number(value) for name, value in strength.items()} if isinstance(strength, Mapping) else {}
     for value in by_name.values() if isinstance(strength, Mapping) else [strength]:
         if not _is_number(value):
             told = repr(value)[:40]

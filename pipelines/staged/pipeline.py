@@ -9,7 +9,7 @@ from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning
-from ..options import TRUE_CFG
+from ..options import TRUE_CFG, plain_defaults, plain_number
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
 from ..sampling.loras import Given as Loras
@@ -26,6 +26,7 @@ class StagedPipeline(ManyRuns):
     stays on the device between runs for as long as nothing else needs the room.
     """
 
+    @plain_defaults()
     def set_loras(self, loras: Loras) -> None:
         """Run with these LoRAs from now on, and with no others: (file, strength) each, in this order.
 
@@ -46,6 +47,7 @@ class StagedPipeline(ManyRuns):
         """What is to be known of each LoRA in use: which of two transformers it is for, and what was left out."""
         return [notes_of(lora, self.denoisers) for lora in self._loras]
 
+    @plain_defaults()
     def plan(
         self,
         width: int | None = None,
@@ -86,6 +88,9 @@ class StagedPipeline(ManyRuns):
         """
         if strategy == "cpu":
             raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
+        width, height, steps, guidance, frames = map(plain_number, (width, height, steps, guidance, frames))
+        batch, cards, strength = map(plain_number, (batch, cards, strength))
+        options = {name: plain_number(value) for name, value in options.items()}
         steps = self.default_steps if steps is None else steps
         references = as_pictures(images, "images") if cond is None else cond.pictures
         read = self._pictures_read(references) if cond is None else {}

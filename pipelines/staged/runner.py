@@ -19,7 +19,7 @@ from ...memory.codecs.making import maker_of
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
-from ...memory.manager import MemoryManager, manager
+from ...memory.manager import MemoryManager, manager, refuse_fork
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
@@ -72,7 +72,7 @@ class StageRunner(ModelFamily):
         self._maker = maker_of(weights)
         self.cache_encoded = cache_encoded
         self.title = title_of(folder)
-        self.manager: MemoryManager = manager(device)
+        self._manager = manager(device)
         self.vram_bytes = None if vram is None else parse_bytes(vram)
         self.ram_bytes = None if ram is None else parse_bytes(ram)
         self.keep = keep
@@ -81,6 +81,12 @@ class StageRunner(ModelFamily):
         self.encoders = []
         self.denoisers = []
         self._owner = _Owner()
+
+    @property
+    def manager(self) -> MemoryManager:
+        """The manager of its device. Raises RuntimeError in a forked process, before a stage begins to wait there."""
+        refuse_fork()
+        return self._manager
 
     def within(self: Opened, vram: int | str | None = None, ram: int | str | None = None, keep: bool = False) -> Opened:
         """The same pipeline with other budgets for its runs, as in `open_pipeline`. Both share all that they load."""

@@ -12,6 +12,7 @@ import torch
 
 from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
+from ..options import plain_defaults
 from ..sampling.loras import refuse_scales
 from .family import StageName
 from .pictures import as_pictures
@@ -103,6 +104,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         finally:
             run.manager.stop_reading([*run.encoders, *run.denoisers, run.decoder])
 
+    @plain_defaults()
     def encode_items(self, items: Sequence[Item]) -> list[Conditioning | Exception]:
         """The conditionings of items, or why there is none, each encoder loaded once for as many as RAM holds."""
         found: dict[int, Conditioning | Exception] = {}

@@ -18,7 +18,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
-from ..options import TRUE_CFG, check_numbers
+from ..options import TRUE_CFG, check_numbers, plain_defaults, plain_number
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
@@ -80,6 +80,7 @@ class SampleStage(StageRunner):
             return notes + self._scale_notes(guidance, 1)
         return notes + self._scale_notes(guidance, true_cfg)
 
+    @plain_defaults()
     def sample(
         self,
         cond: Conditioning,
@@ -134,6 +135,9 @@ class SampleStage(StageRunner):
         0..1 are the frames of a video to start from; then `mask` and `control` may have as many. The class of diffusers
         that does this is driven on the same components; it takes pictures in 8 bits.
         """
+        width, height, steps, guidance, frames = map(plain_number, (width, height, steps, guidance, frames))
+        seed, batch, cards, strength = map(plain_number, (seed, batch, cards, strength))
+        options = {name: plain_number(value) for name, value in options.items()}
         check_seed(seed)
         if noise is not None:
             check_noise(noise)

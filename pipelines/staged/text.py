@@ -13,6 +13,7 @@ from ...memory.host.flags import host_flags
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
+from ..options import plain_defaults, plain_number
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
@@ -31,6 +32,7 @@ class TextStage(StageRunner):
         self._listener = Listener()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
+    @plain_defaults()
     def encode(
         self, prompt: Prompt, negative_prompt: Negative = None, images: Given = None, **options: Any
     ) -> Conditioning:
@@ -41,6 +43,7 @@ class TextStage(StageRunner):
         conditioning. `options` are further arguments of the pipeline's own `encode_prompt`. No encoder stays on the
         device.
         """
+        options = {name: plain_number(value) for name, value in options.items()}
         self._check_options(options)
         refuse_scales(self._loras, options)
         pictures = as_pictures(images, "images")

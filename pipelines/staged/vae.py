@@ -10,6 +10,7 @@ from torch import nn
 
 from ..decoding.decode import Call, VaeRun, run_decoder, run_encoder, to_images
 from ..decoding.policy import WayName
+from ..options import plain_defaults
 from ..planning.plans import SEEING
 from ..planning.vae_forecasts import Method, VaeForecasts
 from ..sampling.latents import check_finite, check_fit, check_latents
@@ -21,6 +22,7 @@ class VaeStages(StageRunner):
 
     keeps_vae = False
 
+    @plain_defaults()
     def decode(self, latents: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Pictures from latents, decoded in float32: [B,H,W,3], for a video [B,F,H,W,3], float32 in 0..1 on the CPU.
 
@@ -40,6 +42,7 @@ class VaeStages(StageRunner):
         check_fit(latents, f"the VAE of {self.title}", takes, self.latent_dimensions, advice)
         check_finite(latents, "the latents hold")
 
+    @plain_defaults()
     def encode_image(self, image: torch.Tensor) -> torch.Tensor:
         """Latents of pictures [B,H,W,3] in 0..1, to start a run from: [B,C,h,w], or [B,C,1,h,w] where there are frames.
 

@@ -15,7 +15,7 @@ from .component import FileComponent, encoder_component, transformer_component, 
 from .contents import SingleFile, holds_vae, read_single, type_of
 from .encoders import unprojected
 from .processors import PairedProcessor
-from .published import comes_with_pack, folders_of, published_folder
+from .published import comes_with_pack, folders_of, published_folder, usual_encoder
 from .spiece import CarriedTokenizer, carries_tokenizer, model_in
 from .transformers import LAYOUTS
 from .vaes import VAES
@@ -86,10 +86,22 @@ class GivenFiles:
         if self.image_encoder:
             makers[_SEEING] = partial(_image_encoder, self.image_encoder)
         if left:
-            encoders = (name for name in index if name.startswith(_ENCODER))
-            makers |= {name: partial(_encoder, left, makers.get(name, _with_weights)) for name in encoders}
+            encoders = [name for name, entry in index.items() if name.startswith(_ENCODER) and None not in entry]
+            say = partial(self._not_chosen, len(encoders))
+            makers |= {name: partial(_encoder, left, makers.get(name, _with_weights), say) for name in encoders}
         makers |= {name: partial(_unprojected, makers[name]) for name in index.get("_unprojected", ())}
         return makers
+
+    def _not_chosen(self, encoders: int, base: Component) -> str:
+        """Return a sentence that names an encoder's missing file; empty where there are files enough for `encoders`."""
+        count = len(set(self.text_encoders))
+        if count >= encoders:
+            return ""
+        title = _read(self.transformer, None).title
+        again = count < len(self.text_encoders)
+        what = usual_encoder(title, base.name) or base.cls.__name__
+        said = "has a file that is chosen already" if again else "is not chosen"
+        return f"{_ENCODER}_{count + 1} {said}: {title} needs {what}."
 
     def check_read(self, found: Iterable[Component]) -> None:
         """Raise ValueError, in one line, for a file that is no part of the pipeline."""
@@ -126,7 +138,7 @@ def _vae(path: Path, base: Component) -> Component:
     return vae_component(base, read_single(path, VAES, "VAE", base.dtype or type_of(path), base.config))
 
 
-def _encoder(left: list[Path], otherwise: Maker, base: Component) -> Component:
+def _encoder(left: list[Path], otherwise: Maker, say: Callable[[Component], str], base: Component) -> Component:
     """An encoder with the weights of the first of the files that fits it, which is taken from them; else the base's."""
     reasons = []
     for path in left:
@@ -140,6 +152,8 @@ def _encoder(left: list[Path], otherwise: Maker, base: Component) -> Component:
     try:
         return otherwise(base)
     except (FileNotFoundError, ValueError) as error:
+        if not_chosen := say(base):
+            raise ValueError(not_chosen) from error
         if not reasons:
             raise
         raise ValueError(" ".join([f"{error} None of the files given fits it:", *reasons])) from error

@@ -32,6 +32,19 @@ KINDS = {
     "gemma": "Gemma 2",
 }
 
+_ENCODERS = {
+    "clip_l": "CLIP-L",
+    "clip_g": "CLIP-G",
+    "t5": "T5-XXL",
+    "umt5": "UMT5-XXL",
+    "pile_t5": "Pile-T5-XL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3": "Qwen3",
+    "llama": "Llama 3.1",
+    "llava": "LLaVA of Llama 3",
+    "gemma": "Gemma 2",
+}
+
 
 def published_folder(single: SingleFile, two: bool) -> Path:
     """The folder of facts of the model whose transformer that file is, one of `two`, or the only one.
@@ -53,6 +66,17 @@ def published_folder(single: SingleFile, two: bool) -> Path:
         f"{single.path} is {single.title}, and of no model whose configs come with Ballast"
         f"{': these are ' + ', '.join(known) if known else ''}. Give base as well: the diffusers folder of that model."
     )
+
+
+def usual_encoder(title: str, name: str) -> str:
+    """Return the kind of a published model's encoder, and what its file is usually called; empty where none is known."""
+    for folder in sorted((FACTS / "models").iterdir()):
+        index = read_model_index(folder)
+        if index["_file"]["title"] == title and name in index["_parts"]:
+            part, usual = index["_parts"][name]
+            kind = next((said for start, said in _ENCODERS.items() if part.startswith(start)), part)
+            return f"{kind}, such as {usual.removesuffix('.safetensors')}"
+    return ""
 
 
 def _is_named(path: Path, told: Mapping[str, Any]) -> bool:

@@ -266,7 +266,9 @@ def test_all_files_together_are_bounded(
     folder.mkdir()
     long_ago, names = time.time() - 10**6, []
     for at, name in enumerate(("oldest", "older", "old", "another")):
-        names.append(folder / f"transformer-int8-{at:032x}.safetensors" if name != "another" else folder / "my.safetensors")
+        names.append(
+            folder / f"transformer-int8-{at:032x}.safetensors" if name != "another" else folder / "my.safetensors"
+        )
         names[-1].write_bytes(bytes(1000))
         os.utime(names[-1], (long_ago + at, long_ago + at))
     recent = folder / f"transformer-int8-{9:032x}.safetensors"

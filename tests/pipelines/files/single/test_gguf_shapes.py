@@ -1,4 +1,4 @@
-"""GGUF files whose tensors lost sizes of 1, or have the kernels of convolutions folded, or more dimensions than ggml."""
+"""GGUF files whose tensors lost sizes of 1, or have folded kernels, or more dimensions than ggml knows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,140 @@
+"""What callers do around a pipeline: other folders, numbers of NumPy, defaults of torch, and forks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import numpy as np
+import pytest
+import tiny
+import torch
+from ballast.memory.manager import manager
+from single_files import base_of, state_of, transformer_file
+
+Folders = Callable[[str], Path]
+SIZE: dict[str, Any] = {"width": 48, "height": 32, "steps": 1}
+
+
+def test_paths_stay_what_they_were_when_opened(
+    tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folders("sd3")
+    base_of(folder, tmp_path / "model")
+    transformer_file("sd3", folder, tmp_path / "model.safetensors")
+    (tmp_path / "model" / "text_encoder" / "model.safetensors").rename(tmp_path / "clip.safetensors")
+    (tmp_path / "other").mkdir()
+    settings: dict[str, Any] = {"base": "model", "text_encoders": ["clip.safetensors"], "cache_dir": "cache"}
+    monkeypatch.chdir(tmp_path)
+    expected = None
+    for away in (False, True):
+        pipe = ballast.open_pipeline("model.safetensors", "cpu", **settings)
+        if away:
+            manager("cpu").free()
+            monkeypatch.chdir(tmp_path / "other")
+        latents = pipe.sample(pipe.encode("a", max_sequence_length=48), **SIZE)
+        pipe.decode(latents)
+        assert expected is None or torch.equal(latents, expected)
+        expected = latents
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_numbers_of_numpy_are_numbers(tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), "sim", vram=np.int64(2**27), cache_dir=tmp_path)
+    cond = pipe.encode("a", max_sequence_length=np.int64(48))
+    expected = pipe.sample(cond, width=48, height=32, steps=2, guidance=3.5, seed=7)
+    numbers: dict[str, Any] = {"width": np.int64(48), "height": np.int32(32), "steps": np.uint8(2)}
+    made = pipe.sample(cond, **numbers, guidance=np.float32(3.5), seed=np.int64(7), batch=np.int64(1))
+    assert torch.equal(made, expected)
+    plan = pipe.plan(**numbers, guidance=np.float32(3.5), vram=np.float64(2**27), cond=cond)
+    assert (
+        plan.peak_vram_bytes
+        == pipe.plan(width=48, height=32, steps=2, guidance=3.5, vram=2**27, cond=cond).peak_vram_bytes
+    )
+    with pytest.raises(ValueError, match=r"^width is 'tensor\(48\)'; it takes a whole number\.$"):
+        pipe.sample(cond, width=torch.tensor(48))
+
+
+@pytest.fixture(params=["meta", "sim", "float64", "bfloat16"])
+def default(request: pytest.FixtureRequest, sim: ModuleType) -> Iterator[str]:
+    """A default device or type that the caller has set; set by calling it."""
+    yield request.param
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_defaults_of_the_caller_change_nothing(
+    default: str, device: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    folder, made = tiny_folders("sd3"), []
+    for at, name in enumerate(("", default)):
+        manager(device).free()
+        if name in ("meta", "sim"):
+            torch.set_default_device(name)
+        elif name:
+            torch.set_default_dtype(getattr(torch, name))
+        pipe = ballast.open_pipeline(folder, device, cache_dir=tmp_path / str(at))
+        cond = pipe.encode("a", max_sequence_length=48)
+        latents = pipe.sample(cond, **SIZE)
+        pictures = pipe.decode(latents)
+        plan = pipe.plan(**SIZE, cond=cond, vram=2**27)
+        made.append((latents, pictures, plan.peak_vram_bytes))
+        del pipe
+    with torch.device("cpu"):
+        assert all(torch.equal(one, other) for one, other in zip(made[0][:2], made[1][:2], strict=True))
+    assert made[0][2] == made[1][2]
+    expected = default if default in ("meta", "sim") else "cpu"
+    assert torch.get_default_device().type == expected or torch.get_default_dtype() == getattr(torch, default)
+
+
+def _try(call: Callable[[], Any], said: Any) -> None:
+    try:
+        call()
+        said.put("it ran")
+    except BaseException as error:
+        said.put(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_forked_children_are_told(device: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
+    folder, fork = tiny_folders("sd3"), multiprocessing.get_context("fork")
+    pipe = ballast.open_pipeline(folder, device, cache_dir=tmp_path)
+    cond = pipe.encode("a", max_sequence_length=48)
+    latents = pipe.sample(cond, **SIZE)
+    calls: list[Callable[[], Any]] = [
+        lambda: pipe.sample(cond, **SIZE),
+        lambda: pipe.sample(cond, **SIZE, strategy="cpu"),
+        lambda: pipe.encode("another", max_sequence_length=48),
+        lambda: pipe.decode(latents),
+        lambda: pipe.plan(**SIZE, cond=cond, vram=2**27),
+        lambda: ballast.open_pipeline(folder, device),
+    ]
+    for call in calls:
+        said = fork.SimpleQueue()
+        child = fork.Process(target=_try, args=(call, said))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0, "it hangs or crashed"
+        words = said.get()
+        assert words.startswith("RuntimeError: this process was forked") and "'spawn'" in words and "\n" not in words
+    assert torch.equal(pipe.sample(cond, **SIZE), latents)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_encoder_that_is_not_chosen_is_named(again: bool, tiny_folders: Folders, tmp_path: Path) -> None:
+    folder = tiny_folders("flux")
+    base = base_of(folder, tmp_path / "base", "text_encoder", "text_encoder_2")
+    path = transformer_file("flux", folder, tmp_path / "m.safetensors")
+    (t5,) = (folder / "text_encoder_2").glob("*.safetensors")
+    assert state_of(folder, "text_encoder_2")
+    said = "has a file that is chosen already" if again else "is not chosen"
+    with pytest.raises(ValueError, match=f"^text_encoder_2 {said}: FLUX.1 needs CLIP-L, such as clip_l\\.$"):
+        ballast.open_pipeline(path, "cpu", base=base, text_encoders=[t5, t5] if again else [t5])
+    assert tiny
