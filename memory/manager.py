@@ -58,7 +58,7 @@ def manager(device: str | torch.device = "auto") -> MemoryManager:
 
 
 def refuse_fork() -> None:
-    """Raise RuntimeError in a process that was forked from one with managers: their threads and locks are lost there."""
+    """Raise RuntimeError in a process forked from one with managers: their threads are not there, locks may be held."""
     if any(each.process != os.getpid() for each in _managers.values()):
         raise RuntimeError(
             "this process was forked from one that uses Ballast, whose threads and device it does not have. Start it "

@@ -126,7 +126,8 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
     free = shutil.disk_usage(path.parent).free
     if free < wanted + _ROOM_BYTES:
         raise OSError(
-            f"encoded weights take {format_bytes(wanted)} in {path.parent}, where {format_bytes(free)} are free. Make room there."
+            f"encoded weights take {format_bytes(wanted)} in {path.parent}, where {format_bytes(free)} are free. Make "
+            "room there."
         )
     groups = [[slot.tensor] for slot in places.values()]
     reserved = sum(_ENTRY_BYTES + 2 * sum(map(len, names[id(slot.shown)])) for slot in places.values()) + _ENTRY_BYTES

@@ -69,7 +69,7 @@ def published_folder(single: SingleFile, two: bool) -> Path:
 
 
 def usual_encoder(title: str, name: str) -> str:
-    """Return the kind of a published model's encoder, and what its file is usually called; empty where none is known."""
+    """Return the kind of a published encoder, and what its file is usually called; empty where none is known."""
     for folder in sorted((FACTS / "models").iterdir()):
         index = read_model_index(folder)
         if index["_file"]["title"] == title and name in index["_parts"]:
