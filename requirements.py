@@ -9,7 +9,7 @@ from pathlib import Path
 
 _FILE = Path(__file__).resolve().parent / "requirements.txt"
 _MODULES = {"pillow": "PIL"}  # that are named otherwise than their packages
-_OPTIONAL = ("ftfy", "matplotlib")  # without which only Wan's pipelines, and pictures, say that it is missing
+_OPTIONAL = ("av", "ftfy", "matplotlib")  # without which only films, Wan's pipelines, and charts say that it is missing
 
 
 def wanted() -> dict[str, str]:

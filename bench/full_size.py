@@ -232,7 +232,7 @@ CLASSES: dict[str, tuple[type, dict[str, type], dict[str, int]]] = {
 UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 FULL_SIZE = tuple(PARTS)
 
-SCHEDULERS: dict[str, Callable[[], diffusers.SchedulerMixin]] = {
+SCHEDULERS: dict[str, Callable[[], object]] = {
     "hidream": lambda: diffusers.UniPCMultistepScheduler(**UNIPC_FLOW),
     "flux": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     "flux2_klein": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -330,6 +330,7 @@ def empty(cls: type, config: Mapping[str, Any]) -> Any:
     with init_empty_weights(include_buffers=False):
         if not issubclass(cls, PreTrainedModel):
             return cls(**config)
+        assert cls.config_class is not None, cls
         module = cls(cls.config_class(**config))
     module.tie_weights()
     return module

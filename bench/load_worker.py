@@ -117,5 +117,5 @@ def _wake_memory(nbytes: int) -> None:
 def _start_peak() -> int:
     """Let the peak begin anew, where the system can do that. Returns the RAM of the process now."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
     return psutil.Process().memory_info().rss

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,8 +20,11 @@ from .rss import peak_rss_bytes
 
 LIMIT_SECONDS = 20.0
 LIMIT_BYTES = 2 * 10**9
-_SIZES = {"wan": {"width": 832, "height": 480, "frames": 81}, "qwenimage": {"width": 1328, "height": 1328}}
-_SIZE = {"width": 1024, "height": 1024}
+_SIZES: dict[str, dict[str, Any]] = {
+    "wan": {"width": 832, "height": 480, "frames": 81},
+    "qwenimage": {"width": 1328, "height": 1328},
+}
+_SIZE: dict[str, Any] = {"width": 1024, "height": 1024}
 _SECONDS = 600  # for one model, its folder made
 
 

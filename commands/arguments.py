@@ -6,6 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
+MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
+
+
+def model_path(text: str) -> Path:
+    """A model's folder or file. `demo` is the bundled model; a folder of that name is ./demo."""
+    return DEMO if text == "demo" else Path(text)
+
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the device, its budgets and the placement, for commands that run a model."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_device_arguments, add_model_arguments, family_arguments
+from .arguments import MODEL_HELP, add_device_arguments, add_model_arguments, family_arguments, model_path
 from .images import ANIMATIONS, PICTURES, check_film, frame_files
 from .lines import Line, read_lines
 from .request import FRAMES, Request
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "lines", type=Path, help="a file with a prompt a line (.txt), or with arguments of its own (.jsonl, .csv)"
     )
-    parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
+    parser.add_argument("--model", type=model_path, required=True, help=MODEL_HELP)
     parser.add_argument("--out", type=Path, required=True, help="the folder for the results")
     parser.add_argument("--format", help="png, jpg or webp; for videos webp, gif or mp4; by default png or webp")
     parser.add_argument(

@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .streams import escape_unprintable
+
 if TYPE_CHECKING:
     from ..pipelines import StagedPipeline
     from ..pipelines.encoding.conditioning import Conditioning
@@ -81,8 +83,9 @@ def _process(rank: int, cards: int, meeting: str, told: Any, run: Run, arguments
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cards, "LOCAL_WORLD_SIZE": cards}
     os.environ |= {name: str(value) for name, value in places.items()}
     os.environ["BALLAST_MEETING"] = meeting
+    escape_unprintable()
     try:
-        with open(os.devnull, "w") as nothing, contextlib.ExitStack() as exits:
+        with open(os.devnull, "w", encoding="utf-8", errors="replace") as nothing, contextlib.ExitStack() as exits:
             if rank:
                 exits.enter_context(contextlib.redirect_stdout(nothing))
                 exits.enter_context(contextlib.redirect_stderr(nothing))

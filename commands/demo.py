@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 from . import generate
-from .arguments import add_device_arguments
+from .arguments import DEMO, add_device_arguments
 
-FOLDER = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 PROMPT = "a red circle on a blue background, left"
 
 
@@ -36,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device = "cpu"
     elif no_gpu:
         print(f"No GPU here: the demo runs on a simulated one of {arguments.vram or generate.SIM_BYTES}, in the CPU.")
-    arguments.model, arguments.negative, arguments.dtype = FOLDER, "", "auto"
+    arguments.model, arguments.negative, arguments.dtype = DEMO, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
     arguments.batch = arguments.cards = 1
     arguments.compile, arguments.attention = False, "auto"

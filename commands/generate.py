@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import cards
-from .arguments import add_device_arguments, add_model_arguments, add_picture_arguments, family_arguments
+from .arguments import (
+    MODEL_HELP,
+    add_device_arguments,
+    add_model_arguments,
+    add_picture_arguments,
+    family_arguments,
+    model_path,
+)
 from .images import PICTURES, VIDEOS, check_film, check_output, open_image, opened_pictures, save_images, save_picture
 
 if TYPE_CHECKING:
@@ -25,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_device_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("--model", type=Path, required=True, help="a model's folder, or the file of a transformer")
+    parser.add_argument("--model", type=model_path, required=True, help=MODEL_HELP)
     parser.add_argument("--prompt", default="", help="what to show")
     parser.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
     add_picture_arguments(parser)

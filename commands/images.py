@@ -146,7 +146,7 @@ def _as_seen(picture: Image, path: Path) -> Image:
     picture.load()  # first: Pillow itself turns TIFF then, and says so
     icc, grey_bits = picture.info.get("icc_profile"), _grey_bits(picture)
     with suppress(Exception):  # of EXIF that is broken; viewers show such pictures as they lie
-        if turn := _TURNS.get(picture.getexif().get(_ORIENTATION)):
+        if turn := _TURNS.get(int(picture.getexif()[_ORIENTATION])):
             picture = picture.transpose(Image.Transpose[turn])
     if grey_bits:
         import numpy as np
@@ -163,7 +163,7 @@ def _as_seen(picture: Image, path: Path) -> Image:
         )
     if "A" in picture.getbands() or "transparency" in picture.info:
         picture = picture.convert("RGBA")
-        if picture.getchannel("A").getextrema()[0] < 255:
+        if picture.getchannel("A").point(lambda alpha: alpha < 255).getbbox():
             raise ValueError(_TRANSPARENT.format(path))
     if picture.mode not in ("L", "CMYK"):
         picture = picture.convert("L" if picture.mode == "1" else "RGB")

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from . import batch, bench, demo, generate, plan
+from .streams import escape_unprintable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 for success, 1 for an error, which is printed in one line."""
+    escape_unprintable()
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cards
-from .arguments import add_model_arguments, add_picture_arguments, family_arguments
+from .arguments import MODEL_HELP, add_model_arguments, add_picture_arguments, family_arguments, model_path
 from .images import PICTURES, opened_pictures, save_picture
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_arguments(parser)
-    parser.add_argument("model", type=Path, help="a model's folder, or the file of a transformer")
+    parser.add_argument("model", type=model_path, help=MODEL_HELP)
     add_picture_arguments(parser)
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")

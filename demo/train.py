@@ -153,9 +153,9 @@ def save(pipe: Lumina2Pipeline, out: Path) -> None:
     }
     for path in out.rglob("*.json"):
         if path.name != "tokenizer.json":
-            settings = json.loads(path.read_text()) | changes.get(path.name, {})
+            settings = json.loads(path.read_text("utf-8")) | changes.get(path.name, {})
             settings.pop("_name_or_path", None)  # where a resumed pipeline came from
-            path.write_text(json.dumps(settings, indent=2) + "\n")
+            path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 def main() -> None:
