@@ -12,7 +12,8 @@ def peak_rss_bytes() -> int:
     """Most bytes of RAM that this process ever held, of itself alone."""
     status = Path("/proc/self/status")
     if status.is_file():  # getrusage also knows the process that started this one
-        return next(int(line.split()[1]) for line in status.read_text("ascii", "replace").splitlines() if line.startswith("VmHWM")) * 1024
+        lines = status.read_text("ascii", "replace").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     import resource

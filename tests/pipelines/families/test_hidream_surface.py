@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import ballast
 import ballast.commands.main
 import folder_paths
 import pytest
