@@ -34,7 +34,7 @@ def test_characters_that_it_does_not_have_are_escaped(command: str, encoding: st
         "missing": ["batch", str(out / "没有.txt"), "--out", str(out)],
     }[command]
     given += ["--model", "demo", "--device", "cpu", "--steps", "1"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
     command_line = [sys.executable, "-c", _COMMAND, str(ROOT / "tests" / "support"), *given]
     made = subprocess.run(command_line, cwd=ROOT, capture_output=True, env=environment)
     said = made.stdout.decode(encoding) + made.stderr.decode(encoding)
