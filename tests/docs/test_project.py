@@ -50,6 +50,18 @@ def test_shipped_code_makes_no_call_that_the_registry_forbids(path: Path) -> Non
     assert not imports(path) & {"pickle", "subprocess", "socket", "urllib.request", "requests"}
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_text_are_told_their_encoding(path: Path) -> None:
+    """Without one Windows takes its own, which has no Chinese."""
+    tree = ast.parse(path.read_text("ascii"))
+    for call in (
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ):
+        if (name := call.func.attr) in ("read_text", "write_text"):
+            said = len(call.args) > (name == "write_text") or any(each.arg == "encoding" for each in call.keywords)
+            assert said, f"{path}:{call.lineno}"
+
+
 def test_requirements_are_those_of_the_project_and_name_no_torch() -> None:
     wanted = (ROOT / "requirements.txt").read_text("ascii").split()
     project = (ROOT / "pyproject.toml").read_text("utf-8")

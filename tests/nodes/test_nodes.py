@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import ballast
+import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
 import folder_paths

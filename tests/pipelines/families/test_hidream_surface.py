@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ballast
 import ballast.commands.main
 import folder_paths
 import pytest
