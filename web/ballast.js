@@ -10,29 +10,45 @@ const LANGUAGES = ['zh']
 
 const isOurs = (type) => String(type).startsWith('Ballast')
 
-// What a node says is in a widget that the page adds to it.
-function saying (detail) {
-  const node = app.graph.getNodeById(detail.nodeId)
-  return { node, widget: isOurs(node?.type) && node.widgets?.find(({ value }) => value === detail.text) }
+// The node of an execution id: its own id behind those of the subgraphs around it, as in 3:7.
+function nodeOf (id) {
+  const [own, ...around] = String(id).split(':').reverse()
+  const graph = around.reverse().reduce((graph, outer) => graph?.getNodeById(outer)?.subgraph, app.rootGraph ?? app.graph)
+  return graph?.getNodeById(own)
 }
 
-async function speak (language) {
-  const { messages, graphs } = await (await fetch(new URL(`./${language}.json`, import.meta.url))).json()
-  const translate = translator(messages)
-  const named = new Map(graphs)
+const unseen = new Map() // by execution id, what nodes have said in subgraphs that were closed
+let translate = (text) => text
 
-  // The page's own listeners have run: the text is in its widget, and the error is kept to be drawn.
-  api.addEventListener('progress_text', ({ detail }) => {
-    const { node, widget } = saying(detail)
-    if (!widget) return
-    widget.value = translate(detail.text)
-    grow(node, widget, app.graph._nodes)
-  })
+// What a node says is in a widget that the page adds to it, in the graph that it shows only.
+function speak ({ detail }) {
+  const node = nodeOf(detail.nodeId)
+  if (!isOurs(node?.type)) return
+  const shown = node.graph === app.canvas.graph
+  const widget = shown && node.widgets?.find(({ value }) => value === detail.text)
+  if (!widget) {
+    if (!shown) unseen.set(detail.nodeId, detail.text)
+    return
+  }
+  unseen.delete(detail.nodeId)
+  widget.value = translate(detail.text)
+  grow(node, widget)
+}
+
+// Says again, once a subgraph is open, what its nodes have said while it was closed.
+function speakAgain () {
+  for (const [nodeId, text] of unseen) {
+    if (nodeOf(nodeId)?.graph === app.canvas.graph) api.dispatchCustomEvent('progress_text', { nodeId, text })
+  }
+}
+
+// The page's own listeners have run: the text is in its widget, and the error is kept to be drawn.
+function listen () {
+  api.addEventListener('progress_text', speak)
   api.addEventListener('execution_error', ({ detail }) => {
     if (isOurs(detail.node_type)) detail.exception_message = translate(detail.exception_message)
   })
-
-  return named
+  app.canvas.canvas.addEventListener('litegraph:set-graph', () => setTimeout(speakAgain, 100)) // when the page knows it, too
 }
 
 // The page rounds what is typed to the digits of the arrows' step: 7.25 GB to 7.3, and 0.004 to 0, which is no budget.
@@ -51,12 +67,14 @@ app.registerExtension({
 
   async init () {
     const language = app.extensionManager.setting.get('Comfy.Locale')
-    if (LANGUAGES.includes(language)) named = await speak(language)
-    api.addEventListener('progress_text', ({ detail }) => {
-      const { node, widget } = saying(detail)
-      if (widget) grow(node, widget, app.graph._nodes)
-    })
+    if (LANGUAGES.includes(language)) {
+      const { messages, graphs } = await (await fetch(new URL(`./${language}.json`, import.meta.url))).json()
+      translate = translator(messages)
+      named = new Map(graphs)
+    }
   },
+
+  setup: listen,
 
   nodeCreated (node) {
     if (isOurs(node.comfyClass)) exact(node)
@@ -66,6 +84,7 @@ app.registerExtension({
 
   // Titles and notes of the templates, as long as nobody has changed them.
   beforeConfigureGraph (graph) {
+    unseen.clear() // another graph has the same ids
     for (const node of graph.nodes ?? []) {
       if (named.has(node.title)) node.title = named.get(node.title)
       if (node.type !== 'MarkdownNote' || !named.has(node.widgets_values?.[0])) continue

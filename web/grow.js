@@ -1,37 +1,58 @@
-// Room for what a node says. The page gives it two lines, whatever the text, and cuts the rest off.
+// Room for what a node says. The page gives it two lines, whatever the text, breaks it anywhere, and cuts the rest off.
 
-// As the page draws it: 12 pixels high, broken anywhere, 11 lines at most, and then with a bar to scroll.
+// As the page draws it: 12 pixels high, 11 lines at most, and then with a bar to scroll.
 const FONT = '12px Inter, Arial, sans-serif'
 const LINE = 16
 const LEAST = 58
 const MOST = 220
-const BESIDE = 54 // what margins take of the width
+const BESIDE = 60 // what margins take of the width
 const AROUND = 38 // and of the height
 const TITLE = 50 // of a node, and a gap above it
+// Words with the space behind them; Chinese breaks after every character.
+const WORDS = /[\u2e80-\u9fff\uff00-\uffef]|[^\s\u2e80-\u9fff\uff00-\uffef]+\s*|\s+/g
 
 let pen = null
 
-export function height (text, width) {
+// A text in lines as wide as the node: between words, not within one that fits a line.
+export function lines (text, width) {
   pen ??= document.createElement('canvas').getContext('2d')
   pen.font = FONT
-  const lines = String(text).split('\n')
-    .reduce((sum, line) => sum + Math.max(1, Math.ceil(pen.measureText(line).width / Math.max(1, width - BESIDE))), 0)
-  return Math.min(MOST, Math.max(LEAST, AROUND + LINE * lines))
+  const room = Math.max(1, width - BESIDE)
+  return String(text).split('\n').flatMap((paragraph) => {
+    const found = ['']
+    for (const word of paragraph.match(WORDS) ?? []) {
+      const longer = found.at(-1) + word
+      if (found.at(-1) && pen.measureText(longer.trimEnd()).width > room) found.push(word)
+      else found[found.length - 1] = longer
+    }
+    return found.map((line) => line.trimEnd())
+  })
 }
 
+const height = (text, width) => Math.min(MOST, Math.max(LEAST, AROUND + LINE * lines(text, width)
+  .reduce((sum, line) => sum + Math.max(1, Math.ceil(pen.measureText(line).width / Math.max(1, width - BESIDE))), 0)))
+
 // How much higher a node may be before it covers the next one below it.
-function spare (node, nodes) {
+function spare (node) {
   const [x, y] = node.pos
-  const tops = nodes.filter((other) => other !== node && other.pos[1] > y &&
+  const tops = node.graph.nodes.filter((other) => other !== node && other.pos[1] > y &&
     other.pos[0] < x + node.size[0] && x < other.pos[0] + other.size[0]).map((other) => other.pos[1])
   return Math.max(0, Math.min(...tops) - TITLE - y - node.size[1])
 }
 
+// What prompts take beyond their least: the page would give it to the text.
+const prompts = (node) => node.widgets.filter(({ element }) => element?.tagName === 'TEXTAREA')
+  .reduce((sum, { computedHeight, computeLayoutSize }, i, all) =>
+    sum + Math.max(0, (computedHeight ?? 0) - (computeLayoutSize?.call(all[i], node).minHeight ?? 0)), 0)
+
 // A node never shrinks: what is below it would jump about while it runs.
-export function grow (node, widget, nodes) {
+export function grow (node, widget) {
   if (!widget.options) return
-  const most = (widget.options.getMinHeight?.() ?? LEAST) + spare(node, nodes)
-  widget.options.getMinHeight = () => Math.min(most, height(widget.value, node.size[0]))
-  const wanted = node.computeSize()[1]
+  const kept = prompts(node)
+  const most = (widget.options.getMinHeight?.() ?? LEAST) + spare(node)
+  const high = Math.min(most, height(widget.value, node.size[0]))
+  widget.value = lines(widget.value, node.size[0]).join('\n')
+  widget.options.getMinHeight = () => high
+  const wanted = Math.min(node.computeSize()[1] + kept, node.size[1] + spare(node))
   if (node.size[1] < wanted) node.setSize([node.size[0], wanted])
 }

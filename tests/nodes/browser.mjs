@@ -1,5 +1,5 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows typed nodes graph. Prints one JSON object, leaves screenshots in
+// Does the parts in this order: templates run workflows layout typed nodes graph. Prints one JSON object, leaves screenshots in
 // FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
@@ -85,6 +85,44 @@ const overlaps = (page) => page.evaluate(() => {
   return boxes.flatMap(([one, x, y, w, h], i) => boxes.slice(i + 1)
     .filter(([, x2, y2, w2, h2]) => x < x2 + w2 && x2 < x + w && y < y2 + h2 && y2 < y + h).map(([other]) => [one, other]))
 })
+
+// Each template as a reader sees it: opened, then run on tiny models with previews on.
+async function layout (page, names) {
+  const found = {}
+  for (const name of names) {
+    await page.evaluate(async ([pack, name]) => {
+      const file = await fetch(`/api/workflow_templates/${pack}/${encodeURIComponent(name)}.json`)
+      await app.loadGraphData(await file.json())
+    }, [PACK, name])
+    await wait(1500)
+    await page.keyboard.press('Escape')
+    await fit(page)
+    await shot(page, `open ${name}`)
+    const opened = { boxes: await boxes(page), zoom: await page.evaluate(() => app.canvas.ds.scale) }
+    await page.evaluate(() => { // the models are tiny, and their configs do not come with the pack
+      for (const node of app.graph._nodes) {
+        const files = node.widgets?.find(({ name }) => name === 'transformer')
+        for (const widget of node.widgets ?? []) {
+          if (['width', 'height'].includes(widget.name) && widget.value > 128) widget.value = 128
+          if (widget.name === 'frames' && widget.value) widget.value = 9
+          if (widget.name === 'base' && files) widget.value = 'tiny-' + files.value.split(/_?[0-9]/)[0]
+        }
+      }
+    })
+    const ran = await execute(page, `ran ${name}`)
+    found[name] = { opened, ran, boxes: await boxes(page) }
+  }
+  return found
+}
+
+// Titles, and what is drawn of a node: its box, and the fields of its text.
+const boxes = (page) => page.evaluate(() => app.graph._nodes.map((node) => ({
+  type: node.type,
+  box: Array.from(node.getBounding()),
+  wanted: Array.from(node.computeSize()),
+  fields: (node.widgets ?? []).filter(({ element, name }) => element || name.startsWith('$$'))
+    .map(({ name, computedHeight }) => [name, computedHeight])
+})))
 
 // What the page keeps of an error: denoise without a latent.
 async function fail (page) {
@@ -255,6 +293,11 @@ try {
     seen.run = await run(page)
   }
   if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)
+  if (parts.includes('layout')) {
+    if (!seen.templates) seen.templates = await templates(page)
+    await page.keyboard.press('Escape')
+    seen.layout = await layout(page, process.env.ONLY ? seen.templates.names.filter((n) => process.env.ONLY.split(',').includes(n[0])) : seen.templates.names)
+  }
   if (parts.includes('typed')) seen.typed = await typed(page)
   if (parts.includes('nodes')) seen.nodes = await nodes(page)
   if (parts.includes('graph')) seen.graph = await graph(page)
