@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ballast.nodes import BallastExtension
+from ballast.nodes import BallastExtension, load_files
 from PIL import Image
 from places import ROOT
 
@@ -22,6 +22,7 @@ CORE = {"PreviewImage": 0, "SaveImage": 1, "PreviewAny": 3, "MarkdownNote": 1, "
 CORE |= {"SaveVideo": 4, "LoadImage": 2, "ImageScale": 4}
 # Widgets that offer what the user has.
 OWN_FILES = ("pipeline", "llama", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "vae", "base")
+FOLDERS = {part: kind for part, (kind, _) in load_files._ALL.items()}
 SOCKETS_ONLY = {
     "MASK",
     "IMAGE",
@@ -129,10 +130,7 @@ class Box:
 
     def covers(self, other: Box) -> bool:
         return (
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
 
 
@@ -141,7 +139,10 @@ TITLE, SLOT, WIDGET, MARGIN, PICTURE = 30, 20, 24, 14, 224
 PROMPT = 84  # a box of five lines
 # What a node says takes, in pixels: lines of 16, and what is around them.
 SAYS = {"BallastTextEncode": 106, "BallastVRAMPlan": 174, "BallastVRAMReport": 224}
-A_LINE, SILENT = 94, {"BallastLoadPipeline", "BallastLoadModelFiles", "BallastNewbieOptions", "BallastPyramidFlowOptions"}
+A_LINE, SILENT = (
+    94,
+    {"BallastLoadPipeline", "BallastLoadModelFiles", "BallastNewbieOptions", "BallastPyramidFlowOptions"},
+)
 SHOWS = {"SaveImage", "SaveVideo", "PreviewImage", "LoadImage", "BallastSampler"}  # previews on
 
 
@@ -215,3 +216,18 @@ def test_a_chart_is_as_wide_as_its_node(file: Path) -> None:
 def test_no_file_is_left_alone() -> None:
     stems = {path.stem for path in FOLDER.iterdir()}
     assert stems == {file.stem for file in FILES}
+
+
+@each_workflow
+def test_the_page_can_offer_every_file_that_a_template_chooses(file: Path) -> None:
+    """As ComfyUI's own templates: `models` of the loader has where a file is, and the folder that it belongs in."""
+    for node in read(file)["nodes"]:
+        chosen = [value for value in node.get("widgets_values") or () if str(value).endswith((".safetensors", ".gguf"))]
+        listed = node["properties"].get("models", [])
+        assert [entry["name"] for entry in listed] == chosen
+        parts = dict(zip(widgets_of(node["type"]), node["widgets_values"], strict=True)) if listed else {}
+        for entry in listed:
+            assert entry.keys() == {"name", "url", "directory"}
+            assert entry["url"].startswith("https://huggingface.co/") and entry["url"].endswith("/" + entry["name"])
+            part = next(part for part, value in parts.items() if value == entry["name"])
+            assert entry["directory"] == FOLDERS[part]
