@@ -39,7 +39,7 @@ class TextEncode(io.ComfyNode):
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Clip],
-                    tooltip="From a Ballast loader (Load Pipeline, Load NewBie), or a CLIP from any of ComfyUI's own, "
+                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a CLIP from any of ComfyUI's own, "
                     "with its LoRAs and clip skip.",
                 ),
                 io.String.Input("prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."),
@@ -103,6 +103,7 @@ class TextEncode(io.ComfyNode):
 
     @classmethod
     def _encode_natively(cls, clip: Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
+        from ..pipelines.staged.prompts import check_text
         from .native.clip import encode_prompts, is_clip, native_cache
 
         if not is_clip(clip):
@@ -110,6 +111,7 @@ class TextEncode(io.ComfyNode):
                 f"the input is {type(clip).__name__}, neither a Ballast pipeline nor a CLIP. A checkpoint without a "
                 "text encoder gives none: load one with Load CLIP."
             )
+        check_text(prompt, negative_prompt)
         encoded = encode_prompts(clip, [prompt, negative_prompt], native_cache())
         show_text(cls, encoded.summary)
         return io.NodeOutput(ExecutionBlocker(_FOR_PIPELINES), *encoded.conditionings)

@@ -25,7 +25,7 @@ class VaeEncode(io.ComfyNode):
             search_aliases=["image to image", "image to video"],
             inputs=[
                 PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
+                    "pipeline", tooltip="From a Ballast loader, such as Load Pipeline or Load Model Files."
                 ),
                 io.Image.Input(
                     "image",

@@ -38,7 +38,7 @@ class VramPlan(io.ComfyNode):
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Model],
-                    tooltip="From a Ballast loader (Load Pipeline, Load NewBie), or a MODEL from any of ComfyUI's own, "
+                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a MODEL from any of ComfyUI's own, "
                     "with its LoRAs and VRAM Budget: the plan is then for ComfyUI's samplers, an estimate.",
                 ),
                 *size_inputs(),

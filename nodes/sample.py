@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .options import in_widgets
+from .shared.empty_latent import is_empty, size_of
 from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs, true_cfg_input
 from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
-from .shared.progress import StepProgress
+from .shared.progress import StepProgress, latent_format
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
 
@@ -29,7 +30,7 @@ class Sampler(io.ComfyNode):
             search_aliases=["ksampler", "denoise"],
             inputs=[
                 PipelineType.Input(
-                    "pipeline", tooltip="From a Ballast loader: Load Pipeline or Load NewBie (split files)."
+                    "pipeline", tooltip="From a Ballast loader, such as Load Pipeline or Load Model Files."
                 ),
                 ConditioningType.Input("conditioning", tooltip="From Staged Text Encode, with the same pipeline."),
                 *size_inputs(),
@@ -63,9 +64,9 @@ class Sampler(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="A picture to start from, from FP32 VAE Encode. Only NewBie (image to image: set "
-                    "denoise below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or "
-                    "its size.",
+                    tooltip="An empty latent gives the size, the frames and the batch: leave those widgets as they are. "
+                    "Or a picture to start from, from FP32 VAE Encode, for NewBie (image to image: set denoise below 1, "
+                    "too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or its size.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -117,17 +118,26 @@ class Sampler(io.ComfyNode):
         from ..pipelines.sampling.latents import samples_of
 
         further = {**(options or {}), **({"true_cfg": true_cfg} if true_cfg else {})}
+        pipe = pipeline.open()
+        notes = []
+        if latent is not None and is_empty(latent):
+            widgets = {"width": width, "height": height, "frames": frames, "batch": batch}
+            size = widgets | size_of(latent, latent_format(pipe.decoder_config), widgets)
+            width, height, frames, batch = size.values()
+            notes = [f"The empty latent gives the size: {width} x {height}{f', {frames} frames' if frames else ''}."]
+            latent = None
         if latent is not None:
             further |= {"init_latents": samples_of(latent), **({"denoise": denoise} if denoise < 1 else {})}
         elif denoise < 1:
             raise ValueError(
                 f"denoise is {denoise}, but no latent is connected to start from. Connect one, or set it to 1."
             )
-        pipe = pipeline.open()
         if latent is not None and not pipe.starts_from_latents:
             raise ValueError(f"{pipe.title} starts from noise only. Disconnect latent.")
+        given = given_pictures(strength, **pictures)
         try:
-            notes = pipe.sampling_notes(conditioning, guidance or None, **further)
+            notes += pipe.sampling_notes(conditioning, guidance or None, **further)
+            notes += pipe.picture_notes(conditioning, width or None, height or None, **given)
             with running(cls, pipe, "sampling", notes=notes):
                 latents = pipe.sample(
                     conditioning,
@@ -140,7 +150,7 @@ class Sampler(io.ComfyNode):
                     strategy=strategy,
                     batch=batch,
                     on_step=StepProgress(cls, pipe, steps or pipe.default_steps, width, height),
-                    **given_pictures(strength, **pictures),
+                    **given,
                     **further,
                 )
         except UnknownOptionError as error:

@@ -160,12 +160,7 @@ class GenericPipeline(SeeingPipeline):
             arguments[scales.guidance] = guidance
         if self.own_size and (width or height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
-        if (
-            "strength" in self._call
-            and not (self.own_size or width or height)
-            and (first := self.pictures.get("image") or self.pictures.get("video"))
-        ):
-            height, width = (side // self.sizes.multiple * self.sizes.multiple for side in first[0].shape[:2])
+        width, height = self._size(width, height)
         self.sizes.check(self.title, width, height)
         if _AREA in self._call and width and height:
             arguments[_AREA] = width * height  # to which it brings every size
@@ -179,6 +174,22 @@ class GenericPipeline(SeeingPipeline):
             check_frames(self._pipeline(HOST, {}), self.title, frames)
             arguments[self._frames] = frames
         return arguments
+
+    def _size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+        """The size that is asked for; without one, that of the picture to start from."""
+        first = self.pictures.get("image") or self.pictures.get("video")
+        if "strength" not in self._call or self.own_size or width or height or not first:
+            return width, height
+        multiple = self.sizes.multiple
+        rows, columns = first[0].shape[:2]
+        return columns // multiple * multiple, rows // multiple * multiple
+
+    def _picture_size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+        if self.own_size or "reference_images" in self._call:  # which keep the shape of a picture
+            return None, None
+        asked = zip(("width", "height"), self._size(width, height), strict=True)
+        width, height = (side or getattr(self._call.get(name), "default", None) for name, side in asked)
+        return (width, height) if isinstance(width, int) and isinstance(height, int) else (None, None)
 
     def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         scales = self.scales

@@ -22,6 +22,8 @@ _NOT_FINITE = (
 class WrongLatentsError(ValueError):
     """The latents are those of another model than the VAE's. Nothing is lost by not decoding them."""
 
+    __module__ = "ballast"  # see `DoesNotFitError`
+
 
 def check_fit(latents: torch.Tensor, vae: str, channels: int | None, dimensions: int, advice: str) -> None:
     """Raise WrongLatentsError for latents that have other channels or dimensions than a VAE takes."""

@@ -16,6 +16,9 @@ Given = torch.Tensor | Sequence[torch.Tensor] | None  # pictures [B,H,W,3], or s
 _SLACK = 0.01  # by which filters that resize a picture overshoot 0..1
 
 
+_SAME_SHAPE = 0.02  # by which sides may differ: sizes are rounded to what a model takes
+
+
 class Frames(tuple[torch.Tensor, ...]):
     """Pictures or masks that are one video."""
 
@@ -70,6 +73,22 @@ def pictures_of(
         if not shown:
             raise ValueError(f"strength is {strength:g}, but there is no picture to start from. Give image, too.")
     return Pictures(images, tuple(references), masks, last, controls, strength, frames)
+
+
+def stretch_notes(pictures: Pictures, width: int, height: int) -> list[str]:
+    """Say which pictures have another shape than the result of this size, to which the stock pipelines stretch them."""
+    given = {"image": pictures.image, "video": pictures.video, "last_image": pictures.last_image}
+    given |= {"control": pictures.control, "mask": pictures.mask}
+    odd: dict[tuple[int, int], list[str]] = {}
+    for name, parts in given.items():
+        for rows, columns in dict.fromkeys((int(one.shape[0]), int(one.shape[1])) for one in parts):
+            if not 1 - _SAME_SHAPE < columns * height / (rows * width) < 1 + _SAME_SHAPE:
+                odd.setdefault((columns, rows), []).append(name)
+    return [
+        f"Stretched to {width} x {height}, which is another shape: {' and '.join(names)}, {columns} x {rows}. Crop, or "
+        "choose a size of that shape."
+        for (columns, rows), names in odd.items()
+    ]
 
 
 def as_pictures(given: Given, name: str) -> tuple[torch.Tensor, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 Prompt = str | Sequence[str]
 Negative = Prompt | None  # None for what the stock pipeline takes by default
 COUNTS = "Above 1 it counts, and each step runs twice."
 TOLD: set[str] = set()  # notes that were shown or logged in this process
+_HALF = re.compile("[\ud800-\udfff]")  # each is one of a pair that stands for a character
 
 
 def as_list(prompt: Prompt | None) -> list[str]:
@@ -15,6 +17,13 @@ def as_list(prompt: Prompt | None) -> list[str]:
     if prompt is None:
         return []
     return [prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def check_text(*prompts: Prompt | None) -> None:
+    """Raise ValueError, in one line, for a prompt with half of a character in it, which no tokenizer reads."""
+    for text in (text for prompt in prompts for text in as_list(prompt)):
+        if isinstance(text, str) and (half := _HALF.search(text)):
+            raise ValueError(f"a prompt has half of a character in it, U+{ord(half[0]):04X}. Write that place anew.")
 
 
 def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:

@@ -26,7 +26,7 @@ from ..sampling.latents import check_finite, check_latents, check_noise, check_s
 from ..sampling.loras import refuse_scales
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .family import Modules, OnStep
-from .pictures import Given, pictures_of
+from .pictures import Given, Pictures, pictures_of, stretch_notes
 from .prompts import TOLD
 from .runner import StageRunner
 
@@ -79,6 +79,22 @@ class SampleStage(StageRunner):
             notes.append(of_distilled if self.distilled else of_others)
             return notes + self._scale_notes(guidance, 1)
         return notes + self._scale_notes(guidance, true_cfg)
+
+    def picture_notes(
+        self,
+        cond: Conditioning,
+        width: int | None = None,
+        height: int | None = None,
+        **pictures: Any,
+    ) -> list[str]:
+        """Say which pictures of a run with these arguments of `sample` are stretched, a sentence each."""
+        names = ("image", "mask", "last_image", "control", "strength", "video")
+        given = pictures_of(cond.pictures, *(pictures.get(name) for name in names))
+        return self.with_pictures(given)._stretched(given, width, height) if given else []
+
+    def _stretched(self, pictures: Pictures, width: int | None, height: int | None) -> list[str]:
+        wide, high = self._picture_size(width, height)
+        return stretch_notes(pictures, wide, high) if wide and high else []
 
     @plain_defaults()
     def sample(
@@ -152,6 +168,8 @@ class SampleStage(StageRunner):
             if note not in TOLD:
                 log.warning("Ballast: %s", note)
                 TOLD.add(note)
+        for note in pipe._stretched(pictures, width, height):
+            log.warning("Ballast: %s", note)
         prompts = prompts_of(cond, self.cond_dims)
         whole = batch_of(batch, seed, noise, prompts, arguments, pipe.own)
         pipe.check_count(max(prompts, whole.count))

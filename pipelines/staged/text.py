@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from ..sampling.latents import check_finite
 from ..sampling.loras import named, refuse_scales
 from .family import Modules
 from .pictures import Given, as_pictures
-from .prompts import Negative, Prompt, as_list, match_negatives
+from .prompts import Negative, Prompt, as_list, check_text, match_negatives
 from .runner import StageRunner
+
+_WEIGHTS = re.compile(r"\([^()]*[^\W\d_][^()]*:\s*[0-2]?(?:\.\d+)?\)")  # as CLIP Text Encode takes them: (red:1.3)
 
 
 class TextStage(StageRunner):
@@ -44,6 +47,7 @@ class TextStage(StageRunner):
         device.
         """
         options = {name: plain_number(value) for name, value in options.items()}
+        check_text(prompt, negative_prompt)
         self._check_options(options)
         refuse_scales(self._loras, options)
         pictures = as_pictures(images, "images")
@@ -115,11 +119,13 @@ class TextStage(StageRunner):
             facts = facts | {"weights": self.weights}
         if loras := named(self._loras, self.encoders):
             facts = facts | {"loras": loras}
-        return cache_key(facts | {"notes": 1})  # which are kept with the embedding
+        return cache_key(facts | {"notes": 2})  # which are kept with the embedding
 
     def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
         """What a user should know of how the prompts were read; kept in the conditioning."""
         notes = self._listener.notes(self.title, prompts, negatives, self.knows)
         if not self.takes_negative and any(text.strip() for text in negatives):
             notes.append(f"The negative prompt has no effect: {self.title} takes none.")
+        if weights := _WEIGHTS.search("\n".join([*prompts, *negatives])):
+            notes.append(f"Prompt weights are read as plain text here, as in {weights[0]}. Remove them.")
         return notes

@@ -23,6 +23,8 @@ ENGLISH_NAMES = {
     ("BallastVRAMPlan", "pipeline"): "pipeline or model",
     ("BallastFreeVRAM", "host_models"): "ComfyUI's models",
 }
+# Values stay as saved graphs hold them, and diffusers names them; the page shows these instead.
+SHOWN = {("attention", f"_{name}"): name for name in ("flash_3", "native_cudnn", "native_efficient")}
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 SOURCES = [path for folder in ("memory", "nodes", "pipelines") for path in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -40,6 +42,7 @@ def english() -> dict[str, Any]:
             slot.id: {
                 "name": ENGLISH_NAMES.get((node_id, slot.id)) or slot.display_name or slot.id,
                 "tooltip": slot.tooltip,
+                **shown_options(slot),
             }
             for slot in schema.inputs
         }
@@ -48,6 +51,13 @@ def english() -> dict[str, Any]:
             for index, slot in enumerate(schema.outputs)
         }
     return texts
+
+
+def shown_options(slot: Any) -> dict[str, Any]:
+    """What the page shows for values that are no words."""
+    shown = {value: SHOWN[slot.id, value] for value in getattr(slot, "options", ()) if (slot.id, value) in SHOWN}
+    assert shown or not any(str(value).startswith("_") for value in getattr(slot, "options", ())), slot.id
+    return {"options": shown} if shown else {}
 
 
 def locale(language: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_families_without_it_say_so(files: dict[str, str], tiny_folders: Any) ->
     reference = run_node(LoadPipeline, pipeline="lumina", device="cpu").result[0]
     cond = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="").result[0]
     with pytest.raises(ValueError, match=r"lumina starts from noise only\. Disconnect latent\."):
-        run_node(Sampler, pipeline=reference, conditioning=cond, **RUN, latent={"samples": torch.zeros(1, 16, 6, 8)})
+        run_node(Sampler, pipeline=reference, conditioning=cond, **RUN, latent={"samples": torch.ones(1, 16, 6, 8)})
     (root / "lumina").unlink()
 
 

@@ -43,3 +43,26 @@ class SD3(LatentFormat):
 class Flux(SD3):
     scale_factor = 0.3611
     shift_factor = 0.1159
+
+
+class Flux2(LatentFormat):
+    latent_channels = 128
+    spacial_downscale_ratio = 16
+
+
+class LTXV(LatentFormat):
+    latent_channels = 128
+    latent_dimensions = 3
+    spacial_downscale_ratio = 32
+    temporal_downscale_ratio = 8
+
+
+class Wan21(LatentFormat):
+    latent_channels = 16
+    latent_dimensions = 3
+    temporal_downscale_ratio = 4
+
+
+class Wan22(Wan21):
+    latent_channels = 48
+    spacial_downscale_ratio = 16
