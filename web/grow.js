@@ -8,8 +8,8 @@ const MOST = 220
 const BESIDE = 60 // what margins take of the width
 const AROUND = 38 // and of the height
 const TITLE = 50 // of a node, and a gap above it
-// Words with the space behind them; Chinese breaks after every character.
-const WORDS = /[\u2e80-\u9fff\uff00-\uffef]|[^\s\u2e80-\u9fff\uff00-\uffef]+\s*|\s+/g
+// Words with the space behind them; Chinese breaks after every character, but never before a mark.
+const WORDS = /(?:[\u2e80-\u2fff\u3003-\u9fff]|[^\s\u2e80-\u9fff\uff00-\uffef]+|[\uff00-\uffef\u3000-\u3002])[\uff00-\uffef\u3000-\u3002]*\s*|\s+/g
 
 let pen = null
 

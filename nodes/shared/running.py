@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from comfy_api.latest import io
 from comfy_execution.utils import get_executing_context
 
 from ...memory.host import management as host
-from ...memory.sizes import format_bytes
+from ...memory.sizes import format_bytes, parse_bytes
 from .graph import coming_host_roles, coming_units
 from .progress import clear_failure, show_failure, show_text
 
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 
 _SECONDS = 0.25  # between two texts: people read them
 _LONGEST = 500  # characters of an error
+# What the library asks of its arguments, as the widgets and sockets of the nodes have it.
+_IN_WIDGETS = {
+    "Give image, too.": "Connect image, too.",
+    "Leave width and height out.": "Set width and height to 0.",
+    "Leave images out, or give one to sample.": "Disconnect images, or connect one to image of Offloaded Sampler.",
+    "Give images.": "Connect images.",
+    "that does. Leave it out.": "that does. Disconnect it, or set it to 0.",
+    "takes no picture to start from. Leave it out.": "takes no picture to start from. Disconnect it.",
+    "makes pictures, not videos: leave frames out.": "makes pictures, not videos: set frames to 0.",
+}
+_BUDGET = re.compile(r"Raise the (v?ram) budget to ([\d.]+ [KMGT]?B)")
 _NEWS = ("read", "place", "compile")  # that is shown at once
 
 
@@ -35,6 +48,8 @@ def shows_failure(execute: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = execute(node, *args, **kwargs)
         except BaseException as error:
+            if isinstance(error, ValueError | RuntimeError) and len(error.args) == 1:
+                error.args = (in_widgets(str(error)),)
             line = " ".join(str(error).split()) or type(error).__name__
             show_failure(node, "stopped" if host.is_interrupt(error) else f"failed: {line[:_LONGEST]}")
             raise
@@ -42,6 +57,18 @@ def shows_failure(execute: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
+
+
+def in_widgets(text: str) -> str:
+    """Reword what the library asks for: widgets instead of arguments, budgets in GB."""
+    for said, words in _IN_WIDGETS.items():
+        text = text.replace(said, words)
+    return _BUDGET.sub(lambda found: f"Raise {found[1]}_gb to {_gigabytes(found[2])}", text)
+
+
+def _gigabytes(size: str) -> str:
+    """A size in GB as the widgets take it, never less: they have three digits."""
+    return f"{math.ceil(parse_bytes(size) / 2**30 * 1000) / 1000:g}"
 
 
 @contextmanager
@@ -105,7 +132,7 @@ def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str)
     if event.kind == "encoding":
         return f"{title}: encoding weights into a file, {format_bytes(event.bytes)} read"
     if event.kind == "compile":
-        return f"{title}: compiling"
+        return f"{title}: compiling, which cannot be stopped before it is done"
     if event.kind not in ("place", "call", "ran", "compiled") or unit.placement is None:
         return ""
     how = unit.placement.describe()

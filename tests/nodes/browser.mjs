@@ -1,5 +1,5 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows layout typed nodes graph. Prints one JSON object, leaves screenshots in
+// Does the parts in this order: templates run workflows layout subgraph typed nodes graph. Prints one JSON object, leaves screenshots in
 // FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
@@ -9,6 +9,7 @@ import { join } from 'node:path'
 const { chromium } = createRequire(import.meta.url)('playwright-core')
 const [url, locale, folder, ...parts] = process.argv.slice(2)
 const PACK = 'ComfyUI-Ballast'
+const DEMO = '1 Demo without download or GPU'
 const SECONDS = 1000
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms))
@@ -100,10 +101,11 @@ async function layout (page, names) {
     await shot(page, `open ${name}`)
     const opened = { boxes: await boxes(page), zoom: await page.evaluate(() => app.canvas.ds.scale) }
     await page.evaluate(() => { // the models are tiny, and their configs do not come with the pack
+      const edits = app.graph._nodes.some(({ widgets }) => widgets?.some(({ value }) => String(value).includes('image_edit')))
       for (const node of app.graph._nodes) {
         const files = node.widgets?.find(({ name }) => name === 'transformer')
         for (const widget of node.widgets ?? []) {
-          if (['width', 'height'].includes(widget.name) && widget.value > 128) widget.value = 128
+          if (['width', 'height'].includes(widget.name) && (widget.value > 128 || edits)) widget.value = 128
           if (widget.name === 'frames' && widget.value) widget.value = 9
           if (widget.name === 'base' && files) widget.value = 'tiny-' + files.value.split(/_?[0-9]/)[0]
         }
@@ -113,6 +115,41 @@ async function layout (page, names) {
     found[name] = { opened, ran, boxes: await boxes(page) }
   }
   return found
+}
+
+// What the nodes of a subgraph say once it is opened, that were run while it was closed: done, and failed.
+async function subgraph (page) {
+  await page.evaluate(async ([pack, name]) => {
+    const file = await fetch(`/api/workflow_templates/${pack}/${encodeURIComponent(name)}.json`)
+    await app.loadGraphData(await file.json())
+    const inside = ['BallastLoadPipeline', 'BallastTextEncode', 'BallastSampler', 'BallastFreeVRAM']
+    app.graph.convertToSubgraph(new Set(app.graph._nodes.filter(({ type }) => inside.includes(type))))
+  }, [PACK, DEMO])
+  await execute(page, 'subgraph closed')
+  const done = await inner(page)
+  await page.evaluate(() => {
+    const { subgraph } = app.graph._nodes.find(({ subgraph }) => subgraph)
+    subgraph._nodes.find(({ type }) => type === 'BallastSampler').widgets.find(({ name }) => name === 'denoise').value = 0.5
+  })
+  await execute(page, 'subgraph failed')
+  return { done, failed: await inner(page) }
+}
+
+// What the nodes in the subgraph say when it is opened, and closes it.
+async function inner (page) {
+  await page.evaluate(() => {
+    const outer = app.graph._nodes.find(({ subgraph }) => subgraph)
+    app.canvas.openSubgraph(outer.subgraph, outer)
+  })
+  await wait(2500)
+  await fit(page)
+  await shot(page, 'subgraph open')
+  return page.evaluate(() => {
+    const told = Object.fromEntries(app.canvas.graph._nodes.flatMap((node) => (node.widgets ?? [])
+      .filter(({ name, value }) => name.startsWith('$$node-text') && value).map(({ value }) => [node.type, value])))
+    app.canvas.setGraph(app.rootGraph ?? app.graph)
+    return told
+  })
 }
 
 // Titles, and what is drawn of a node: its box, and the fields of its text.
@@ -289,7 +326,7 @@ try {
   if (parts.includes('templates')) seen.templates = await templates(page)
   if (parts.includes('run')) {
     if (!seen.templates) await templates(page)
-    await pick(page, '1 Demo without download or GPU')
+    await pick(page, DEMO)
     seen.run = await run(page)
   }
   if (parts.includes('workflows')) seen.workflows = await workflows(page, seen.templates.names)
@@ -298,6 +335,7 @@ try {
     await page.keyboard.press('Escape')
     seen.layout = await layout(page, process.env.ONLY ? seen.templates.names.filter((n) => process.env.ONLY.split(',').includes(n[0])) : seen.templates.names)
   }
+  if (parts.includes('subgraph')) seen.subgraph = await subgraph(page)
   if (parts.includes('typed')) seen.typed = await typed(page)
   if (parts.includes('nodes')) seen.nodes = await nodes(page)
   if (parts.includes('graph')) seen.graph = await graph(page)

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LANGUAGES = {"en-US": "en", "zh-CN": "zh"}
-PARTS = {"en-US": ["templates", "run", "workflows", "typed", "nodes"], "zh-CN": ["run", "nodes"]}
+PARTS = {"en-US": ["templates", "run", "workflows", "typed", "nodes"], "zh-CN": ["run", "subgraph", "nodes"]}
 
 pytestmark = pytest.mark.host
 each_locale = pytest.mark.parametrize("locale", LANGUAGES)
@@ -127,6 +127,15 @@ def test_a_chinese_page_is_chinese(pages: dict[str, Any]) -> None:
         assert {"BallastSampler", "BallastVAEDecode", "BallastFreeVRAM", "BallastVRAMReport"} <= ran["texts"].keys()
         for text in (*ran["texts"].values(), ran["note"], ran["error"]):
             assert bool(re.search(r"[\u4e00-\u9fff]", text)) == chinese, text
+
+
+def test_nodes_of_a_closed_subgraph_say_what_they_did_once_it_is_open(pages: dict[str, Any]) -> None:
+    """In the page's language; the page itself draws nothing in a graph that it does not show."""
+    seen = pages["zh-CN"]["subgraph"]
+    for told in (*seen["done"].values(), *seen["failed"].values()):
+        assert re.search(r"[\u4e00-\u9fff]", told), told
+    assert {"BallastTextEncode", "BallastSampler", "BallastFreeVRAM"} <= seen["done"].keys()
+    assert "0.5" in seen["failed"]["BallastSampler"]
 
 
 @each_locale

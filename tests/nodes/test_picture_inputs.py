@@ -18,7 +18,9 @@ from ballast.nodes.load import LoadPipeline
 from ballast.nodes.load_files import LoadModelFiles
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.sample import Sampler
-from node_runner import run_node
+from ballast.nodes.shared.running import in_widgets
+from ballast.pipelines.sampling.latents import WrongLatentsError
+from node_runner import page, run_node
 from pictured import pipelines as tiny_pictured
 from pictured.pictures import mask, picture
 
@@ -113,7 +115,7 @@ def test_pictures_to_edit_stay_with_the_prompt(models: Path, sim: ModuleType) ->
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strength": 0.5}, "strength is 0.5, but there is no picture to start from. Give image, too."),
+        ({"strength": 0.5}, "strength is 0.5, but there is no picture to start from. Connect image, too."),
         ({"mask": MASK}, "there is a mask, but no picture to paint into."),
         ({"image": ONE, "last_image": ONE}, "flux takes no image, last_image: diffusers has no pipeline"),
     ],
@@ -129,3 +131,67 @@ def test_a_clip_takes_no_pictures() -> None:
         ValueError, match="^images are for Ballast's pipelines, but a CLIP is connected. Disconnect them.$"
     ):
         encode(object(), images=ONE)
+
+
+def test_a_picture_of_another_shape_is_said_to_be_stretched(models: Path, sim: ModuleType) -> None:
+    reference = load("flux")
+    conditioning = encode(reference)
+    wide, tall = picture(96, 32), picture(32, 96)
+    for given, told in (
+        ({"image": wide}, ["image, 96 x 32"]),
+        ({"image": tall, "mask": mask(32, 96)}, ["image and mask, 32 x 96"]),
+        ({"image": picture(2 * WIDTH, 2 * HEIGHT)}, []),
+    ):
+        pipe = reference.open()
+        notes = pipe.picture_notes(conditioning, WIDTH, HEIGHT, **given)
+        assert [note.split(": ")[1].split(". ")[0] for note in notes] == told
+        assert all(note.startswith("Stretched to 48 x 32, which is another shape: ") for note in notes)
+        assert pipe.picture_notes(conditioning, **given) == [], "drawn in its own size"
+    with page() as seen:
+        sample(reference, conditioning, image=wide)
+    assert seen.texts[-1][1].startswith("Stretched to 48 x 32"), seen.texts
+
+
+def test_prompt_weights_are_said_to_be_plain_text(models: Path, sim: ModuleType) -> None:
+    pipe = load("flux").open()
+    for prompt, weights in (
+        ("a (red:1.3) boat", "(red:1.3)"),
+        ("a ((old) boat:0.8)", ""),
+        ("(big red boat: .5)", "(big red boat: .5)"),
+        ("a boat (16:9)", ""),
+        ("a (red) boat, note: 1.3", ""),
+    ):
+        notes = [note for note in pipe.encode(prompt, "").notes if "weights" in note]
+        assert notes == [f"Prompt weights are read as plain text here, as in {weights}. Remove them."] * bool(weights)
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udfff"])
+@pytest.mark.parametrize("where", ["prompt", "negative_prompt"])
+def test_half_of_a_character_is_refused_in_one_line(half: str, where: str, models: Path, sim: ModuleType) -> None:
+    given = {"prompt": "a boat", "negative_prompt": "", where: f"a{half} boat"}
+    told = rf"^a prompt has half of a character in it, U\+{ord(half):04X}\. Write that place anew\.$"
+    with pytest.raises(ValueError, match=told):
+        run_node(TextEncode, pipeline=load("flux"), **given)
+
+
+@pytest.mark.parametrize(
+    "said, told",
+    [
+        ("no. Raise the ram budget to 20.2 MB.", "no. Raise ram_gb to 0.02."),
+        (
+            "no. Raise the vram budget to 6.01 GB, or choose a smaller size.",
+            "no. Raise vram_gb to 6.01, or choose a smaller size.",
+        ),
+        ("no. Raise the vram budget to 1 KB, or x.", "no. Raise vram_gb to 0.001, or x."),
+        (
+            "flux takes no mask: diffusers has no pipeline of its parts that does. Leave it out.",
+            "flux takes no mask: diffusers has no pipeline of its parts that does. Disconnect it, or set it to 0.",
+        ),
+    ],
+)
+def test_what_the_library_asks_for_is_said_in_widgets(said: str, told: str) -> None:
+    assert in_widgets(said) == told
+
+
+def test_wrong_latents_have_a_short_name() -> None:
+    assert WrongLatentsError.__module__ == "ballast"

@@ -7,9 +7,12 @@ import json
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import ballast
 import numpy as np
 import pytest
+import thumbnails
 import torch
+from ballast.memory.rates import ASSUMED
 from PIL import Image, ImageFilter
 from places import ROOT
 from shape_judge import Verdict, judge
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 DEMO = ROOT / "demo"
 MODEL = DEMO / "shapes"
+PLAN = "2 VRAM Plan before a run"
 GRID = 48
 BATCH = 16
 
@@ -165,3 +169,13 @@ def test_other_wordings_are_understood(pipe: Lumina2Pipeline) -> None:
     found = [_found(judge(image, data.COLOURS)) for image in _draw(pipe, list(prompts))]
     wrong = [(text, got) for (text, want), got in zip(prompts.items(), found, strict=True) if got != want]
     assert len(wrong) <= 1, wrong
+
+
+def test_the_thumbnail_of_the_plan_shows_what_the_planner_says(sim: ModuleType) -> None:
+    """At assumed rates: those of a simulated card are of no card."""
+    workflow = json.loads((ROOT / "workflows" / f"{PLAN}.json").read_text("utf-8"))
+    values = next(node["widgets_values"] for node in workflow["nodes"] if node["type"] == "BallastVRAMPlan")
+    width, height, steps, guidance, budgets = values[:5]
+    pipe = ballast.open_pipeline(ROOT / "demo" / "shapes", device="sim")
+    asked = {"width": width, "height": height, "steps": steps, "guidance": guidance, "rates": ASSUMED}
+    thumbnails.check(PLAN, [pipe.plan(vram=budget.strip(), **asked) for budget in budgets.split(",")])

@@ -8,6 +8,7 @@ from typing import Any
 
 import ballast
 import pytest
+import thumbnails
 from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
@@ -120,3 +121,7 @@ def test_runs_in_8_gb(variant: str, planned: Callable[..., Any]) -> None:
     assert "31.9 GB of weights do not fit 8.00 GB" in said and "pass through a ring of" in said
     assert " s a step, " in said and f" for {plan.steps}." in said
     assert "an upper bound, for any routing among its experts" in said
+
+
+def test_the_thumbnail_shows_what_the_planner_says(planned: Callable[..., Any]) -> None:
+    thumbnails.check("4 HiDream picture", [planned("fast", 8), planned("fast", 24)])

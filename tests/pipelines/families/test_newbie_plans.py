@@ -7,6 +7,7 @@ from typing import Any
 
 import ballast
 import pytest
+import thumbnails
 from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
@@ -64,3 +65,7 @@ def test_docs_tell_what_the_planner_says(planned: Callable[..., Any]) -> None:
     row = f"| NewBie-image-Exp0.1 | 28, 4.5 | 6.49 GB | {' | '.join(cells)} |"
     assert row in models, row
     assert all(plan.fits for plan in plans)
+
+
+def test_the_thumbnail_shows_what_the_planner_says(planned: Callable[..., Any]) -> None:
+    thumbnails.check("3 NewBie picture", [planned(4), planned(8)])

@@ -16,6 +16,7 @@ import ballast.commands.main
 import folder_paths
 import pyramid_folders
 import pytest
+import thumbnails
 import torch
 from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
@@ -167,3 +168,9 @@ def test_docs_tell_what_the_planner_says(
     row = f"| Pyramid-Flow miniFlux {name}, {length} s | 10 a stage, 7 | 3.67 GB | {' | '.join(cells)} |"
     assert row in models, row
     assert all(plan.fits for plan in plans)
+
+
+def test_the_thumbnails_show_what_the_planner_says(planned: Callable[..., Any]) -> None:
+    plans = [planned(640, 384, 121, gigabytes) for gigabytes in (6, 12)]
+    for name in ("5 Pyramid-Flow video", "6 Pyramid-Flow picture to video"):
+        thumbnails.check(name, plans)
