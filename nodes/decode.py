@@ -34,8 +34,8 @@ class VaeDecode(io.ComfyNode):
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Vae],
-                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a VAE from any of ComfyUI's own, "
-                    "which stays as it is: the node works on a float32 copy in RAM.",
+                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a VAE from any of "
+                    "ComfyUI's own, which stays as it is: the node works on a float32 copy in RAM.",
                 ),
                 io.Latent.Input("latent", tooltip="Latents of this pipeline, or of any model with the same VAE."),
             ],

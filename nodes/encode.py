@@ -39,8 +39,8 @@ class TextEncode(io.ComfyNode):
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Clip],
-                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a CLIP from any of ComfyUI's own, "
-                    "with its LoRAs and clip skip.",
+                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a CLIP from any of "
+                    "ComfyUI's own, with its LoRAs and clip skip.",
                 ),
                 io.String.Input("prompt", multiline=True, dynamic_prompts=True, default="", tooltip="What to show."),
                 io.String.Input(

@@ -38,8 +38,9 @@ class VramPlan(io.ComfyNode):
                 io.MultiType.Input(
                     "pipeline",
                     [PipelineType, io.Model],
-                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a MODEL from any of ComfyUI's own, "
-                    "with its LoRAs and VRAM Budget: the plan is then for ComfyUI's samplers, an estimate.",
+                    tooltip="From a Ballast loader (Load Pipeline, Load Model Files), or a MODEL from any of "
+                    "ComfyUI's own, with its LoRAs and VRAM Budget: the plan is then for ComfyUI's samplers, an "
+                    "estimate.",
                 ),
                 *size_inputs(),
                 *step_inputs(

@@ -64,9 +64,9 @@ class Sampler(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="An empty latent gives the size, the frames and the batch: leave those widgets as they are. "
-                    "Or a picture to start from, from FP32 VAE Encode, for NewBie (image to image: set denoise below 1, "
-                    "too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or its size.",
+                    tooltip="An empty latent gives the size, the frames and the batch: leave those widgets as they "
+                    "are. Or a picture to start from, from FP32 VAE Encode, for NewBie (image to image: set denoise "
+                    "below 1, too) and Pyramid-Flow (it becomes the first frame). Width and height are 0 or its size.",
                 ),
                 io.Float.Input(
                     "denoise",

@@ -120,7 +120,7 @@ class ModelFamily(ABC):
         raise ValueError(f"{self.title} takes no picture to start from. Leave it out.")
 
     def _picture_size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
-        """The width and height to which the pictures of a run of this size are brought; None where that is not known."""
+        """The width and height to which the pictures of a run are brought; None where that is not known."""
         return None, None
 
     def _see(self, cond: Conditioning, arguments: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ def check(name: str, plans: Sequence[Any]) -> None:
         [[plan.placement, format_bytes(plan.peak_vram_bytes), seconds(plan.step_seconds)] for plan in plans]
     )
     if os.environ.get("UPDATE_THUMBNAILS"):
-        _drawn(name, plans).save(path, quality=70, optimize=True, comment=figures.encode())
+        _drawn(name, plans).save(path, quality=60, optimize=True, comment=figures.encode())
     with Image.open(path) as picture:
         assert picture.info.get("comment", b"").decode() == figures, f"{name}: draw it anew"
 
