@@ -125,7 +125,7 @@ class Copies:
         """Count what is read or written now, behind these copies, but not behind others of the same bytes."""
         if self.queued:
             with self._lock:
-                ordered = _behind(ends)
+                ordered, reads, writes = _behind(ends), list(reads), list(writes)
                 races = [
                     one.meets(reads, False) or one.meets(writes, True) for one in self.queued if one not in ordered
                 ]
