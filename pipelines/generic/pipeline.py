@@ -19,7 +19,7 @@ from ..options import TRUE_CFG, check_known, check_stage
 from ..staged import COUNTS, TOLD, Negative, OnStep, Prompt, as_handed, no_effect
 from .seeing import SeeingPipeline
 from .stand_ins import DecodeCalledError, keeping_processors
-from .stock import check_frames, encode_defaults, guides, returned_names, text_options
+from .stock import check_frames, encode_defaults, guides, negative_arguments, returned_names, text_options
 from .stock_parts import FRAMES, HOST
 from .tails import OF_ONE, TAILS
 from .tasks import INPUTS, reads_pictures
@@ -49,10 +49,12 @@ class GenericPipeline(SeeingPipeline):
     # Encode
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        known = {name for name in self._encode_prompt if not name.endswith("_per_prompt")} - _OURS
+        negative = {name for name in negative_arguments(self.pipeline_class).values() if name.startswith("negative_")}
+        known = {name for name in {*self._encode_prompt, *negative} if not name.endswith("_per_prompt")} - _OURS
         if self.replays:
             known = {name for name in known & self._call.keys() if "embeds" not in name}
         check_known(self.title, options, known)
+        self._prove_options(options)
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
         cls = self.pipeline_class
@@ -73,7 +75,7 @@ class GenericPipeline(SeeingPipeline):
         text = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
         files = {c.name: c.identity() for c in text if not c.name.startswith("scheduler")}
         return {
-            "format": 1,
+            "format": 2,  # to be raised when the same facts give other embeddings
             "pipeline": self.name,
             "libraries": [diffusers.__version__, transformers.__version__],
             "files": files,
@@ -96,22 +98,27 @@ class GenericPipeline(SeeingPipeline):
             return self.record(prompt, negative_prompt, options, device, modules)
         tools = [n for n in self._without_weights("") if not n.startswith("scheduler")]
         pipe = self._pipeline(device, modules, *tools)
-        arguments = encode_defaults(self._encode_prompt, self._call) | options | {"device": device}
+        usual = encode_defaults(self._encode_prompt, self._call) | {"device": device}
         # The first is for the prompt, the last for the negative one.
         handed = [own | {"image": as_handed(own["image"])} for own in options.get("handed", ())] or [{}]
         names = returned_names(self.pipeline_class.encode_prompt)
 
-        def run(own: dict[str, Any], **texts: Any) -> dict[str, Any]:
-            given = {k: v for k, v in (arguments | texts | own).items() if k in self._encode_prompt}
+        def run(own: Mapping[str, Any], **texts: Any) -> dict[str, Any]:
+            given = {k: v for k, v in (usual | texts | dict(own)).items() if k in self._encode_prompt}
             result = pipe.encode_prompt(**given)
             return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
 
         if "negative_prompt" in self._encode_prompt:
-            named = run(handed[0], prompt=prompt, negative_prompt=negative_prompt, do_classifier_free_guidance=True)
+            both = {"negative_prompt": negative_prompt, "do_classifier_free_guidance": True}
+            named = run(options | handed[0], prompt=prompt, **both)
         else:
-            named = run(handed[0], prompt=prompt)
-            if negative_prompt is not None and any(f"negative_{name}" in self._call for name in named):
-                named |= {f"negative_{name}": value for name, value in run(handed[-1], prompt=negative_prompt).items()}
+            named = run(options | handed[0], prompt=prompt)
+            words = negative_arguments(self.pipeline_class)
+            own = {name: options[word] for name, word in words.items() if word in options}
+            instead = any(isinstance(v, torch.Tensor) and words[k].startswith("negative_") for k, v in own.items())
+            if (negative_prompt is not None or instead) and any(f"negative_{name}" in self._call for name in named):
+                negative = run(own | handed[-1], prompt=negative_prompt)
+                named |= {f"negative_{name}": value for name, value in negative.items()}
         return {name: value for name, value in named.items() if value is not None and name in self._call}
 
     # Sample

@@ -100,7 +100,7 @@ def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
         write_cache(directory / f"{key}.json", json.dumps(asdict(verdict)).encode())
 
 
-def not_compared(error: Exception) -> Verdict:
+def not_compared(error: BaseException) -> Verdict:
     """The verdict where the comparison ended with an error."""
     words = " ".join(str(error).split()) or type(error).__name__
     return Verdict(f"it cannot be compared with its own call ({words[:_LONGEST_REASON]})")

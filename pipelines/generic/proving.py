@@ -6,13 +6,17 @@ import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from ..planning.forecasts import quietly
 from ..staged import StagedPipeline
 from . import proof
 from .batch_proof import compare_batch
-from .rehearsal import rehearse
+from .proof import Verdict
+from .rehearsal import StockCallError, rehearse
 
 _PROOF = 4  # to be raised when proofs end in another way
 log = logging.getLogger("ballast")
@@ -26,6 +30,7 @@ class ProvenPipeline(StagedPipeline):
     own: Collection[str]
     tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
     own_size = False  # whether it draws the size of its picture, whatever it is asked for
+    text_options: Mapping[str, Any] = MappingProxyType({})  # of `encode_prompt`, that a comparison gives
     _call: Mapping[str, inspect.Parameter]
 
     @abstractmethod
@@ -57,31 +62,56 @@ class ProvenPipeline(StagedPipeline):
 
         The prompt is encoded by `texts`, another class of the same parts.
         """
-        texts = texts or self
-        task = {"inputs": sorted(self.inputs), "texts": texts.pipeline_class.__name__, "replays": self.replays}
-        directory = self.cache.directory / "proofs"
-        key = self._forecaster.key(stage="proof", format=_PROOF, **task)
-        verdict = proof.recall(directory, key)
-        if verdict is None:
-            for name in self._without_weights("tokenizer", "processor"):
-                self._tool(name)  # one that cannot be read says so itself
-            name = self.pipeline_class.__name__
-            log.info("Ballast: comparing %s in stages with its own call, once for these versions", name)
-            try:
-                with quietly(), self.manager.between_stages():
-                    verdict = rehearse(self, texts)
-            except Exception as error:
-                if type(error) is NameError:  # of a package that diffusers imports where it is
-                    raise ImportError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
-                verdict = proof.not_compared(error)  # it may have been the machine, and is not kept
-            else:
-                proof.keep(directory, key, verdict)
+        verdict = self._compared(texts or self, {})
         if verdict.differs:
             name = self.pipeline_class.__name__
             raise ValueError(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
         self.default_negative, self.left_out = verdict.negative, verdict.left_out
         self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
         self.tail, self.looks = verdict.tail, verdict.looks
+
+    def _prove_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, where options that are texts or their embeddings would not count as in stock.
+
+        They are compared when they are first given.
+        """
+        pairs = {name: name.startswith("negative_") or f"negative_{name}" in self._call for name in options}
+        given = {name: options[name] for name, paired in sorted(pairs.items()) if paired and options[name] is not None}
+        if given and (differs := self._compared(self, given).differs):
+            raise ValueError(f"{self.pipeline_class.__name__} cannot be given {', '.join(given)} in stages: {differs}.")
+
+    def _compared(self, texts: ProvenPipeline, options: Mapping[str, Any]) -> Verdict:
+        """How the stages differ from the stock call, where the prompt is encoded with these options."""
+        task: dict[str, Any] = {
+            "inputs": sorted(self.inputs),
+            "texts": texts.pipeline_class.__name__,
+            "replays": self.replays,
+        }
+        if options:
+            # Their words are replaced by others.
+            task["options"] = {
+                name: type(value).__name__ if isinstance(value, torch.Tensor | str) else value
+                for name, value in options.items()
+            }
+        directory = self.cache.directory / "proofs"
+        key = self._forecaster.key(stage="proof", format=_PROOF, **task)
+        verdict = proof.recall(directory, key)
+        if verdict is not None:
+            return verdict
+        for name in self._without_weights("tokenizer", "processor"):
+            self._tool(name)  # one that cannot be read says so itself
+        name = self.pipeline_class.__name__
+        log.info("Ballast: comparing %s in stages with its own call, once for these versions", name)
+        try:
+            with quietly(), self.manager.between_stages():
+                verdict = rehearse(self, texts, options)
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, StockCallError) else error
+            if type(cause) is NameError:  # of a package that diffusers imports where it is
+                raise ImportError(f"{name} needs the package {cause.name}: pip install {cause.name}.") from error
+            return proof.not_compared(cause or error)  # it may have been the machine, and is not kept
+        proof.keep(directory, key, verdict)
+        return verdict
 
     def _batch_differs(self, texts: Any) -> str:
         if self.replays:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +36,18 @@ _CHANNELS = (3, 4)  # of a picture
 _HOST = torch.device("cpu")
 
 
-def rehearse(pipeline: Any, texts: Any) -> Verdict:
+class StockCallError(Exception):
+    """The stock call itself ended with the error that is the cause of this one."""
+
+
+def rehearse(pipeline: Any, texts: Any, options: Mapping[str, Any] = MappingProxyType({})) -> Verdict:
     """How the stages of a GenericPipeline differ from its stock call, and which negative prompt that has by default.
 
-    The prompt is encoded by `texts`, which may be another one of the same parts.
+    The prompt is encoded by `texts`, which may be another one of the same parts, with `options` of `encode_prompt`:
+    texts and tensors among them are replaced by others.
     """
     pipe = in_float32(pipeline, texts)
+    pipe.text_options = options
     echoes = echoes_of([unit for unit in pipe._units.values() if unit.name not in CHECKS], pipe.stand_ins)
     with torch.inference_mode():
         try:
@@ -91,12 +98,14 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
         default = ""  # EasyAnimate's own call fails without one
     if takes:
         pairs.append((NEGATIVE, NEGATIVE))
+        if any(name.startswith("negative_") for name in pipe.text_options):  # which count beside a negative prompt
+            pairs = pairs[-1:]
     runs = [(arguments, *pair) for pair in pairs]
     tails: set[str] = set()
     scales: list[tuple[Arguments, str | None, str | None]] = []
     cfg = pipe.scales.cfg
-    # Which may see another picture when it guides; a distilled one does not by default.
-    if takes and cfg in pipe._call and (pipe.inputs or pipe.distilled):
+    # It may see another picture when it guides, and read other options; a distilled one does not guide by default.
+    if takes and cfg in pipe._call and (pipe.inputs or pipe.text_options or pipe.distilled):
         scales.append((functools.partial(arguments, GUIDES), NEGATIVE, NEGATIVE))
     if (pipe.texts or pipe).replays and cfg in pipe._call:
         scales += [(functools.partial(arguments, scale), None, None) for scale in (1.0, GUIDES)]
@@ -128,7 +137,7 @@ def _fails_alike(error: Exception, stages: Callable[[Modules], Any], echoes: Map
     try:
         stages({name: echo.face for name, echo in echoes.items()})
     except Exception as other:
-        return (type(other), str(other)) == (type(error), str(error))
+        return (type(other), str(other)) == (type(error.__cause__), str(error.__cause__))
     return False
 
 
@@ -186,11 +195,35 @@ def _run_whole(
         stock.encode_prompt = listened
     given = as_stock(arguments()) | {"prompt": _PROMPT, "output_type": "pt"}
     given.pop("negative_prompt", None)
+    given |= {} if negative is None else {"negative_prompt": negative}
+    for name, value in _options_of(pipe, modules).items():
+        if name in ("prompt_embeds", "negative_prompt_embeds"):  # which a call takes in place of the prompt
+            given[name.removesuffix("_embeds")] = None
+        given |= {name: value} if name in pipe._call else {}
     torch.manual_seed(_SEED)
-    made = stock(**given, **({} if negative is None else {"negative_prompt": negative}))
+    try:
+        made = stock(**given)
+    except Exception as error:
+        raise StockCallError from error
     pictures = _pictures_of(made)
     pipe.drawn = tuple(pictures.shape[-3:-1])
     return pictures
+
+
+def _options_of(pipe: Any, modules: Modules) -> dict[str, Any]:
+    """Those that the prompt is encoded with: made by these modules where they are tensors."""
+    given = pipe.text_options
+    made: Mapping[str, Any] = {}
+    if any(isinstance(value, torch.Tensor) for value in given.values()):
+        made = encoded(pipe, NEGATIVE if pipe.takes_negative else None, modules, {}).tensors
+
+    def other(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return f"{_PROMPT}, {name}" if isinstance(value, str | list) and "prompt" in name else value
+        tensor = made.get(name, value)
+        return tensor * 1.25 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
+
+    return {name: other(name, value) for name, value in given.items()}
 
 
 def _pictures_of(made: Any) -> torch.Tensor:
@@ -212,13 +245,16 @@ def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: 
     return to_images(pixels.float(), video=pipe.is_video)
 
 
-def encoded(pipe: Any, negative: str | None, modules: Modules) -> Conditioning:
-    """The conditioning of a prompt, made by these modules."""
+def encoded(
+    pipe: Any, negative: str | None, modules: Modules, options: Mapping[str, Any] | None = None
+) -> Conditioning:
+    """The conditioning of a prompt, made by these modules with `options`, by default those of the pipeline."""
     encoders = {unit.name: modules[unit.name] for unit in pipe.encoders}
     texts = pipe.texts or pipe
     sees = texts.edits if texts.replays else reads_pictures(texts.pipeline_class)
     pictures = next((pipe.pictures[name] for name in EDITED if name in pipe.pictures), ())
     read = texts._pictures_read(pictures) if sees else {}
+    read = read | (_options_of(pipe, modules) if options is None else options)
     return Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
 
 

@@ -75,6 +75,25 @@ def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, 
     return defaults
 
 
+@functools.cache
+def negative_arguments(cls: type) -> Mapping[str, str]:
+    """The parameters of `encode_prompt` that a pipeline's call gives for the negative prompt, and its names for them.
+
+    Of Flux: `prompt_2` is its `negative_prompt_2`, and `max_sequence_length` that of both prompts. Empty where one call
+    of `encode_prompt` encodes both, or its arguments have no names.
+    """
+    encode: Any = encoding_of(cls)
+    names = [name for name in inspect.signature(encode).parameters if name != "self"]
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))):  # type: ignore[operator]
+        if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != encode.__name__:
+            continue
+        given = {**dict(zip(names, node.args, strict=False)), **{word.arg: word.value for word in node.keywords}}
+        found = {str(name): value.id for name, value in given.items() if isinstance(value, ast.Name)}
+        if found.get("prompt") == "negative_prompt":
+            return found
+    return {}
+
+
 def needed_inputs(cls: type) -> list[str]:
     """What a pipeline's `__call__` starts from beside texts, and cannot do without: a picture, a mask, poses."""
     call = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
@@ -110,7 +129,7 @@ def text_options(cls: type) -> frozenset[str]:
     storing = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _stores_argument(node)]
     handed = _names(handing)
     used = _names([tree]) - handed - _names(storing)
-    taken = inspect.signature(encode).parameters
+    taken = {*inspect.signature(encode).parameters, *negative_arguments(cls).values()}
     return frozenset(name for name in taken if name in handed and name not in used)
 
 

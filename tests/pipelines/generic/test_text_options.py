@@ -1,0 +1,108 @@
+"""Options of `encode` that are texts or embeddings: of the prompt or of the negative prompt, as in the stock call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ballast
+import diffusers
+import pytest
+import tiny
+import torch
+from ballast.pipelines.generic import proving
+from ballast.pipelines.generic.stock import encoding_of, negative_arguments
+from ballast.pipelines.generic.proof import Verdict
+
+Folders = Callable[[str], Path]
+PROMPT, NEGATIVE = "a red boat", "blurry, grey"
+TEXTS = [
+    ("flux", {"prompt_2": "a lake"}),
+    ("flux", {"prompt_2": "a lake", "negative_prompt_2": "noise"}),
+    ("sd3", {"prompt_3": "a lake"}),
+    ("sd3", {"prompt_2": "a lake", "negative_prompt_3": "noise"}),
+]
+
+
+def staged(pipe: Any, family: tiny.Family, **options: Any) -> torch.Tensor:
+    cond = pipe.encode(PROMPT, NEGATIVE, **family.encode_kwargs | options)
+    width, height = family.size
+    return pipe.sample(cond, width=width, height=height, steps=2, guidance=family.guidance)
+
+
+@pytest.mark.parametrize(("name", "options"), TEXTS)
+def test_texts_beside_the_prompt_count_as_in_stock(name: str, options: dict[str, str], tiny_folders: Folders) -> None:
+    """Flux's call encodes the two prompts one by one, and that of Stable Diffusion 3 both at once."""
+    made = staged(ballast.open_pipeline(tiny_folders(name), device="cpu"), tiny.FAMILIES[name], **options)
+    torch.testing.assert_close(made, tiny.stock(tiny_folders(name), PROMPT, NEGATIVE, **options)[0], atol=1e-5, rtol=0)
+    assert not torch.allclose(made, tiny.stock(tiny_folders(name), PROMPT, NEGATIVE)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwenimage"])
+@pytest.mark.parametrize("negative", [False, True])
+def test_given_embeddings_count_as_in_stock(name: str, negative: bool, tiny_folders: Folders) -> None:
+    """As from prompt weighting; those of the negative prompt are its own, or made of its words."""
+    pipe, family = ballast.open_pipeline(tiny_folders(name), device="cpu"), tiny.FAMILIES[name]
+    found = pipe.encode(PROMPT, NEGATIVE, **family.encode_kwargs).tensors
+    given = {n: t.flip(-1) for n, t in found.items() if n.endswith("embeds")}
+    given = {n: t for n, t in given.items() if n.startswith("negative_") is negative}
+    words = (PROMPT, None) if negative else (None, NEGATIVE)
+    expected = tiny.stock(tiny_folders(name), *words, **given)[0]
+    torch.testing.assert_close(staged(pipe, family, **given), expected, atol=1e-5, rtol=0)
+    assert not torch.allclose(expected, tiny.stock(tiny_folders(name), PROMPT, NEGATIVE)[0], atol=1e-4)
+
+
+def test_options_that_are_no_text_are_for_both_prompts(tiny_folders: Folders) -> None:
+    made = ballast.open_pipeline(tiny_folders("flux"), device="cpu").encode(PROMPT, NEGATIVE, max_sequence_length=16)
+    assert {made.tensors[name].shape[1] for name in ("prompt_embeds", "negative_prompt_embeds")} == {16}
+
+
+def test_texts_are_options_of_encode_alone(tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    cond = pipe.encode(PROMPT, NEGATIVE, max_sequence_length=16)
+    with pytest.raises(TypeError, match="negative_prompt_2: .* Give it to encode"):
+        pipe.sample(cond, width=48, height=32, steps=1, negative_prompt_2="noise")
+
+
+def test_options_that_would_not_count_as_in_stock_are_refused(tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    asked: list[Any] = []
+
+    def differing(*given: Any) -> Verdict:
+        asked.append(given[2])
+        return Verdict("its transformer gets other values in stages")
+
+    monkeypatch.setattr(proving, "rehearse", differing)
+    with pytest.raises(ValueError, match="FluxPipeline cannot be given negative_prompt_2 in stages: its transformer"):
+        pipe.encode(PROMPT, NEGATIVE, negative_prompt_2="noise", max_sequence_length=17)
+    assert asked == [{"negative_prompt_2": "noise"}]
+    pipe.encode(PROMPT, NEGATIVE, max_sequence_length=17)
+
+
+def classes() -> dict[str, Any]:
+    """Those that encode the negative prompt by a call of its own."""
+    found = {}
+    for name in dir(diffusers):
+        try:
+            cls = getattr(diffusers, name)
+            encode = encoding_of(cls) if name.endswith("Pipeline") and hasattr(cls, "encode_prompt") else None
+        except (ImportError, RuntimeError):  # of a package that is not installed
+            continue
+        if encode and "negative_prompt" not in inspect.signature(encode).parameters and negative_arguments(cls):
+            found[name] = cls
+    return found
+
+
+def test_every_class_with_two_calls_gives_the_negative_prompt_its_own_texts() -> None:
+    """What belongs to a text goes by its negative name, wherever the call takes one."""
+    found = classes()
+    assert len(found) >= 31 and {"FluxPipeline", "QwenImagePipeline", "HunyuanVideoPipeline"} <= found.keys()
+    for name, cls in found.items():
+        call, given = inspect.signature(cls.__call__).parameters, negative_arguments(cls)
+        for parameter in inspect.signature(encoding_of(cls)).parameters:
+            negative = f"negative_{parameter}"
+            if negative in call:
+                assert given[parameter] == negative, (name, parameter)
+            assert parameter not in given or "embeds" not in given[parameter] or negative == given[parameter], name
