@@ -82,6 +82,7 @@ def run_stage(
     with ExitStack() as exits:
         for unit in units:
             manager.adopt(unit)
+            exits.enter_context(_entered(manager, unit))
             found = forecast.units.get(unit.name) if forecast else None
             if found:
                 unit.learn(found.call_order)
@@ -117,6 +118,21 @@ def run_stage(
             manager.accelerator.empty_cache()
 
 
+@contextmanager
+def _entered(manager: Device, unit: ManagedModel) -> Iterator[None]:
+    """Count a stage of a unit; one within another stage of it, as `on_step` may run, leaves all as that one had it."""
+    work, device = manager.work.of(unit), vars(unit.module)["_runs_on"]
+    unit.stages += 1
+    try:
+        yield
+    finally:
+        unit.stages -= 1
+        if unit.stages:
+            manager.evict(unit)  # the outer stage has another budget, device or forecast
+            manager.work.resume(unit, work)
+            unit.runs_on(device)
+
+
 def _learn(manager: Device, record: StageRecord, units: Sequence[ManagedModel]) -> None:
     """Keep what a stage took beyond tensors, unless others had their share of it."""
     if not record.has_others:
@@ -128,6 +144,7 @@ class _Calls:
 
     def __init__(self, manager: Device, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
+        self.depth = unit.stages
         self.first = True
         self.placement: str | None = None  # chosen at the first call, and kept for the others
         self.pace = Pace(manager.device) if manager.accelerator.pages_silently else None
@@ -135,6 +152,8 @@ class _Calls:
         self.usual: Attempt | None = None  # how calls were tried before that
 
     def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.unit.stages != self.depth:
+            return forward(*args, **kwargs)  # a stage within this one has it in place
         if self.first:
             self.first = False
             self.manager.strike(self.unit)

@@ -78,6 +78,10 @@ class WorkBook:
                 learned.keep(work.card, sizes_of(unit), work.forecast, None)
             self._now[unit] = replace(work, learns=False, measured=None)
 
+    def resume(self, unit: ManagedModel, work: Work) -> None:
+        """Go on with what a unit did before other work came between."""
+        self._now[unit] = work
+
     def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
         """Try the calls of a unit in another way from now on."""
         self._now[unit] = replace(self.of(unit), attempt=attempt)

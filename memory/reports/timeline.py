@@ -204,6 +204,7 @@ class Timeline:
         self.target_bytes = 0  # the budget in force for what is observed now, where one of its own was stated
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
+        self._outer: list[tuple[StageRecord | None, Sequence[ManagedModel]]] = []  # stages around the present one
         self._last: Event | None = None
         self.run = ""  # of the stages that begin from now on
         self._watcher: Watcher | None = None
@@ -289,6 +290,7 @@ class Timeline:
         """Open the record of a stage; events belong to it until `finish`."""
         self.record("done")
         records = {unit.name: UnitRecord(unit.name, unit.tier) for unit in units}
+        self._outer.append((self._stage, self._units))
         self._stage = StageRecord(name, time.perf_counter(), records, budget_bytes=budget_bytes, run=self.run)
         self._units = units
         self.stages.append(self._stage)
@@ -303,7 +305,7 @@ class Timeline:
         stage.seconds = time.perf_counter() - stage.started
         for unit in units:
             stage.units[unit.name].tier_after = unit.tier
-        self._stage, self._units = None, ()
+        self._stage, self._units = self._outer.pop()
 
     def clear(self) -> None:
         """Forget all events and stages."""

@@ -93,6 +93,7 @@ class ManagedModel:
         self.pinned = False
         self.leases = 0
         self.last_use = 0
+        self.stages = 0  # that run it now, one within the other
         self.calls = CallOrder()  # of the modules inside, as far as is known
         self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
         self._build = build

@@ -21,6 +21,7 @@ from ..staged import Frames, as_stock
 from .answers import NotSeenError, opened
 from .echo import Echo
 from .proof import Modules, Verdict, compare, echoes_of
+from .stand_ins import Steps
 from .stock import fewest_frames
 from .tasks import EDITED, reads_pictures, takes_frames
 
@@ -200,6 +201,7 @@ def _run_whole(
         if name in ("prompt_embeds", "negative_prompt_embeds"):  # which a call takes in place of the prompt
             given[name.removesuffix("_embeds")] = None
         given |= {name: value} if name in pipe._call else {}
+    stock.scheduler.step = Steps(stock.scheduler, given["generator"], None)  # stages draw all noise by the seed
     torch.manual_seed(_SEED)
     try:
         made = stock(**given)

@@ -27,6 +27,8 @@ _CHOICE = "_attention_backend"  # of a processor that asks diffusers
 
 Backend = str | Callable[..., Any]
 
+_running: weakref.WeakKeyDictionary[nn.Module, tuple[bool, str]] = weakref.WeakKeyDictionary()  # and how
+
 
 @contextmanager
 def kernels(
@@ -46,10 +48,20 @@ def kernels(
     runs, a device that torch cannot compile for) blocks run as they are, and one line of the log says so. `on_compile`
     is told when compiling begins, and when it ends.
 
-    `attention` is one of diffusers' attention backends. Raises what `check_attention` does, before anything changes.
+    `attention` is one of diffusers' attention backends. Raises what `check_attention` does, before anything changes, and
+    RuntimeError for a run within another one that would have these modules run in another way.
     """
-    modules = list(modules)
+    modules, chosen = list(modules), (compile, attention)
+    around = [module for module in modules if module in _running]
+    if any(_running[module] != chosen for module in around):
+        raise RuntimeError("a run within a run cannot change compile and attention. Give it those of the outer one.")
+    if around:
+        yield
+        return
     with ExitStack() as exits:
+        for module in modules:
+            _running[module] = chosen
+            exits.callback(_running.pop, module)
         if attention != AUTO:
             check_attention(attention, modules)
             exits.enter_context(_attention(modules, attention))

@@ -140,11 +140,22 @@ class StageRunner(ModelFamily):
 
     @contextlib.contextmanager
     def _wearing(self, units: Sequence[ManagedModel]) -> Iterator[None]:
-        """These models with the LoRAs of this pipeline; no other stage runs meanwhile."""
+        """These models with the LoRAs of this pipeline; no other stage runs meanwhile.
+
+        Within a stage of theirs, as `on_step` may run another, they are afterwards as that one had them.
+        """
         with self.manager.between_stages():
-            for unit in units:
-                self.manager.wear(unit, worn_by(self._loras, unit))
-            yield
+            around = [(unit, unit.worn, unit.calls) for unit in units if unit.stages]
+            if any(unit.leases for unit, *_ in around):
+                raise RuntimeError(f"{self.title} is in the middle of a step. Run it again from on_step, or afterwards.")
+            try:
+                for unit in units:
+                    self.manager.wear(unit, worn_by(self._loras, unit))
+                yield
+            finally:
+                for unit, worn, calls in around:
+                    self.manager.wear(unit, worn)
+                    unit.calls = calls
 
     @property
     def _forecaster(self) -> Forecaster:

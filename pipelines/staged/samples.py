@@ -45,6 +45,7 @@ class _Run:
     strategy: str
     sees: bool
     using: Callable[..., AbstractContextManager[None]]  # kernels and shares, for these modules
+    compile: bool
     on_step: OnStep | None
     cards: int
 
@@ -178,8 +179,6 @@ class SampleStage(StageRunner):
         if cards > 1:
             check_group(cards)
             cond = same_everywhere(cond)
-        for unit in pipe.denoisers:
-            unit.calls = replace(unit.calls, blocks=compile)
         chosen = functools.partial(kernels, compile=compile, attention=attention, on_compile=pipe._on_compile)
 
         @contextmanager
@@ -187,7 +186,7 @@ class SampleStage(StageRunner):
             with chosen(modules), shared(modules, cards):
                 yield
 
-        run = _Run(cond, arguments, whole, strategy, bool(pictures) or pipe.looks, using, on_step, cards)
+        run = _Run(cond, arguments, whole, strategy, bool(pictures) or pipe.looks, using, compile, on_step, cards)
 
         # On the CPU nothing is copied that several could share, and one after the other they take less RAM.
         # Nor would all processes find out at once that fewer have to do.
@@ -236,6 +235,8 @@ class SampleStage(StageRunner):
                     drawn.append(to_host(seer._denoise(run.cond, given, report, device, modules).float()))
 
         with self._wearing(self.denoisers):
+            for unit in self.denoisers:
+                unit.calls = replace(unit.calls, blocks=run.compile)
             stage = seers[0]._sampling(run.given(begin, at_once), reports=run.on_step is not None, cards=run.cards)
             key = stage.key(run.cond)
             forecast = functools.partial(stage.forecast, run.cond, key)
