@@ -133,7 +133,12 @@ class GenericPipeline(SeeingPipeline):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         if missing := ", ".join(_WORDS.get(name, name) for name in sorted(self.inputs - self.pictures.keys())):
+            if "controlnet" in self.components and missing == "control":
+                raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
+        config = self._tool("scheduler").config if "scheduler" in self.components else {}
+        if steps == 1 and config.get("shift_terminal") and options.get("sigmas") is None:  # divides zero by zero
+            raise ValueError(f"steps is 1; the scheduler of {self.title} (shift_terminal) takes at least 2.")
         # How many pictures is settled by how many prompts were encoded.
         known = {k for k in self._call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
         scales = self.scales
@@ -167,8 +172,15 @@ class GenericPipeline(SeeingPipeline):
             arguments[scales.guidance] = guidance
         if self.own_size and (width or height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
-        width, height = self._size(width, height)
-        self.sizes.check(self.title, width, height)
+        asked, (width, height) = width or height, self._size(width, height)
+        try:
+            self.sizes.check(self.title, width, height)
+        except ValueError as error:
+            if asked or not (width and height):
+                raise
+            high, wide = (self.pictures.get("image") or self.pictures["video"])[0].shape[:2]
+            words = f"the picture is {wide} wide and {high} high: scale it, or set width and height."
+            raise ValueError(f"{words} ({error})") from None
         if _AREA in self._call and width and height:
             arguments[_AREA] = width * height  # to which it brings every size
         sides = (("width", width), ("height", height))

@@ -54,6 +54,11 @@ def rehearse(pipeline: Any, texts: Any, options: Mapping[str, Any] = MappingProx
         try:
             return _compare_looking(pipe, echoes, small=True)
         except Exception as error:
+            if pipe.inputs and "strength" in pipe._call and isinstance(error, StockCallError):
+                pipe.fits = True
+                with suppress(Exception):
+                    return replace(_compare_looking(pipe, echoes, small=True), own_size=True)
+                pipe.fits = False
             with suppress(Exception):  # some draw nothing of that size
                 return _compare_looking(pipe, echoes, small=False)
             raise error
@@ -66,6 +71,7 @@ def in_float32(pipeline: Any, texts: Any) -> Any:
         name: replace(component, dtype=torch.float32) if component.is_module else component
         for name, component in pipeline.components.items()
     }
+    pipe.fits = False  # whether its pictures have the size that it is asked for
     pipe.texts = None  # no circle, which would hold the models until they are collected
     if texts is not pipeline:
         pipe.texts = copy.copy(texts)
@@ -165,7 +171,8 @@ def arguments_of(pipe: Any, small: bool, cfg: float | None = None) -> dict[str, 
     some = fewest_frames(pipe._pipeline(_HOST, {})) if pipe.is_video else 1
     pipe.pictures = {name: _pictures(side, name, some, pipe._call) for name in pipe.inputs}
     pipe.strength = _STRENGTH if pipe.inputs and "strength" in pipe._call else None
-    width, height = (side if small and name in pipe._call else None for name in ("width", "height"))
+    sides = {"width": 2 * side if pipe.fits else side, "height": side}
+    width, height = (value if small and name in pipe._call else None for name, value in sides.items())
     frames = some if small and pipe._frames else None
     true_cfg = {TRUE_CFG: cfg} if pipe.distilled and cfg is not None else {}
     arguments = pipe._sample_arguments(width, height, _STEPS, None if true_cfg else cfg, frames, true_cfg)

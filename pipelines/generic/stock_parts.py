@@ -288,6 +288,10 @@ class StockParts(ProvenPipeline):
             arguments = {name: value for name, value in arguments.items() if name not in ("prompt", "negative_prompt")}
         else:
             texts = self._embeddings(for_batch(cond, arguments["generator"], self.cond_dims), device, dtype)
+            untaken = {name for name in texts.keys() - self._call.keys() if name.startswith("negative_")}
+            if untaken and cond.info.get("negative_prompt", "").strip():
+                raise ValueError(f"{self.title} takes no negative prompt with these pictures. Encode an empty one.")
+            texts = {name: value for name, value in texts.items() if name not in untaken}
         drawing = arguments["generator"]
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())

@@ -92,6 +92,11 @@ def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     name = _KIND.sub("ControlNetPipeline", index["_class_name"])
     if "ControlNet" in index["_class_name"] or named_class(diffusers, name) is None:
         raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
+    takes = inspect.signature(named_class(diffusers, name)).parameters["controlnet"].annotation
+    kinds = set(re.findall(r"\w*ControlNet\w*", str(takes)))
+    if kinds and kind not in kinds:
+        family = kind.partition("ControlNet")[0] or "Stable Diffusion"
+        raise ValueError(f"{folder} holds a {kind}: this ControlNet is for {family}, not for {index['_class_name']}.")
     return {**index, "_class_name": name, "controlnet": ["diffusers", kind]}
 
 

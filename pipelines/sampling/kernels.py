@@ -48,7 +48,7 @@ def kernels(
     runs, a device that torch cannot compile for) blocks run as they are, and one line of the log says so. `on_compile`
     is told when compiling begins, and when it ends.
 
-    `attention` is one of diffusers' attention backends. Raises what `check_attention` does, before anything changes, and
+    `attention` is one of diffusers' attention backends. Raises what `check_attention` does before anything changes, and
     RuntimeError for a run within another one that would have these modules run in another way.
     """
     modules, chosen = list(modules), (compile, attention)

@@ -147,7 +147,7 @@ class StageRunner(ModelFamily):
         with self.manager.between_stages():
             around = [(unit, unit.worn, unit.calls) for unit in units if unit.stages]
             if any(unit.leases for unit, *_ in around):
-                raise RuntimeError(f"{self.title} is in the middle of a step. Run it again from on_step, or afterwards.")
+                raise RuntimeError(f"{self.title} is in the middle of a step. Run it again from on_step, or after.")
             try:
                 for unit in units:
                     self.manager.wear(unit, worn_by(self._loras, unit))

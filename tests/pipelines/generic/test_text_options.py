@@ -13,8 +13,8 @@ import pytest
 import tiny
 import torch
 from ballast.pipelines.generic import proving
-from ballast.pipelines.generic.stock import encoding_of, negative_arguments
 from ballast.pipelines.generic.proof import Verdict
+from ballast.pipelines.generic.stock import encoding_of, negative_arguments
 
 Folders = Callable[[str], Path]
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"
@@ -66,7 +66,9 @@ def test_texts_are_options_of_encode_alone(tiny_folders: Folders) -> None:
         pipe.sample(cond, width=48, height=32, steps=1, negative_prompt_2="noise")
 
 
-def test_options_that_would_not_count_as_in_stock_are_refused(tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_would_not_count_as_in_stock_are_refused(
+    tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
     asked: list[Any] = []
 
