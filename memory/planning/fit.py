@@ -83,7 +83,7 @@ class Demand:
 
 def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: int) -> Turns:
     """How a unit takes turns, where its work leaves so many bytes for the weights of all."""
-    least: dict[str, int] = {**least_weights(sizes)}
+    least = {str(name): nbytes for name, nbytes in least_weights(sizes).items()}
     if strategy != "auto":
         kind = meant_by(strategy, sizes)
         least = {name: nbytes for name, nbytes in least.items() if name == kind}

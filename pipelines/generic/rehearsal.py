@@ -263,7 +263,7 @@ def encoded(
     sees = texts.edits if texts.replays else reads_pictures(texts.pipeline_class)
     pictures = next((pipe.pictures[name] for name in EDITED if name in pipe.pictures), ())
     read = texts._pictures_read(pictures) if sees else {}
-    read = read | (_options_of(pipe, modules) if options is None else options)
+    read = {**read, **(_options_of(pipe, modules) if options is None else options)}
     return Conditioning.of(texts._encode(_PROMPT, negative, read, _HOST, encoders))
 
 

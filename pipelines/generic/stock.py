@@ -87,8 +87,8 @@ def negative_arguments(cls: type) -> Mapping[str, str]:
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.__call__)))):  # type: ignore[operator]
         if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != encode.__name__:
             continue
-        given = {**dict(zip(names, node.args, strict=False)), **{word.arg: word.value for word in node.keywords}}
-        found = {str(name): value.id for name, value in given.items() if isinstance(value, ast.Name)}
+        given = [*zip(names, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+        found = {str(name): value.id for name, value in given if isinstance(value, ast.Name)}
         if found.get("prompt") == "negative_prompt":
             return found
     return {}

@@ -90,9 +90,10 @@ def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if "ControlNet" not in kind or named_class(diffusers, kind) is None:
         raise ValueError(f"{folder} holds no ControlNet of the installed diffusers, but {kind}. Give another folder.")
     name = _KIND.sub("ControlNetPipeline", index["_class_name"])
-    if "ControlNet" in index["_class_name"] or named_class(diffusers, name) is None:
+    cls: Any = named_class(diffusers, name)
+    if "ControlNet" in index["_class_name"] or cls is None:
         raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
-    takes = inspect.signature(named_class(diffusers, name)).parameters["controlnet"].annotation
+    takes = inspect.signature(cls).parameters["controlnet"].annotation
     kinds = set(re.findall(r"\w*ControlNet\w*", str(takes)))
     if kinds and kind not in kinds:
         family = kind.partition("ControlNet")[0] or "Stable Diffusion"
