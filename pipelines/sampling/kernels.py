@@ -59,7 +59,7 @@ def kernels(
         yield
         return
     with ExitStack() as exits:
-        for module in modules:
+        for module in modules if chosen != (False, AUTO) else []:  # within a plain run others change nothing for good
             _running[module] = chosen
             exits.callback(_running.pop, module)
         if attention != AUTO:

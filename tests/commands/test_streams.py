@@ -25,13 +25,13 @@ sys.exit(main(sys.argv[2:]))
     [("generate", "cp1252"), ("batch", "ascii"), ("missing", "ascii")],
 )
 def test_characters_that_it_does_not_have_are_escaped(command: str, encoding: str, tmp_path: Path) -> None:
-    out, lines = tmp_path / "红", tmp_path / "提示.txt"
+    out, lines = tmp_path / "\u7ea2", tmp_path / "\u63d0\u793a.txt"
     out.mkdir()
-    lines.write_text("a red circle 船\n", "utf-8")
+    lines.write_text("a red circle \u8239\n", "utf-8")
     given = {
-        "generate": ["generate", "--prompt", "船", "--out", str(out / "b.png")],
+        "generate": ["generate", "--prompt", "\u8239", "--out", str(out / "b.png")],
         "batch": ["batch", str(lines), "--out", str(out)],
-        "missing": ["batch", str(out / "没有.txt"), "--out", str(out)],
+        "missing": ["batch", str(out / "\u6ca1\u6709.txt"), "--out", str(out)],
     }[command]
     given += ["--model", "demo", "--device", "cpu", "--steps", "1"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}

@@ -16,7 +16,7 @@ from importlinter.configuration import configure
 from places import ROOT, TESTS
 
 ROOMS = ("bench", "commands", "memory", "nodes", "pipelines")
-MOST_FILES = 20  # in one folder
+MOST_FILES = 24  # in one folder
 
 PLAIN = "{}"
 LATE = "def late():\n    {}"
@@ -37,6 +37,7 @@ PLANTS = [
     ("weights", "memory/units/weights.py", "from accelerate import hooks", LATE, "units.weights", "accelerate"),
     ("comfyui", "pipelines/options.py", "import comfy.utils", PLAIN, "pipelines.options", "comfy"),
     ("comfyui", "memory/sizes.py", "import nodes", LATE, "memory.sizes", "nodes"),
+    ("tests", "bench/places.py", "import tiny", LATE, "bench.places", "tiny"),
     ("circles", "nodes/shared/graph.py", "from .reference import PipelineReference", TYPES, ".graph", ".reference"),
     ("circles", "pipelines/files/trust.py", "from .components import Component", LATE, ".trust", ".components"),
 ]

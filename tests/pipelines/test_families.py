@@ -31,7 +31,7 @@ def test_all_asked_families_are_there() -> None:
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """Equal latents and pictures, no byte left after any stage, no weight copied back, never two units at once."""
+    """Equal latents and pictures, no byte left after any stage, no weight copied back, never units of two stages."""
     folder = tiny_folders(name)
     expected_latents, expected_picture = tiny.stock(folder)
     pipe, encode, sample, decode = tiny.stages(name, folder, "sim")
@@ -70,7 +70,7 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
     largest = max(sizes_of(unit).resident_bytes + manager("sim").work.working_bytes(unit) for unit in units)
     assert max(peaks) >= largest * 0.98
     for event in manager("sim").timeline.events:
-        assert len(event.residents) <= 1, f"{event.residents} at once"
+        assert len({each.role for each in event.residents}) <= 1, f"{event.residents} at once"  # encoders take turns
 
 
 @pytest.mark.parametrize("name", REQUIRED)

@@ -51,7 +51,7 @@ def work_of(name: str, pipe: Any, size: tuple[int, int], method: str) -> tuple[C
 def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], given: Any, more: dict) -> tuple:
     """Plan and run within a budget, and hold one against the other. Returns the way, and the result."""
     pipe.vram_bytes = budget
-    planned = _plan_vae(method, pipe._vae_run(method, more, budget, planned=True), given, budget, 2**40, ASSUMED)
+    planned = _plan_vae(method, pipe._vae_run(method, more, budget, planned=True), given, budget, 2**40, ASSUMED, True)
     manager("sim").timeline.clear()
     gc.collect()
     simulated.reset_stats()

@@ -210,7 +210,8 @@ def test_staged_equals_stock(name: str, folders: Folders, sim: ModuleType) -> No
         assert made.shape == expected.shape
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
     for event in manager("sim").timeline.events:
-        together = {resident.name for resident in event.residents} - {"controlnet"}  # which runs beside the transformer
+        # A ControlNet runs beside the transformer, and encoders take turns.
+        together = {resident.role for resident in event.residents if resident.name != "controlnet"}
         assert len(together) <= 1, f"{event.residents} at once"
 
 
