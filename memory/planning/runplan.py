@@ -228,7 +228,8 @@ class RunPlan:
     def batch_words(self) -> str:
         """What sampling takes a picture, and in which batch it takes least."""
         if not self.is_timed:
-            return f"The time of sampling, and with it the best batch, is {_UNTIMED}."
+            words = "The time of sampling, and with it the best batch, is not predicted on the simulated card."
+            return f"{words} It samples {self.at_once} at once." if self.pictures > 1 else words
         at_once = f", {self.at_once} at once" if self.pictures > 1 else ""
         words = f"Sampling takes {seconds(self.picture_seconds)} a picture{at_once}"
         if self.best is None or self.best.pictures == 1:

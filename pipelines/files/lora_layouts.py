@@ -43,7 +43,7 @@ _FIRST = (
     "blocks.0",
     "distilled_guidance_layer.layers.0",
 )
-_WIDE = ("img_in.weight", "img_in.proj.weight", "x_embedder.weight")  # as files call them
+_WIDE = ("img_in.weight", "img_in.proj.bias", "x_embedder.weight")  # as files call them
 _PARTS = ("qkv", "proj", "q_norm", "k_norm")
 # What is one word between the underscores of a name, where no converter asks for it by its name.
 _WORDS = frozenset((

@@ -74,7 +74,7 @@ def test_a_batch_is_written_and_planned(tiny_folders: Folders, tmp_path: Path, c
     assert abs(np.asarray(Image.open(out)).astype(int) - third).max() <= 1
     capsys.readouterr()
     assert ballast.commands.main.main(["plan", str(folder), *run, "--vram", "1GB", "--batch", "3"]) == 0
-    assert "a picture, 3 at once. For this budget the best batch is" in capsys.readouterr().out
+    assert "not predicted on the simulated card. It samples 3 at once." in capsys.readouterr().out
     assert ballast.commands.main.main([*written, "--batch", "0"]) == 1
     assert "batch is 0; it takes a whole number from 1 to 64." in capsys.readouterr().err
 

@@ -597,6 +597,9 @@ def test_batches_go_in_and_out(sim: ModuleType) -> None:
     torch.testing.assert_close(latent["samples"][2:], last, atol=1e-4, rtol=0)
     given = {"pipeline": reference, "conditioning": conditioning, "width": WIDTH, "height": HEIGHT, "vram_gb": "1"}
     text = run_node(VramPlan, **given, batch=3).result[1]
+    assert "not predicted on the simulated card. It samples 3 at once." in text
+    simulated.enable(total="4GB", tflops=1.0)
+    text = run_node(VramPlan, **given, batch=3).result[1]
     assert "a picture, 3 at once. For this budget the best batch is" in text
 
 

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..components import Component
+import torch
+
+from ..components import Component, names_class
 from ..trust import component_class
 from .component import FileComponent, encoder_component, transformer_component, vae_component
 from .contents import SingleFile, holds_vae, read_single, type_of
@@ -64,7 +66,7 @@ class GivenFiles:
         encoders' files each encoder takes the first that fits it. A base that comes with the pack has no weights: there
         must be a file for each part.
         """
-        left, parts = list(self.text_encoders), index.get("_parts", {})
+        parts = index.get("_parts", {})
         makers: dict[str, Maker] = {
             name: partial(_with_settings, settings, None if kind in self.tokenizers else self._carrying)
             for name, (kind, settings) in index.get("_tokenizers", {}).items()
@@ -85,21 +87,22 @@ class GivenFiles:
             makers[_VAE] = partial(_vae, self.transformer)
         if self.image_encoder:
             makers[_SEEING] = partial(_image_encoder, self.image_encoder)
-        if left:
-            encoders = [name for name, entry in index.items() if name.startswith(_ENCODER) and None not in entry]
-            say = partial(self._not_chosen, len(encoders))
-            makers |= {name: partial(_encoder, left, makers.get(name, _with_weights), say) for name in encoders}
+        if self.text_encoders:
+            named = (name for name, entry in index.items() if names_class(entry) and None not in entry)
+            encoders = [name for name in named if name.startswith(_ENCODER)]
+            choice = _Choice(self.text_encoders, len(encoders), partial(self._not_chosen, len(encoders), parts))
+            makers |= {name: partial(choice.encoder, makers.get(name, _with_weights)) for name in encoders}
         makers |= {name: partial(_unprojected, makers[name]) for name in index.get("_unprojected", ())}
         return makers
 
-    def _not_chosen(self, encoders: int, base: Component) -> str:
+    def _not_chosen(self, encoders: int, parts: Mapping[str, Any], base: Component) -> str:
         """Return a sentence that names an encoder's missing file; empty where there are files enough for `encoders`."""
         count = len(set(self.text_encoders))
         if count >= encoders:
             return ""
         title = _read(self.transformer, None).title
         again = count < len(self.text_encoders)
-        what = usual_encoder(title, base.name) or base.cls.__name__
+        what = usual_encoder(title, base.name, base.cls.__name__, parts)
         said = "has a file that is chosen already" if again else "is not chosen"
         return f"{_ENCODER}_{count + 1} {said}: {title} needs {what}."
 
@@ -138,25 +141,49 @@ def _vae(path: Path, base: Component) -> Component:
     return vae_component(base, read_single(path, VAES, "VAE", base.dtype or type_of(path), base.config))
 
 
-def _encoder(left: list[Path], otherwise: Maker, say: Callable[[Component], str], base: Component) -> Component:
-    """An encoder with the weights of the first of the files that fits it, which is taken from them; else the base's."""
-    reasons = []
-    for path in left:
-        try:
-            made = encoder_component(base, path)
-        except ValueError as error:
-            reasons.append(str(error))
-            continue
-        left.remove(path)
+class _Choice:
+    """The files of `encoders` encoders, which are made one after another; `say` tells that one's file is missing."""
+
+    def __init__(self, files: Iterable[Path], encoders: int, say: Callable[[Component], str]) -> None:
+        self._left, self._taken, self._ahead, self._say = list(files), set[Path](), encoders, say
+        self._missing: tuple[str, Exception] | None = None
+
+    def encoder(self, otherwise: Maker, base: Component) -> Component:
+        """An encoder with the weights of the first file left that fits it, or else the base's.
+
+        ValueError or FileNotFoundError, in one line, where there are none. The last encoder says it of any: by then it is
+        known which of the files fit no encoder at all.
+        """
+        self._ahead -= 1
+        made = self._made(otherwise, base)
+        if self._missing and not self._ahead:
+            not_chosen, error = self._missing
+            strays = not set(self._left) <= self._taken
+            raise error if strays else ValueError(not_chosen) from error.__cause__
         return made
-    try:
-        return otherwise(base)
-    except (FileNotFoundError, ValueError) as error:
-        if not_chosen := say(base):
-            raise ValueError(not_chosen) from error
-        if not reasons:
-            raise
-        raise ValueError(" ".join([f"{error} None of the files given fits it:", *reasons])) from error
+
+    def _made(self, otherwise: Maker, base: Component) -> Component:
+        reasons = []
+        for path in self._left:
+            try:
+                made = encoder_component(base, path)
+            except ValueError as error:
+                reasons.append(str(error))
+                continue
+            self._left.remove(path)
+            self._taken.add(path)
+            return made
+        try:
+            return otherwise(base)
+        except (FileNotFoundError, ValueError) as error:
+            told: Exception = error
+            if reasons:
+                told = ValueError(" ".join([f"{error} None of the files given fits it:", *reasons]))
+                told.__cause__ = error
+            if not (not_chosen := self._say(base)):
+                raise told from told.__cause__
+            self._missing = self._missing or (not_chosen, told)
+            return replace(base, dtype=torch.float32)  # which nobody gets: the last encoder raises
 
 
 def _with_weights(base: Component) -> Component:

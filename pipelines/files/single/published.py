@@ -68,15 +68,16 @@ def published_folder(single: SingleFile, two: bool) -> Path:
     )
 
 
-def usual_encoder(title: str, name: str) -> str:
-    """Return the kind of a published encoder, and what its file is usually called; empty where none is known."""
-    for folder in sorted((FACTS / "models").iterdir()):
-        index = read_model_index(folder)
-        if index["_file"]["title"] == title and name in index["_parts"]:
-            part, usual = index["_parts"][name]
-            kind = next((said for start, said in _ENCODERS.items() if part.startswith(start)), part)
-            return f"{kind}, such as {usual.removesuffix('.safetensors')}"
-    return ""
+def usual_encoder(title: str, name: str, cls: str, parts: Mapping[str, Any]) -> str:
+    """Return the kind of a published encoder, or else its class, and what its file is usually called if that is known.
+
+    `parts` are those of the model itself, where its base comes with the pack; else of the first one of that `title`.
+    """
+    known = [read_model_index(folder) for folder in sorted((FACTS / "models").iterdir())] if name not in parts else []
+    of = [parts, *(index["_parts"] for index in known if index["_file"]["title"] == title)]
+    part, usual = next((each[name] for each in of if name in each), ("", ""))
+    kind = next((said for start, said in _ENCODERS.items() if part.startswith(start)), cls)
+    return f"{kind}, such as {usual.removesuffix('.safetensors')}" if usual else kind
 
 
 def _is_named(path: Path, told: Mapping[str, Any]) -> bool:

@@ -132,8 +132,18 @@ def test_types_that_are_not_decoded_are_refused_in_one_line(name: str) -> None:
 
 @each_type
 @pytest.mark.parametrize("more", [1, 16])
-def test_rows_of_parts_of_blocks_are_refused(kind: BlockType, more: int) -> None:
-    with pytest.raises(ValueError, match=f"no whole blocks of {kind.name}"):
-        codec_of(kind, (kind.weights, kind.weights + more), torch.bfloat16)
-    with pytest.raises(ValueError, match="no whole blocks"):
-        codec_of(kind, (), torch.bfloat16)
+def test_parts_of_blocks_are_refused(kind: BlockType, more: int) -> None:
+    for shape in ((1, kind.weights + more), (kind.weights + 1, kind.weights + more), (more,), ()):
+        with pytest.raises(ValueError, match=f"no whole blocks of {kind.name}"):
+            codec_of(kind, shape, torch.bfloat16)
+
+
+@each_type
+def test_blocks_of_several_rows_have_no_rows_of_their_own(kind: BlockType) -> None:
+    """Of convolutions whose shape was noted. What is not noted, the header's reader refuses by its stored rows."""
+    blocks = random_blocks(kind, 3, 3, 0)
+    codec = codec_of(kind, (kind.weights, 3, 3), torch.float32)
+    out = torch.empty(codec.shape)
+    codec.decode((torch.from_numpy(blocks).view(-1),), out)
+    assert codec.row_parts is None and codec_of(kind, (9, kind.weights), torch.float32).row_parts == (kind.nbytes,)
+    torch.testing.assert_close(out, reference(kind, blocks).view(out.shape), atol=0, rtol=0, equal_nan=True)

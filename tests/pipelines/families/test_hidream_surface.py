@@ -69,6 +69,7 @@ def test_graph_runs_with_the_variants_own_numbers(models: Path, sim: ModuleType)
         reported = [message for message in shown.progress if message]
     assert latent["samples"].shape == (1, 4, 4, 6)
     assert reported[-1][:2] == (16, 16)
+    sim.enable(total="4GB", tflops=1.0)
     text = run_node(VramPlan, pipeline=reference, width=48, height=32, vram_gb="64MB").result[1]
     assert "48 x 32" in text and "for 16." in text
     other = load(llama=LLAMA, variant="dev")

@@ -55,6 +55,7 @@ def test_both_loaders_give_the_same_picture(files: dict[str, str], sim: ModuleTy
     expected = picture(folder)
     assert expected.shape == (1, 48, 64, 3)
     torch.testing.assert_close(picture(split), expected, atol=1e-5, rtol=0)
+    sim.enable(total="4GB", tflops=1.0)
     assert "for 28." in run_node(VramPlan, pipeline=folder, width=64, height=48, vram_gb="64MB").result[1]
     split.open().manager.free()
 

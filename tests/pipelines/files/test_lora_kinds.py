@@ -11,7 +11,7 @@ import tiny
 import torch
 from adapters import lora_files, lora_kinds
 from ballast.memory.units.branches import Adapter, attach, detach, set_strengths
-from ballast.memory.units.changes import takes_changes
+from ballast.memory.units.changes import LAYERS, takes_changes
 from ballast.pipelines.files.lora import read_lora
 from peft import LoHaConfig, LoKrConfig, get_peft_model_state_dict, inject_adapter_in_model
 from single_files.original_names import ORIGINALS, converted, original
@@ -38,10 +38,12 @@ def inputs(layer: nn.Module) -> torch.Tensor:
     weight = layer._parameters["weight"]
     assert weight is not None
     into = weight.shape[0] if weight.ndim == 1 else weight.shape[1]
+    if type(layer).__name__ == "MoEGate":  # HiDream's, which takes [batch, tokens, channels]
+        return torch.randn(2, 5, into, generator=generator)
     return torch.randn(2, into, *size, generator=generator)
 
 
-def merged(layer: nn.Module, weight: torch.Tensor | None, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def merged(layer: nn.Module, weight: torch.Tensor | None, bias: torch.Tensor | None, x: torch.Tensor) -> Any:
     """What a layer makes with its weights changed."""
     changed = {name: value.clone() for name, value in layer.named_parameters()}
     for name, change in (("weight", weight), ("bias", bias)):
@@ -150,13 +152,15 @@ def whole(name: str, module: nn.Module, kinds: list[str], part: int) -> tuple[Te
     inner = {path for path, each in module.named_modules() if takes_changes(each) and getattr(each, "groups", 1) == 1}
     takes = converted(name, {key: torch.full_like(value, float(i)) for i, (key, value) in enumerate(state.items())})
     fit = {int(value.flatten()[0]) for key, value in takes.items() if key.rpartition(".")[0] in inner}
+    others = {path for path in inner if not isinstance(module.get_submodule(path), LAYERS)}  # norms, HiDream's gates
+    bare = {int(value.flatten()[0]) for key, value in takes.items() if key.rpartition(".")[0] in others}
     generator, tensors, dense = torch.Generator().manual_seed(3), {}, {}
     for i, (key, value) in enumerate(state.items()):
         dense[key] = torch.zeros_like(value)
         layer, _, what = key.rpartition(".")
         if i not in fit or i % 2 != part or what not in ("weight", "bias") or ("embed" in layer and value.ndim > 2):
             continue
-        if what == "bias" or value.ndim == 1:
+        if what == "bias" or value.ndim == 1 or i in bare:
             dense[key] = 0.1 * torch.randn(value.shape, generator=generator)
             tensors[f"{layer}.{'diff_b' if what == 'bias' else 'diff'}"] = dense[key]
             continue

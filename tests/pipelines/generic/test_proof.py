@@ -257,9 +257,9 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
     """The verdict is kept for other processes; a damaged file, or another version of a library, is proved again."""
     rehearsed: list[str] = []
 
-    def counted(pipe: Any, texts: Any) -> proof.Verdict:
+    def counted(pipe: Any, texts: Any, options: Any) -> proof.Verdict:
         rehearsed.append(pipe.name)
-        return rehearsal.rehearse(pipe, texts)
+        return rehearsal.rehearse(pipe, texts, options)
 
     monkeypatch.setattr("ballast.pipelines.generic.proving.rehearse", counted)
 
@@ -279,7 +279,7 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
 
 
 def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(pipe: Any, texts: Any) -> proof.Verdict:
+    def failing(pipe: Any, texts: Any, options: Any) -> proof.Verdict:
         raise RuntimeError("no memory for that\nat all")
 
     monkeypatch.setattr(proof, "_known", type(proof._known)())

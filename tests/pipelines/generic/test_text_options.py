@@ -30,8 +30,8 @@ TEXTS = [
 def staged(pipe: Any, family: tiny.Family, **options: Any) -> torch.Tensor:
     cond = pipe.encode(PROMPT, NEGATIVE, **family.encode_kwargs | options)
     width, height = family.size
-    guides = {"true_cfg": CFG} if family.distilled else {"guidance": family.guidance}
-    return pipe.sample(cond, width=width, height=height, steps=2, **guides)
+    further = {"true_cfg": CFG} if family.distilled else {}
+    return pipe.sample(cond, width=width, height=height, steps=2, guidance=family.guidance, **further)
 
 
 def stock(folder: Path, family: tiny.Family, *texts: str | None, **options: Any) -> torch.Tensor:

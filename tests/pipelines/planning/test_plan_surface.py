@@ -222,6 +222,7 @@ def run_plan(reference: Any, **more: Any) -> tuple[Any, str, str]:
 
 
 def test_node_plans_for_the_budget_of_the_pipeline(sim: ModuleType) -> None:
+    sim.enable(total="4GB", tflops=1.0)
     reference = load(vram_gb=0.5)
     picture, text, drawn = run_plan(reference)
     assert picture.shape == (1, 450, 900, 3)

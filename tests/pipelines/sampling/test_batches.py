@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_runs_one_by_one(
 def test_best_batch_of_a_budget(opened: Callable[[str], Stages], sim: ModuleType) -> None:
     """No batch that fits takes 5 % less for a picture than the one that is named, and that one fits at once."""
     pipe, cond, run = opened("flux")
-    sim.enable(total="4GB", h2d_gbps=0.05)
+    sim.enable(total="4GB", h2d_gbps=0.05, tflops=1000)
     (dit,) = pipe.denoisers
     one = pipe.plan(cond=cond, vram="1GB", **run).stages[-2].peak_vram_bytes
     for budget in (one - sizes_of(dit).resident_bytes // 2, 2 * one):

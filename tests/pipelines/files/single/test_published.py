@@ -132,8 +132,13 @@ def refusal(given: Mapping[str, Any], **change: Any) -> str:
 
 def test_what_is_missing_is_named(flux: dict[str, Any]) -> None:
     clip, t5 = flux["text_encoders"]
-    assert "text_encoder (CLIPTextModel) as well, such as text_encoder.safetensors" in refusal(flux, text_encoders=[t5])
-    assert "text_encoder_2 (T5EncoderModel) as well" in refusal(flux, text_encoders=[clip])
+    second = "text_encoder_2 is not chosen: FLUX.1 needs"  # the second file, whichever encoder it is for
+    assert refusal(flux, text_encoders=[t5]) == f"{second} CLIPTextModel, such as text_encoder."
+    assert refusal(flux, text_encoders=[clip]) == f"{second} T5EncoderModel, such as text_encoder_2."
+    said = refusal(flux, text_encoders=[])
+    assert "text_encoder (CLIPTextModel) as well, such as text_encoder.safetensors" in said
+    said = refusal(flux, text_encoders=[flux["vae"]])
+    assert "text_encoder (CLIPTextModel) as well" in said and str(flux["vae"]) in said
     assert "None of the files given fits it" in refusal(flux, text_encoders=[clip, flux["vae"]])
     assert "its vae (AutoencoderKL) as well" in refusal(flux, vae=None)
     said = refusal(flux, tokenizers={"clip": flux["tokenizers"]["clip"]})

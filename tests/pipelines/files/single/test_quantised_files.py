@@ -254,8 +254,10 @@ def test_llama_of_gguf(plain: bool, tiny_folders: Folders, tmp_path: Path) -> No
 
 
 def test_text_encoders_of_other_gguf_are_refused(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Those with llama.cpp's names, whose rows lie as the architecture says."""
     folder = tiny_folders("lumina2")
-    path = write_gguf(Type.Q8_0, tmp_path / "gemma", state_of(folder, "text_encoder"), "gemma")
+    named = in_gguf(state_of(folder, "text_encoder"), gguf.MODEL_ARCH.GEMMA2, "model.")
+    path = write_gguf(Type.Q8_0, tmp_path / "gemma", named, "gemma")
     save_file(original("lumina2", state_of(folder)), model := tmp_path / "lumina2.safetensors")
     with pytest.raises(ValueError, match="GGUF of 'gemma'"):
         ballast.open_pipeline(model, device="cpu", base=base_of(folder, tmp_path / "base"), text_encoders=[path])
