@@ -20,7 +20,8 @@ def is_empty(latent: Mapping[str, Any]) -> bool:
         and samples.ndim in (4, 5)
         and not samples.is_nested
         and not samples.is_meta
-        and samples.numel() > 0
+        and samples.is_floating_point()
+        and 0 < samples.numel() < 2**31
         and not torch.count_nonzero(samples)
     )
 

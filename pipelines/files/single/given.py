@@ -151,8 +151,8 @@ class _Choice:
     def encoder(self, otherwise: Maker, base: Component) -> Component:
         """An encoder with the weights of the first file left that fits it, or else the base's.
 
-        ValueError or FileNotFoundError, in one line, where there are none. The last encoder says it of any: by then it is
-        known which of the files fit no encoder at all.
+        ValueError or FileNotFoundError, in one line, where there are none. The last encoder says it of any: by then the
+        files that fit no encoder at all are known.
         """
         self._ahead -= 1
         made = self._made(otherwise, base)

@@ -21,7 +21,6 @@ def _no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostbuffer.host, "pin_memory", lambda _: None)
 
 
-
 def backend() -> Any:
     return torch.get_device_module("sim")
 
