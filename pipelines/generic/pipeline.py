@@ -170,7 +170,7 @@ class GenericPipeline(SeeingPipeline):
             if scales.guidance is None:
                 raise ValueError(f"{self.title} takes no guidance.")
             arguments[scales.guidance] = guidance
-        if self.own_size and (width or height):
+        if self.own_size and (width or height) and not self._is_of_picture(width, height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
         asked, (width, height) = width or height, self._size(width, height)
         try:
@@ -193,6 +193,11 @@ class GenericPipeline(SeeingPipeline):
             check_frames(self._pipeline(HOST, {}), self.title, frames)
             arguments[self._frames] = frames
         return arguments
+
+    def _is_of_picture(self, width: int | None, height: int | None) -> bool:
+        """Return whether a size is that of the picture to start from, which a call that is told it draws as well."""
+        first = self.pictures.get("image") or self.pictures.get("video")
+        return "strength" in self._call and bool(first) and (height, width) == tuple(first[0].shape[:2])
 
     def _size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
         """The size that is asked for; without one, that of the picture to start from."""

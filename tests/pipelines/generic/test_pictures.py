@@ -411,3 +411,11 @@ def test_half_precision_runs(name: str, folders: Folders) -> None:
     pipe = ballast.open_pipeline(folders(name), device="cpu", dtype="bf16")
     made = pipe.decode(pipe.sample(encoded(task, pipe), **run_of(task)))
     torch.testing.assert_close(made, stock(task, folders(name)), atol=0.2, rtol=0)
+
+
+def test_size_that_is_not_the_pictures_is_refused_where_the_call_draws_that(folders: Folders) -> None:
+    """Z-Image's own call ends with an error of torch."""
+    task = TASKS["zimage"]
+    pipe = ballast.open_pipeline(folders(task.folder), device="cpu")
+    with pytest.raises(ValueError, match="draws the size of its picture. Leave width and height out"):
+        pipe.sample(encoded(task, pipe), **run_of(task) | {"width": 16, "height": 16})
