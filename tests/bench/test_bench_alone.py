@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -29,17 +30,19 @@ sys.exit(main(["bench", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.long
+long, soak = (functools.partial(pytest.param, marks=mark) for mark in (pytest.mark.long, pytest.mark.soak))
+
+
 @pytest.mark.parametrize(
     ("given", "written"),
     [
-        (["stream", "--device", "sim", "--models", "FLUX.1-dev"], "stream.json"),
-        (["newbie", "--device", "cpu"], "newbie-predicted.json"),
-        (["codecs", "--device", "cpu", "--megaweights", "0.1", "--rounds", "1"], "codecs.json"),
-        (["load", "--gb", "0.01", "--rounds", "1"], "load.json"),
-        (["peers", "--device", "sim", "--only", "resident,ballast", "--shares", "0"], "peers-sim-tiny.json"),
-        (["gpu", "--dry", "--only", "tests"], ""),
-        (["plans"], ""),
+        soak(["stream", "--device", "sim", "--models", "FLUX.1-dev"], "stream.json"),
+        long(["newbie", "--device", "cpu"], "newbie-predicted.json"),
+        long(["codecs", "--device", "cpu", "--megaweights", "0.1", "--rounds", "1"], "codecs.json"),
+        long(["load", "--gb", "0.01", "--rounds", "1"], "load.json"),
+        long(["peers", "--device", "sim", "--only", "resident,ballast", "--shares", "0"], "peers-sim-tiny.json"),
+        long(["gpu", "--dry", "--only", "tests"], ""),
+        soak(["plans"], ""),
     ],
     ids=lambda given: given[0] if isinstance(given, list) else "",
 )
