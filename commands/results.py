@@ -92,7 +92,7 @@ class Result:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a file holds anything: of 0 bytes are those that a power cut has left."""
+    """Return whether a file is there and holds anything: a power cut leaves files of 0 bytes."""
     return path.is_file() and path.stat().st_size > 0
 
 

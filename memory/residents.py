@@ -321,7 +321,7 @@ class Residents:
         return self._free_room(unit, *partners) - self._held_bytes(partners) - self._left_to_partners(unit)
 
     def _free_room(self, *besides: ManagedModel) -> int:
-        """What the weights of some units could have together once everything that may leave has left."""
+        """Return what the weights of some units could have together once everything that may leave has left."""
         fixed = (u for u in self.units() if u.placement and u not in besides and (u.leases or u.pinned))
         return self.budget.vram_bytes - self._held_bytes(fixed)
 

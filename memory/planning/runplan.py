@@ -92,7 +92,7 @@ class RunPlan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its seconds are a forecast: not on a simulated card without a clock, which computes in no time."""
+        """Return whether its seconds are a forecast. A simulated card without a clock computes in no time."""
         return not math.isinf(self.rates.operations_per_second)
 
     @property

@@ -197,7 +197,9 @@ class GenericPipeline(SeeingPipeline):
     def _is_of_picture(self, width: int | None, height: int | None) -> bool:
         """Return whether a size is that of the picture to start from, which a call that is told it draws as well."""
         first = self.pictures.get("image") or self.pictures.get("video")
-        return "strength" in self._call and bool(first) and (height, width) == tuple(first[0].shape[:2])
+        if "strength" not in self._call or not first:
+            return False
+        return (height, width) == tuple(first[0].shape[:2])
 
     def _size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
         """The size that is asked for; without one, that of the picture to start from."""
