@@ -37,7 +37,8 @@ def check(pipe: Any, cond: Any, sim: ModuleType) -> torch.Tensor:
     return latents
 
 
-@pytest.mark.parametrize("free", [2 * 2**30, 2**30, 0])
+# Less than the 2 GB that are left to others: at 2 GB a copy in RAM that may be dropped is room enough for these models.
+@pytest.mark.parametrize("free", [3 * 2**29, 2**30, 0])
 def test_the_plan_is_the_run(
     free: int,
     tiny_folders: Callable[[str], Path],
