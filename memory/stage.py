@@ -100,7 +100,8 @@ def run_stage(
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
         learn = exits.enter_context(ExitStack())  # when the record is closed
         exits.callback(manager.timeline.finish, record, units)  # whatever happens as the units leave
-        record.planned, record.strategy = planned, strategy
+        kept_bytes = sum(unit.resident_bytes for unit in units)
+        record.planned, record.strategy = planned and planned.beginning_with(kept_bytes), strategy
         try:
             with torch.inference_mode():
                 yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..charts.tables import format_table
@@ -44,6 +44,12 @@ class StagePlan:
     def driver_bytes(self) -> int:
         """The most that the driver counts for this process in this stage, as far as it tells."""
         return max((plan.driver_bytes for plan in self.units), default=self.idle_bytes)
+
+    def beginning_with(self, weights_bytes: int) -> StagePlan:
+        """Return the plan of a stage whose units hold these weights when it begins, kept from the run before."""
+        idle = self.idle_bytes + weights_bytes
+        units = tuple(replace(plan, peak_vram_bytes=max(plan.peak_vram_bytes, idle)) for plan in self.units)
+        return replace(self, units=units, idle_bytes=idle)
 
     @property
     def main(self) -> Plan:

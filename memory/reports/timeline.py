@@ -206,6 +206,7 @@ class Timeline:
         self._units: Sequence[ManagedModel] = ()
         self._outer: list[tuple[StageRecord | None, Sequence[ManagedModel]]] = []  # stages around the present one
         self._last: Event | None = None
+        self._kept = 0  # bytes of units that the present stage does not run, at the last event
         self.run = ""  # of the stages that begin from now on
         self._watcher: Watcher | None = None
 
@@ -243,8 +244,10 @@ class Timeline:
             self._stage.events.append(event)
             self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
             self._stage.reserved_peak_bytes = max(self._stage.reserved_peak_bytes, event.reserved_peak_bytes)
-            kept = sum(resident.bytes for resident in residents) - sum(unit.resident_bytes for unit in self._units)
-            peak = event.own_peak_bytes(before) - kept  # other pipelines' models are no part of this plan either
+            now = sum(resident.bytes for resident in residents) - sum(unit.resident_bytes for unit in self._units)
+            # Other pipelines' models are no part of this plan either, nor is one that left since the last event.
+            kept, self._kept = max(now, self._kept), now
+            peak = event.own_peak_bytes(before) - kept
             if peak > self._stage.own_peak_bytes:
                 self._stage.own_peak_bytes, self._stage.other_bytes = peak, others + kept
             if kind in ("place", "ran") and unit is not None and unit.placement and unit.name in self._stage.units:
@@ -292,7 +295,7 @@ class Timeline:
         records = {unit.name: UnitRecord(unit.name, unit.tier) for unit in units}
         self._outer.append((self._stage, self._units))
         self._stage = StageRecord(name, time.perf_counter(), records, budget_bytes=budget_bytes, run=self.run)
-        self._units = units
+        self._units, self._kept = units, 0
         self.stages.append(self._stage)
         self.record("stage")
         return self._stage
@@ -306,6 +309,7 @@ class Timeline:
         for unit in units:
             stage.units[unit.name].tier_after = unit.tier
         self._stage, self._units = self._outer.pop()
+        self._kept = 0
 
     def clear(self) -> None:
         """Forget all events and stages."""

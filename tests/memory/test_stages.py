@@ -280,6 +280,19 @@ def test_kept_transformer_gives_up_just_what_the_decoder_needs(folder: Path, sim
     assert manager("sim").device_bytes_in - came < transformer.size_bytes, "what stayed does not come again"
 
 
+def test_what_leaves_as_a_stage_begins_is_no_part_of_its_peak(folder: Path, sim: ModuleType) -> None:
+    """A transformer that an earlier run kept leaves for a decode that is small beside it, and is to be alone."""
+    pipe, stages = ballast.open_pipeline(folder, device="sim"), manager("sim").timeline.stages
+    latents = pipe.sample(pipe.encode("a boat"), **SIZE)[..., :2, :2]
+    pipe.decode(latents)
+    alone = stages[-1]
+    pipe.within(keep=True).sample(pipe.encode("a boat"), **SIZE)
+    held = pipe.denoisers[0].resident_bytes
+    pipe.decode(latents)
+    assert held > alone.peak_bytes and not pipe.denoisers[0].resident_bytes
+    assert stages[-1].own_peak_bytes == alone.own_peak_bytes == alone.peak_bytes
+
+
 def test_noise_given_outright_is_the_noise_of_the_seed(folder: Path) -> None:
     pipe = ballast.open_pipeline(folder, device="cpu")
     cond = pipe.encode("a boat")

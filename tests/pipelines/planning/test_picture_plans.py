@@ -65,6 +65,22 @@ def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: 
     assert torch.equal(*made)
 
 
+@pytest.mark.long
+def test_a_kept_transformer_counts_while_the_picture_is_made_ready(tiny_folders: Folders, sim: ModuleType) -> None:
+    """It is there before the first call of the second run, whole or as far as the budget leaves it room."""
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", keep=True)
+    cond, stages, planned = pipe.encode("a boat"), manager("sim").timeline.stages, []
+    run: dict[str, Any] = {"image": picture(640, 384), "strength": 1.0, "steps": 1}
+    for vram in (None, None, "1GB", 4_000_000):
+        pipe = pipe.within(vram=vram, keep=True)
+        pipe.sample(cond, **run)
+        assert stages[-1].name == "sample" and stages[-1].planned
+        assert stages[-1].planned.peak_vram_bytes == stages[-1].own_peak_bytes
+        planned.append(stages[-1].own_peak_bytes)
+    first, kept, stated, least = planned
+    assert first < least < kept == stated, planned
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param("qwen_edit", marks=pytest.mark.long), pytest.param("hunyuan_video_i2v", marks=pytest.mark.soak)],
