@@ -14,8 +14,9 @@ from ..memory.manager import managers
 from ..memory.sizes import format_bytes
 from ..memory.vocabulary import Role
 from .shared.progress import show_text
-from .shared.running import shows_failure
+from .shared.running import prompt_id, shows_failure
 
+ON_CPU = "On the CPU: nothing in VRAM."
 _WORDS = {"text_encoder": "text encoder", "transformer": "diffusion model", "vae": "VAE", "other": "other"}
 
 
@@ -100,7 +101,8 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
     ours = [(unit, unit.resident_bytes) for unit in units if unit.resident_bytes]
     copies = sum(unit.host_bytes for unit in units)
     theirs = host.loaded_models()
-    before = _in_use(theirs)
+    cards = _cards()
+    before = {str(card.device): _in_use(card, theirs) for card in cards}
     for manager in managers():
         manager.free(roles)
     if host_models:
@@ -114,7 +116,7 @@ def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[H
         models.append(Held(name, model.bytes, int(model.patcher.loaded_size())))
     if gone := copies - (left := sum(unit.host_bytes for unit in units)):
         models.append(Held("RAM", copies, left, f"freed {format_bytes(gone)} of copies that no open model uses"))
-    after = _in_use(theirs)
+    after = {str(card.device): _in_use(card, theirs) for card in cards}
     freed = {device: f"freed {format_bytes(max(0, held - after[device]))}" for device, held in before.items()}
     return models, [Held(device, held, after[device], freed[device]) for device, held in before.items()]
 
@@ -124,20 +126,24 @@ def compose(models: list[Held], totals: list[Held]) -> str:
     held = [total for total in totals if total.before or total.after]
     lines = [str(one) for one in (*held, *models)]
     if not totals:
-        lines.insert(0, "On the CPU: nothing in VRAM.")
+        lines.insert(0, ON_CPU)
     elif not held:
         left = "what no open workflow uses had left it" if models else "no model is there"
         lines.insert(0, f"Nothing to free in VRAM: {left}.")
     return "\n".join(lines)
 
 
-def _in_use(theirs: Collection[host.HostModel]) -> dict[str, int]:
-    """Bytes in use on each device: tensors, and the pages of the host's dynamic models, which torch does not count."""
-    own = resolve_device(host.device() or "cpu")
+def _cards() -> list[Accelerator]:
+    """Return the host's device and those on which something is, or on which this prompt ran something of ours."""
+    own, run = resolve_device(host.device() or "cpu"), prompt_id()
+    ran = {manager.device for manager in managers() if any(stage.run == run for stage in manager.timeline.stages)}
     cards = [Accelerator(device) for device in {manager.device for manager in managers()} | {own}]
-    found = {}
-    for card in sorted((card for card in cards if not card.is_cpu), key=lambda card: str(card.device)):
-        card.empty_cache()
-        pages = sum(host.page_bytes(model.patcher) for model in theirs) if card.device == own else 0
-        found[str(card.device)] = card.allocated_bytes() + pages
-    return found
+    used = [card for card in cards if card.device in {own, *ran} or card.allocated_bytes()]
+    return sorted((card for card in used if not card.is_cpu), key=lambda card: str(card.device))
+
+
+def _in_use(card: Accelerator, theirs: Collection[host.HostModel]) -> int:
+    """Return the bytes in use: tensors, and the pages of the host's dynamic models, which torch does not count."""
+    card.empty_cache()
+    is_own = card.device == resolve_device(host.device() or "cpu")
+    return card.allocated_bytes() + sum(host.page_bytes(model.patcher) for model in theirs) * is_own

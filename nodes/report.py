@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
+from ..memory.host import management as host
 from ..memory.manager import managers
+from .free import ON_CPU
+from .shared.graph import runs_stages
 from .shared.observe import observe_prompt
 from .shared.progress import show_text
 from .shared.running import prompt_id, shows_failure
@@ -57,7 +60,7 @@ class VramReport(io.ComfyNode):
                 io.Image.Output("timeline", tooltip="VRAM over time, by model and stage."),
                 io.String.Output("report", tooltip="The same as a table."),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
             is_output_node=True,
             not_idempotent=True,
         )
@@ -73,14 +76,17 @@ class VramReport(io.ComfyNode):
     def execute(cls, stages: int = 12, after: Any = None, prompts: int = 1) -> io.NodeOutput:
         # One picture: of the device that ran last.
         used = [manager for manager in managers() if manager.timeline.stages]
-        if not used:
-            text = "Nothing has run yet."
+        manager = max(used, key=lambda m: m.timeline.stages[-1].started, default=None)
+        is_older = manager is None or manager.timeline.stages[-1].run != prompt_id()
+        on = host.device()
+        is_on_cpu = is_older and on is not None and on.type == "cpu" and not runs_stages(cls)
+        if manager is None or is_on_cpu:
+            text = ON_CPU if is_on_cpu else "Nothing has run yet."
             show_text(cls, text)
             return io.NodeOutput(torch.ones(1, 450, 900, 3), text, ui=ui.PreviewText(text))
-        manager = max(used, key=lambda m: m.timeline.stages[-1].started)
-        state = str(manager.report())
+        state = "\n".join([*[ON_CPU] * manager.accelerator.is_cpu, str(manager.report())])
         timeline = manager.timeline
-        remark = "" if timeline.stages[-1].run == prompt_id() else f"{_OLDER}\n\n"
+        remark = f"{_OLDER}\n\n" * is_older
         report = f"{state}\n\n{remark}{timeline.table(stages, prompts)}"
         # The page draws a proportional font and no runs of spaces: lines here, where the output has columns.
         newest = timeline.newest(min(stages, _DRAWN_STAGES), prompts)

@@ -107,9 +107,9 @@ def movable_bytes(on: torch.device) -> int:
 
 
 def loaded_models() -> list[HostModel]:
-    """The host's own models that are on its device."""
-    mm = model_management()
-    return _on_device(mm, mm.get_torch_device()) if mm else []
+    """Return the host's own models that are on its device. On the CPU they are in RAM."""
+    mm, on = model_management(), device()
+    return _on_device(mm, on) if mm and on and on.type != "cpu" else []
 
 
 def held_bytes(on: torch.device) -> int:

@@ -59,6 +59,12 @@ def remember(node: type[io.ComfyNode], made: Loaded) -> None:
         _made[_said(node.hidden.prompt[node.hidden.unique_id])] = made
 
 
+def runs_stages(node: type[io.ComfyNode]) -> bool:
+    """Return whether a node of the graph runs a model of a pipeline; true where there is no graph."""
+    prompt = node.hidden.prompt
+    return not prompt or any(entry.get("class_type") in _STAGES for entry in prompt.values())
+
+
 def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
     """The units of the running node and of those after it, in order; None where there is no graph."""
     prompt, here = node.hidden.prompt, node.hidden.unique_id

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import comfy.model_management as mm
 import folder_paths
 import pytest
+import torch
 from ballast.memory import manager
 from ballast.memory.manager import managers
 from ballast.memory.sizes import format_bytes
@@ -63,6 +65,20 @@ def test_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = format_bytes(held)
     assert second == f"RAM: {freed} -> 0 B, freed {freed} of copies that no open model uses"
     assert report() == ["On the CPU: nothing in VRAM."]
+
+
+def test_on_a_host_without_a_card(name: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own models are in RAM then, and another prompt's card is no matter of this one."""
+    reference = run(name, "sim")
+    cpu = torch.device("cpu")
+    unet = SimpleNamespace(
+        model=torch.nn.Linear(4, 2), load_device=cpu, offload_device=cpu, is_dynamic=bool, loaded_size=lambda: 40
+    )
+    monkeypatch.setattr(mm, "current_loaded_models", [SimpleNamespace(model=unet, device=cpu)])
+    nbytes = format_bytes(sim.stats().allocated_bytes)
+    assert report(prompt_id="two")[0] == f"sim:0: {nbytes} -> 0 B, freed {nbytes}"
+    assert report(prompt_id="two") == ["On the CPU: nothing in VRAM."]
+    del reference
 
 
 def test_alone_after_a_run_that_kept_its_model(name: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import tiny
 import torch
 from ballast.memory import manager
 from ballast.nodes.encode import TextEncode
+from ballast.nodes.free import ON_CPU
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
@@ -80,6 +81,22 @@ def test_a_report_is_of_its_own_prompt(sim: ModuleType) -> None:
     _, rows, said = report("three")
     assert [row.split()[0] for row in rows] == ["encode", "sample"]
     assert "Nothing of Ballast ran in this prompt" in said
+
+
+def test_a_prompt_of_the_host_on_the_cpu_has_no_stages(sim: ModuleType) -> None:
+    """Where the graph has no node of ours, those of another prompt do not stand for it."""
+    conditioning = encode(load())
+    sample(load(), conditioning)
+    nodes = {"1": {"class_type": "KSampler", "inputs": {}}, "2": {"class_type": "BallastVRAMReport", "inputs": {}}}
+    picture, _, said = report("two", hidden={"prompt": nodes})
+    assert said == run_node(VramReport, prompt_id="two", hidden={"prompt": nodes}).result[1] == ON_CPU
+    assert (picture == 255).all()
+    ours = {"3": {"class_type": "BallastSampler", "inputs": {}}}
+    assert report("two", hidden={"prompt": nodes | ours})[1], "those of the prompt before, as all came from the cache"
+    on_cpu = run_node(LoadPipeline, pipeline="lumina2", device="cpu").result[0]
+    sample(on_cpu, encode(on_cpu, "three"), "three")
+    _, rows, said = report("three", hidden={"prompt": nodes | ours})
+    assert said.startswith(f"{ON_CPU}\n") and rows[-1].startswith("sample ")
 
 
 def test_every_line_of_the_node_is_a_sentence(sim: ModuleType) -> None:
