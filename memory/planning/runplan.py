@@ -274,21 +274,28 @@ def draw_plans(plans: Sequence[RunPlan], width: int, height: int) -> Image:
 
 
 def _charted(plan: RunPlan) -> charts.Plan:
-    """What the chart shows of a plan: the first step of a stage, which brings the weights, apart from the others."""
+    """Return a plan for its chart: the first step of a stage, which brings the weights, apart from the others.
+
+    Steps of a device without a clock are as long as each other, without seconds.
+    """
     from ..charts import plan as charts
 
     parts, facts = [], {}
     for stage in plan.stages:
-        facts[stage.name] = f"{seconds(stage.seconds)}, peak {format_bytes(stage.peak_vram_bytes)}"
+        took = f"{seconds(stage.seconds)}, " * plan.is_timed
+        facts[stage.name] = f"{took}peak {format_bytes(stage.peak_vram_bytes)}"
         rest = stage.steps - 1
         for unit in stage.units:
             named = stage.name, unit.unit, _ROLES.get(stage.name, "other")
             sizes = stage.idle_bytes, unit.weights_bytes, unit.peak_vram_bytes
-            first, each = unit.first_step_seconds, unit.step_seconds
-            label = f"first step {seconds(first)}" if rest else seconds(first)
-            parts.append(charts.Part(*named, label, first, first - each, *sizes))
+            first, each = (unit.first_step_seconds, unit.step_seconds) if plan.is_timed else (0.0, 0.0)
+            words = f"first step {seconds(first)}" if rest else seconds(first)
+            others = f"{rest} x {seconds(each)}"
+            if not plan.is_timed:
+                words, others = "first step" * bool(rest), f"{rest} more"
+            parts.append(charts.Part(*named, words, first, first - each, *sizes))
             if rest:
-                parts.append(charts.Part(*named, f"{rest} x {seconds(each)}", rest * each, 0, *sizes, rest))
+                parts.append(charts.Part(*named, others, rest * each, 0, *sizes, rest))
     return charts.Plan(plan.brief(), plan.budget_bytes, facts, tuple(parts))
 
 

@@ -17,6 +17,8 @@ import pytest
 import tiny
 from ballast.bench import full_size
 from ballast.memory import manager
+from ballast.memory.charts import axes
+from ballast.memory.charts.axes import to_image
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare, draw_plans
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.sizes import format_bytes
@@ -27,6 +29,8 @@ from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from ballast.pipelines.encoding.embedding_cache import shared_cache
 from ballast.pipelines.planning import plans as planning
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from node_runner import page, run_node
 from PIL import Image
 
@@ -186,6 +190,27 @@ def test_heights_are_the_bytes(flux_plans: list[RunPlan]) -> None:
         rows = (picture[:bottom] == wanted).all(-1).any(1).nonzero()[0]
         drawn = (bottom - rows.min()) / budget * one.budget_bytes
         assert drawn == pytest.approx(plan.weights_bytes, abs=one.budget_bytes / 100), name
+
+
+def test_a_card_without_a_clock_has_no_seconds_in_its_picture(
+    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def read(figure: Figure) -> Image.Image:
+        drawn.extend(text.get_text() for text in figure.findobj(Text))
+        return to_image(figure)
+
+    monkeypatch.setattr(axes, "to_image", read)
+    for tflops, is_timed in ((None, False), (1e-3, True)):
+        sim.enable(total="1GB", tflops=tflops)
+        one = ballast.open_pipeline(tiny_folders("sd3"), device="sim").plan(width=WIDTH, height=HEIGHT, steps=4)
+        assert one.is_timed == is_timed
+        drawn.clear()
+        one.picture(1200, 480)
+        assert any(re.search(r"\d (us|ms|s|min)\b", words) for words in drawn) == is_timed, drawn
+        assert any(words.startswith("first step") for words in drawn), drawn
+        assert any(words.startswith("sample  ") and "peak" in words for words in drawn), drawn
 
 
 def test_budget_that_nothing_fits_is_drawn_too(tiny_folders: Folders) -> None:
