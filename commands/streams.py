@@ -7,7 +7,7 @@ import sys
 
 
 def escape_unprintable() -> None:
-    """Let stdout and stderr write as escapes what they cannot encode, such as a Chinese path in cp1252.
+    """Make stdout and stderr escape characters that they cannot encode, such as a Chinese path in cp1252.
 
     Windows gives files and pipes such an encoding, and one character more would end a run whose pictures are written.
     """

@@ -64,7 +64,7 @@ class Worker:
         return told if len(told) > 1 else told[0]
 
     def run(self, requests: Sequence[Request], *conds: Any) -> tuple[list[Drawn], float, int]:
-        """What became of requests, the seconds that all took, and the peak in bytes."""
+        """Return the outcome of each request, the seconds that all took, and the peak in bytes."""
         began = time.monotonic()
         self._now = 0, 0, 0
         found = [Drawn(wrong=each if isinstance(each, str) else "") for each in conds]

@@ -333,7 +333,7 @@ class Residents:
         return [other for other in self._beside if other is not unit] if unit in self._beside else []
 
     def _left_to_partners(self, unit: ManagedModel) -> int:
-        """What a unit leaves to these beyond what they hold by now: their weights, and the work of the largest."""
+        """Return the bytes left to the units that take turns with one: weights still to come, and the most work."""
         partners = self._partners(unit)
         weights = sum(max(0, self._beside[other] - other.resident_bytes) for other in partners)
         working = [self.work.working_bytes(each, self.budget.live_bytes) for each in (unit, *partners)]
@@ -373,7 +373,7 @@ class Residents:
         self.budget.ask_host(need - unit.resident_bytes + working)
 
     def _shrink_for(self, use: Use, coming: list[Use] | None = None) -> None:
-        """Let units give up, by the policy, what a use needs of the budget, those last that take turns with its unit.
+        """Shrink units by the policy until a use fits the budget, last those that take turns with its unit.
 
         `coming` is what runs next where nothing else is known.
         """

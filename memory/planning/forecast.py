@@ -81,7 +81,7 @@ class UnitForecast:
 
     @property
     def repeats(self) -> bool:
-        """Whether a call follows another while the weights stay: what is decoded for good is of use then."""
+        """Return whether a call follows another while the weights stay: weights decoded for good are of use then."""
         return self.calls > self.turns
 
     def with_decoding(self, decoding: HeldBytes) -> UnitForecast:

@@ -61,7 +61,7 @@ class Queued:
         self._others: torch.Tensor | None = None  # bytes of those that its memory on the device was given to
 
     def meets(self, spans: Iterable[Bytes], written: bool) -> bool:
-        """Whether reading (or writing) these bytes now is a race with it."""
+        """Return whether reading (or writing) these bytes now is a race with it."""
         device = Bytes(self.allocation(), *self.span)
         return any(
             (span.meets(self.ram) and (written or not self.to_device))
@@ -112,7 +112,7 @@ class Copies:
             self.queued = [one for one in self.queued if not one.done]
 
     def join(self, stream: Any, other: Sequence[Queued]) -> None:
-        """Let what a stream is given next be behind these too."""
+        """Put all that a stream is given next behind these too."""
         if other:
             with self._lock:  # another thread may queue there
                 stream.tail = joined(stream.tail, other)
@@ -158,7 +158,7 @@ class Copies:
         self.check([ram if to_device else device], [device if to_device else ram], ends)
 
     def given(self, allocation: Any, storage: torch.UntypedStorage, tail: Sequence[Queued]) -> None:
-        """Let new memory be that of freed tensors, which queued copies still read or write."""
+        """Give new tensors the memory of freed ones, which queued copies still read or write."""
         if not storage.nbytes() or all(one.allocation() is not None for one in self.queued):
             return
         with self._lock:
@@ -169,12 +169,12 @@ class Copies:
                     one.give(allocation, storage)
 
     def is_registered(self, address: int) -> bool:
-        """Whether RAM was pinned as it was."""
+        """Return whether RAM was pinned as it was."""
         return any(begin <= address < begin + nbytes for begin, nbytes in tuple(self.registered.items()))
 
 
 class Cudart:
-    """What pins RAM that is there already, by the names of CUDA's runtime."""
+    """The calls that pin RAM that is there already, by the names of CUDA's runtime."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:  # noqa: N802
@@ -187,7 +187,7 @@ class Cudart:
 
 
 def joined(tail: Sequence[Queued], other: Sequence[Queued]) -> tuple[Queued, ...]:
-    """What is behind both."""
+    """Return the copies of both tails that are not done."""
     return tuple(one for one in dict.fromkeys((*tail, *other)) if not one.done)
 
 
@@ -211,7 +211,7 @@ def _behind(ends: Iterable[Queued]) -> set[Queued]:
 
 
 def _lies_as(ram: torch.Tensor, there: torch.Tensor) -> bool:
-    """Whether one copy of bytes moves it: no gaps, the same type and order."""
+    """Return whether one copy of bytes moves it: no gaps, the same type and order."""
     if ram.dtype != there.dtype or ram.shape != there.shape:
         return False
     same = ram.stride() == there.stride() and torch.ops.aten.is_non_overlapping_and_dense(ram)

@@ -165,7 +165,7 @@ class ParameterDelta(Change):
 
 
 def takes_changes(module: nn.Module) -> bool:
-    """Whether there is a kind of change that can be beside a module, or of a parameter that it has for itself."""
+    """Return whether some kind of change can be beside a module, or of a parameter that it has for itself."""
     return isinstance(module, LAYERS) or (bool(own_parameters(module)) and not isinstance(module, nn.Embedding))
 
 

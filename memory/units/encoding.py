@@ -147,7 +147,7 @@ def unmark_made(module: nn.Module) -> None:
 
 
 def unmark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
-    """Let the parameters of a module be plain again that are not stored encoded. None is in RAM."""
+    """Make the parameters of a module plain again that are not stored encoded. None is in RAM."""
     for name, parameter in module.named_parameters():
         if encoding_of(parameter) is not None and not isinstance(stored.get(name), EncodedWeight):
             delattr(parameter, _ATTRIBUTE)

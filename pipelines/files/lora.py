@@ -106,7 +106,7 @@ class LeaveOut:
         return found
 
     def told(self) -> str:
-        """What was left out, in a few words."""
+        """Return the parts that were left out, in a few words."""
         parts = [part for part in self.parts if any(_is_of(part, name) for name in self.names)]
         return f"{len(self.names)} weights of {', '.join(parts)} are left out, which this model does not have"
 
@@ -124,7 +124,7 @@ def _placed(
     converters: Converters,
     leave_out: LeaveOut,
 ) -> ByComponent:
-    """What the weights are for: by the names of the modules, else by those in the files of the weights.
+    """Return the changes that weights make: by the names of modules, else by those in the files of the weights.
 
     By those that only diffusers knows where none is one of these.
     """

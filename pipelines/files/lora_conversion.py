@@ -19,7 +19,7 @@ from .lora_parts import Tensors, parsed
 def by_conversion(
     path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module]
 ) -> ByComponent | None:
-    """What diffusers makes of these weights; None if it makes nothing of one of them, or something without a place."""
+    """Return these weights as diffusers converts them; None if it drops one of them, or finds no place for it."""
     convert = getattr(pipeline_class, "lora_state_dict", None)
     scaled = _scaled(tensors)
     if convert is None or any(name.endswith("alpha") for name in scaled):

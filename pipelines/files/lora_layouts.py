@@ -66,7 +66,7 @@ _BLOCK = re.compile(r"([a-z_]+?)[_.](\d+)[_.]")
 def by_weights(
     path: Path, tensors: Tensors, modules: Mapping[str, nn.Module], converters: Converters
 ) -> ByComponent | None:
-    """What is named as the weights in the files of these modules are, and not the others; None if nothing is.
+    """Return the changes named as weights in the files of these modules, not the others; None if there are none.
 
     `converters` are those of families with code of their own. Of two experts the second has no names, unless the file
     puts its own ahead.
@@ -93,7 +93,7 @@ def _readers(modules: Mapping[str, nn.Module], converters: Converters) -> Iterat
 def _given(
     path: Path, tensors: Tensors, component: str, others: Collection[str] | None, read: _Reader
 ) -> dict[str, Found]:
-    """What a file has for each layer of a component, by the names that it has there.
+    """Return the changes in a file for each layer of a component, by the names that it has there.
 
     Names with the component's ahead are for it; and, with `others`, those without the name of any of these.
     """
@@ -113,7 +113,7 @@ def _given(
 
 
 def _divided(path: Path, given: Mapping[str, Found], read: _Reader, module: nn.Module) -> dict[str, Found]:
-    """What each layer of a module has, of those all of whose rows have a place."""
+    """Return the changes of each layer of a module, of those all of whose rows have a place."""
     places, made, spent = targets(module), {}, Counter[str]()
     rows = {source: shape for layer, found in given.items() for source, shape in _sources(layer, found).items()}
     layer_of = {source: layer for layer, found in given.items() for source in _sources(layer, found)}
@@ -145,7 +145,7 @@ def _sources(layer: str, found: Found) -> dict[str, Shape]:
 
 
 def _taken(read: _Reader, rows: Mapping[str, Shape]) -> Taken:
-    """What weights of these shapes become. Those that a converter fails at are left out."""
+    """Return the converted forms of weights of these shapes. Those that a converter fails at are left out."""
     with contextlib.suppress(*_FAILURES):
         return read.taken(rows)
     good = {}

@@ -32,7 +32,7 @@ _BODY = "model."  # of a language model without its head
 
 
 def by_own_names(path: Path, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, nn.Module]) -> ByComponent:
-    """What is named by the modules themselves, and not the others."""
+    """Return the changes named by the modules themselves, and not the others."""
     places = _Places(modules)
     found: ByComponent = {}
     for name, tensor in tensors.items():
@@ -54,7 +54,7 @@ def without(tensors: Mapping[str, torch.Tensor], found: ByComponent) -> dict[str
 
 
 def targets(module: nn.Module) -> set[str]:
-    """What a LoRA may change: modules by their paths, and parameters that are of no layer by theirs."""
+    """Return the targets of a LoRA: modules by their paths, and parameters that are of no layer by theirs."""
     found: set[str] = set()
     for path, inner in module.named_modules():
         if takes_changes(inner):

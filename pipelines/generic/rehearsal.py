@@ -220,7 +220,7 @@ def _run_whole(
 
 
 def _options_of(pipe: Any, modules: Modules) -> dict[str, Any]:
-    """Those that the prompt is encoded with: made by these modules where they are tensors."""
+    """Return the arguments that the prompt is encoded with: made by these modules where they are tensors."""
     given = pipe.text_options
     made: Mapping[str, Any] = {}
     if any(isinstance(value, torch.Tensor) for value in given.values()):

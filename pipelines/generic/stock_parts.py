@@ -244,7 +244,7 @@ class StockParts(ProvenPipeline):
 
     @property
     def _embeds_guidance(self) -> bool:
-        """Whether the transformer embeds a scale of guidance: Flux-dev's does, Flux-schnell's does not."""
+        """Return whether the transformer embeds a scale of guidance: Flux-dev's does, Flux-schnell's does not."""
         transformer = self.components.get("transformer")
         name = "guidance_embeds"
         if transformer is None or name in transformer.config:

@@ -75,7 +75,7 @@ def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
 
 
 def notes_of(lora: Lora, units: Sequence[ManagedModel]) -> list[str]:
-    """What is to be known of a LoRA among these models: which of two transformers it is for, and what was left out."""
+    """Return notes on a LoRA among these models: which of two transformers it is for, and parts left out."""
     told = []
     if set(_EXPERTS.values()) <= {unit.name for unit in units}:
         noise = {name: level for level, name in _EXPERTS.items()}

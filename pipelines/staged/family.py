@@ -164,11 +164,11 @@ class ModelFamily(ABC):
 
     @property
     def distilled(self) -> bool:
-        """Whether `guidance` is a scale that the model was distilled with, and not classifier-free guidance."""
+        """Return whether `guidance` is a scale that the model was distilled with, and not classifier-free guidance."""
         return False
 
     def _scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
-        """What a user should know of these scales, a sentence each."""
+        """Return notes for the user on these scales, a sentence each."""
         return []
 
     def _batch_differs(self, texts: ModelFamily) -> str:

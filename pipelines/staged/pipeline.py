@@ -44,7 +44,7 @@ class StagedPipeline(ManyRuns):
         self._loras = open_loras(loras, [*units, *self.encoders], known, self._loras, self._converters())
 
     def notes_of_loras(self) -> list[list[str]]:
-        """What is to be known of each LoRA in use: which of two transformers it is for, and what was left out."""
+        """Return notes on each LoRA in use: which of two transformers it is for, and parts that were left out."""
         return [notes_of(lora, self.denoisers) for lora in self._loras]
 
     @plain_defaults()
