@@ -209,11 +209,12 @@ def _run_whole(
             given[name.removesuffix("_embeds")] = None
         given |= {name: value} if name in pipe._call else {}
     stock.scheduler.step = Steps(stock.scheduler, given["generator"], None)  # stages draw all noise by the seed
-    torch.manual_seed(_SEED)
-    try:
-        made = stock(**given)
-    except Exception as error:
-        raise StockCallError from error
+    with torch.random.fork_rng(devices=[]):  # the caller's own noise stays as it is
+        torch.manual_seed(_SEED)
+        try:
+            made = stock(**given)
+        except Exception as error:
+            raise StockCallError from error
     pictures = _pictures_of(made)
     pipe.drawn = tuple(pictures.shape[-3:-1])
     return pictures
