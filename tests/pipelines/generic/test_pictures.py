@@ -42,6 +42,7 @@ class Task:
     images: list[torch.Tensor] = field(default_factory=list)
     size: tuple[int, int] | None = (WIDTH, HEIGHT)
     text: dict[str, Any] = field(default_factory=dict)  # options of encode
+    negative: bool = True
 
 
 DISTILLED = {"guidance": 2.0, "true_cfg": 3.0}
@@ -62,6 +63,13 @@ def painted(folder: str, cls: str, guidance: str = "") -> Task:
 def first_frame(folder: str, frames: int = 9, cls: str | None = None, **more: Any) -> Task:
     given = {"image": ONE, "guidance": 3.0, "frames": frames}
     return Task(folder, given, {"image": pil(ONE), "guidance_scale": 3.0, "num_frames": frames}, cls, **more)
+
+
+def beside_controlnet(cls: str, mask: bool = False) -> Task:
+    image = picture(WIDTH, HEIGHT, 1)
+    given = {"control": ONE, "image": image, "strength": 0.7, "guidance": 2.0} | ({"mask": MASK} if mask else {})
+    stock = {"control_image": pil(ONE), "image": pil(image), "strength": 0.7, "guidance_scale": 2.0}
+    return Task("flux_controlnet", given, stock | ({"mask_image": pil(MASK)} if mask else {}), cls, negative=False)
 
 
 WAN_LAST = first_frame("wan_i2v")
@@ -92,6 +100,8 @@ TASKS = {
     "controlnet": Task(
         "flux_controlnet", {"control": ONE, **DISTILLED}, {"control_image": pil(ONE), **STOCK_DISTILLED}
     ),
+    "controlnet, from a picture": beside_controlnet("FluxControlNetImg2ImgPipeline"),
+    "controlnet inpaint": beside_controlnet("FluxControlNetInpaintPipeline", mask=True),
     "fill": Task(
         "flux_fill",
         {"image": ONE, "mask": MASK, "guidance": 3.0},
@@ -173,7 +183,7 @@ def takes_negative(cls: Any) -> bool:
 
 
 def encoded(task: Task, pipe: Any) -> Any:
-    negative = "blurry" if takes_negative(pipe.pipeline_class) else None
+    negative = "blurry" if task.negative and takes_negative(pipe.pipeline_class) else None
     return pipe.encode("a boat", negative, **({"images": task.images} if task.images else {}), **task.text)
 
 
@@ -190,6 +200,7 @@ NAMES = [
     "fill",
     "control",
     "controlnet",
+    "controlnet inpaint",
     "klein, two references",
     "ltx",
     "wan video",
@@ -253,6 +264,19 @@ def test_a_controlnet_comes_beside_any_folder(folders: Folders, sim: ModuleType,
             ballast.open_pipeline(plain, device="sim", controlnet=folder)
     with pytest.raises(ValueError, match="no pipeline for FluxControlNetPipeline with a ControlNet"):
         ballast.open_pipeline(whole, device="sim", controlnet=tmp_path / "controlnet")
+
+
+def test_a_negative_prompt_that_a_controlnet_cannot_take_is_refused(folders: Folders, sim: ModuleType) -> None:
+    """It counts without a picture, and is told in a line with one; an empty one is none."""
+    task = TASKS["controlnet, from a picture"]
+    pipe = ballast.open_pipeline(folders(task.folder), device="sim")
+    words = "takes no negative prompt with these pictures. Encode an empty one"
+    with pytest.raises(ValueError, match=words) as raised:
+        pipe.sample(pipe.encode("a boat", "blurry"), **run_of(task))
+    assert "\n" not in str(raised.value)
+    made, plain = (pipe.sample(pipe.encode("a boat", negative), **run_of(task)) for negative in ("", None))
+    assert torch.equal(made, plain)
+    assert sim.stats().allocated_bytes == 0
 
 
 def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:

@@ -46,7 +46,7 @@ def drawing_folder(case: str, tiny_folders: Folders, tmp_path: Path) -> Path:
 
 
 def stock(folder: Path) -> torch.Tensor:
-    """The latents of the unmodified pipeline. All is drawn from one generator, torch's own, seeded when a run begins."""
+    """The latents of the unmodified pipeline, which draws all from torch's own generator, seeded when it begins."""
     pipe: Any = getattr(diffusers, tiny.family_of(folder).class_name)
     begin = pipe.check_inputs
 
