@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +22,31 @@ from ballast.nodes.sample import Sampler
 from ballast.nodes.shared.folders import DEMO
 from host import page, run_node
 from places import ROOT
-from test_pages import CHINESE, printed
+from test_pages import CHINESE, printed, texts_in
 
 TABLE = json.loads((ROOT / "web" / "zh.json").read_text("utf-8"))
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 HOLE = "\u2026"
+# Functions outside of the nodes whose wordings nodes show.
+SPEAKERS = {
+    "memory/planning/planner.py": {"taking_turns", "_reason", "label"},
+    "memory/planning/runplan.py": {"brief", "batch_words"},
+}
+# Parts that nodes do not show: in tables of plans, in the log, and in what another error puts in other words.
+ELSEWHERE = {
+    "8, 12, 24 in vram_gb",
+    "ComfyUI expects",
+    "Steps to the nearest output node, as far as the host looks",
+    "_gb to",
+    "a method that was replaced",
+    "as ComfyUI expects",
+    "by a dry run",
+    "hooks or callbacks",
+    "its code allows no dry run, so seconds count copies alone",
+    "patches (LoRA) on",
+    "the weights are not all on the device, where stripes need them",
+    "this VAE fits neither whole nor in stripes",
+}
 # What stays: names of devices, units and models, and units of measure.
 NAMES = r"sim|cpu|text_encoder|transformer|vae|Shapes demo|shapes|KB|MB|GB|ms|us|min|Ballast"
 
@@ -52,11 +74,36 @@ def test_every_known_sentence_is_printed() -> None:
         parts = [
             part
             for part in re.split(
-                rf"{HOLE}|(?<=\.) |(?= from disk| \(planned| by default|is cut: |prompt is cut|reads? )", known
+                rf"{HOLE}|(?<=\.) |(?= from disk| \(planned| \(and| by default|is cut: |prompt is cut|reads? )", known
             )
             if part.strip(" ,:;.")
         ]
         assert all(any(part.strip(" ,:.") in source for source in sources) for part in parts), known
+
+
+def spoken() -> Iterator[str]:
+    """The wordings of nodes, and of plans as nodes show them: texts in functions, but for schemas and the log."""
+    for path in [ROOT / name for name in SPEAKERS] + sorted((ROOT / "nodes").rglob("*.py")):
+        speakers = SPEAKERS.get(path.relative_to(ROOT).as_posix())
+        for node in ast.walk(ast.parse(path.read_text("ascii"))):
+            if not isinstance(node, ast.FunctionDef) or (speakers and node.name not in speakers):
+                continue
+            if not any(isinstance(inner, ast.keyword) and inner.arg == "tooltip" for inner in ast.walk(node)):
+                told = ast.get_docstring(node, clean=False)
+                yield from (text for text in texts_in(node) if text != told and not text.startswith("Ballast: "))
+
+
+def test_every_wording_of_a_node_is_known() -> None:
+    """As a part of a known sentence: what is filled in may be any."""
+    known = [sentence for sentence, _ in TABLE["messages"]]
+    filled = [re.compile(".+".join(map(re.escape, sentence.strip(".").split(HOLE)))) for sentence in known]
+    unknown = set()
+    for text in spoken():
+        for part in (part.strip(" ,:.()") for part in re.split(rf"{HOLE}|\n|; |(?<=\.) ", text)):
+            if re.search("[A-Za-z]{2}.* .*[A-Za-z]{2}", part) and not any(part in sentence for sentence in known):
+                if not any(pattern.fullmatch(part) for pattern in filled):
+                    unknown.add(part)
+    assert unknown == ELSEWHERE
 
 
 def test_every_sentence_has_its_translation() -> None:

@@ -167,16 +167,22 @@ def quoted(text: str) -> list[str]:
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell) if " " in message]
 
 
-def printed() -> list[str]:
-    """All texts of the pack, with an ellipsis for what is filled in."""
+def texts_in(tree: ast.AST) -> list[str]:
+    """All texts of a piece of code, with an ellipsis for what is filled in."""
     found = []
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text("ascii"))):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "\u2026" for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%s|\{\w*\}", "\u2026", node.value))
+    inner: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inner |= {part for part in node.values if isinstance(part, ast.Constant)}
+            found.append("".join(v.value if isinstance(v, ast.Constant) else "\u2026" for v in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inner:
+            found.append(re.sub(r"%s|\{\w*\}", "\u2026", node.value))
     return found
+
+
+def printed() -> list[str]:
+    """All texts of the pack."""
+    return [text for path in SOURCES for text in texts_in(ast.parse(path.read_text("ascii")))]
 
 
 def is_printed(message: str, sources: list[str]) -> bool:
