@@ -1,6 +1,6 @@
 // What a headless Chromium sees of ComfyUI's page: node browser.mjs URL LOCALE FOLDER PART...
-// Does the parts in this order: templates run workflows layout subgraph typed nodes graph. Prints one JSON object, leaves screenshots in
-// FOLDER, where graph.json is what `graph` runs, in API format.
+// Does the parts in this order: templates run workflows layout subgraph typed nodes graph. Prints one JSON object,
+// leaves screenshots in FOLDER, where graph.json is what `graph` runs, in API format.
 // CHROMIUM names the browser; playwright-core is found by NODE_PATH.
 import { createRequire } from 'node:module'
 import { readFileSync } from 'node:fs'
@@ -99,7 +99,8 @@ async function layout (page, names) {
     await page.keyboard.press('Escape')
     await fit(page)
     await shot(page, `open ${name}`)
-    const opened = { boxes: await boxes(page), zoom: await page.evaluate(() => app.canvas.ds.scale) }
+    const zoom = await page.evaluate(() => app.canvas.ds.scale)
+    const opened = { boxes: await boxes(page), zoom, overlaps: await overlaps(page) }
     await page.evaluate(() => { // the models are tiny, and their configs do not come with the pack
       const edits = app.graph._nodes.some(({ widgets }) => widgets?.some(({ value }) => String(value).includes('image_edit')))
       for (const node of app.graph._nodes) {
@@ -112,7 +113,7 @@ async function layout (page, names) {
       }
     })
     const ran = await execute(page, `ran ${name}`)
-    found[name] = { opened, ran, boxes: await boxes(page) }
+    found[name] = { opened, ran: { ...ran, boxes: await boxes(page), cut: await cut(page) } }
   }
   return found
 }
@@ -152,14 +153,13 @@ async function inner (page) {
   })
 }
 
-// Titles, and what is drawn of a node: its box, and the fields of its text.
-const boxes = (page) => page.evaluate(() => app.graph._nodes.map((node) => ({
-  type: node.type,
-  box: Array.from(node.getBounding()),
-  wanted: Array.from(node.computeSize()),
-  fields: (node.widgets ?? []).filter(({ element, name }) => element || name.startsWith('$$'))
-    .map(({ name, computedHeight }) => [name, computedHeight])
-})))
+// What is drawn of each node, by its number: left, top, width and height, with its title.
+const boxes = (page) => page.evaluate(() => Object.fromEntries(app.graph._nodes
+  .map((node) => [node.id, Array.from(node.getBounding())])))
+
+// Pixels of what nodes say that are not shown, and how high the rest is.
+const cut = (page) => page.evaluate(() => [...document.querySelectorAll('.dom-widget .overflow-y-auto')]
+  .filter((box) => box.innerText.trim()).map((box) => [box.scrollHeight - box.clientHeight, box.clientHeight]))
 
 // What the page keeps of an error: denoise without a latent.
 async function fail (page) {
@@ -247,9 +247,7 @@ async function graph (page) {
   await fit(page)
   await shot(page, 'graph-laptop')
   const laptop = await page.evaluate(() => app.canvas.ds.scale)
-  const cut = await page.evaluate(() => // pixels of what nodes say that are not shown, and how high the rest is
-    [...document.querySelectorAll('.dom-widget .overflow-y-auto')].filter((box) => box.innerText.trim())
-      .map((box) => [box.scrollHeight - box.clientHeight, box.clientHeight]))
+  const hidden = await cut(page)
   await page.evaluate(() => {
     const node = app.graph._nodes.find(({ type }) => type === 'BallastVRAMReport')
     app.canvas.ds.scale = 1
@@ -258,7 +256,7 @@ async function graph (page) {
   })
   await wait(800)
   await shot(page, 'report-laptop')
-  return { ...seen, shown, cut, laptop }
+  return { ...seen, shown, cut: hidden, laptop }
 }
 
 // What the page makes of gigabytes: it rounds what is typed in the widget's callback.
@@ -333,7 +331,7 @@ try {
   if (parts.includes('layout')) {
     if (!seen.templates) seen.templates = await templates(page)
     await page.keyboard.press('Escape')
-    seen.layout = await layout(page, process.env.ONLY ? seen.templates.names.filter((n) => process.env.ONLY.split(',').includes(n[0])) : seen.templates.names)
+    seen.layout = await layout(page, seen.templates.names)
   }
   if (parts.includes('subgraph')) seen.subgraph = await subgraph(page)
   if (parts.includes('typed')) seen.typed = await typed(page)

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from host_graphs import native_timeline
 from pictured.bands import drawn
 from PIL import Image
 from places import ROOT
+from single_files.comfy_folders import put_templates
+from test_workflows import boxes, read
 
 SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -160,6 +162,33 @@ def test_help_panel_shows_the_page_of_the_language(locale: str, pages: dict[str,
         assert panel.startswith(text["display_name"])
         names = [slot["name"] for group in ("inputs", "outputs") for slot in text[group].values()]
         assert all(re.search(rf"^\s*{re.escape(name)}(\s|$)", panel, re.MULTILINE) for name in names), node_id
+
+
+@pytest.mark.long
+def test_templates_can_be_read_on_a_laptop_as_they_open_and_after_a_run(
+    tiny_folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All of them, on tiny models and with previews: nothing overlaps, and no text is cut."""
+    if reason := missing():
+        pytest.skip(reason)
+    base = tmp_path_factory.mktemp("comfyui")
+    put_templates(base, tiny_folders)
+    with HostServer(base=base, arguments=("--cpu", "--preview-method", "auto")) as server:
+        seen = look(server, "en-US", tmp_path_factory.mktemp("page"), "layout")["layout"]
+    assert seen.keys() == {file.stem for file in WORKFLOWS}
+    for file in WORKFLOWS:
+        opened, ran = seen[file.stem]["opened"], seen[file.stem]["ran"]
+        assert ran["status"] == "success", file.stem
+        assert ran["pictures"] or "video" in file.stem, file.stem
+        drawn_as = boxes(read(file))
+        for shown in (opened, ran):
+            assert shown["zoom"] >= 0.6, file.stem
+            assert shown["overlaps"] == [], file.stem
+            for node, (left, top, width, height) in shown["boxes"].items():
+                box = drawn_as[int(node)]
+                assert left >= box.left - 1 and left + width <= box.right + 1, (file.stem, box)
+                assert top >= box.top - 1 and top + height <= box.bottom + 1, (file.stem, box)
+        assert ran["cut"] and all(hidden <= 0 for hidden, _ in ran["cut"]), (file.stem, ran["cut"])
 
 
 def test_timeline_of_a_purely_native_graph_is_shown(tmp_path: Path) -> None:

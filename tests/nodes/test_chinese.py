@@ -32,6 +32,8 @@ SPEAKERS = {
     "memory/planning/planner.py": {"taking_turns", "_reason", "label"},
     "memory/planning/runplan.py": {"brief", "batch_words"},
 }
+# Where texts of two places meet in one sentence.
+JOINTS = r"(?= from disk| \(planned| \(and| NaN| by default|is cut: |prompt is cut|reads? )"
 # Parts that nodes do not show: in tables of plans, in the log, and in what another error puts in other words.
 ELSEWHERE = {
     "8, 12, 24 in vram_gb",
@@ -71,13 +73,7 @@ def test_every_known_sentence_is_printed() -> None:
     sources = [*printed(), (ROOT / "demo" / "shapes" / "model_index.json").read_text("utf-8")]
     for known, _ in TABLE["messages"]:
         # What is put together when it is printed may come from different places.
-        parts = [
-            part
-            for part in re.split(
-                rf"{HOLE}|(?<=\.) |(?= from disk| \(planned| \(and| by default|is cut: |prompt is cut|reads? )", known
-            )
-            if part.strip(" ,:;.")
-        ]
+        parts = [part for part in re.split(rf"{HOLE}|(?<=\.) |{JOINTS}", known) if part.strip(" ,:;.")]
         assert all(any(part.strip(" ,:.") in source for source in sources) for part in parts), known
 
 

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import newbie_folders
 import numpy as np
-import pyramid_folders
 import pytest
-from hidream_folders import published
 from host import HostError, HostServer, find_host, host_python, missing
 from PIL import Image
 from places import DATA, ROOT, STUBS
@@ -32,17 +29,8 @@ def host(tiny_folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     if reason := missing():
         pytest.skip(reason)
     base = tmp_path_factory.mktemp("comfyui")
-    models = base / "models" / "diffusers"
-    models.mkdir(parents=True)
-    (models / "lumina2").symlink_to(tiny_folders("lumina2"), target_is_directory=True)
-    folder, llama = published(tiny_folders("hidream"), tmp_path_factory.mktemp("hidream"), "fast")
-    (models / "HiDream-I1-Fast").symlink_to(folder, target_is_directory=True)
-    newbie_folders.official(models / "NewBie-image-Exp0.1")
-    pyramid_folders.save("flux", models / "pyramid-flow-miniflux")
-    put_templates(base / "models", tiny_folders)
-    (base / "input").mkdir()
-    Image.new("RGB", (96, 64), "teal").save(base / "input" / "example.png")
-    (base / "models" / "text_encoders" / llama.name).symlink_to(llama, target_is_directory=True)
+    put_templates(base, tiny_folders)
+    (base / "models" / "diffusers" / "lumina2").symlink_to(tiny_folders("lumina2"), target_is_directory=True)
     with HostServer(base=base) as server:
         yield server
 

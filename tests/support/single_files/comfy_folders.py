@@ -10,9 +10,13 @@ from typing import Any
 
 import diffusers
 import gguf
+import hidream_folders
+import newbie_folders
+import pyramid_folders
 import tiny
 import torch
 from pictured import pipelines
+from PIL import Image
 from safetensors.torch import save_file
 
 from . import base_of, state_of
@@ -30,7 +34,22 @@ def write_gguf(at: Path, tensors: dict[str, torch.Tensor], architecture: str = "
     writer.close()
 
 
-def put_templates(models: Path, folders: Callable[[str], Path]) -> None:
+def put_templates(base: Path, folders: Callable[[str], Path]) -> None:
+    """All that the templates choose, in ComfyUI's `base`: folders, files, and the picture."""
+    models = base / "models"
+    for name in ("diffusers", "text_encoders"):
+        (models / name).mkdir(parents=True, exist_ok=True)
+    folder, llama = hidream_folders.published(folders("hidream"), base / "hidream", "fast")
+    (models / "diffusers" / "HiDream-I1-Fast").symlink_to(folder, target_is_directory=True)
+    (models / "text_encoders" / llama.name).symlink_to(llama, target_is_directory=True)
+    newbie_folders.official(models / "diffusers" / "NewBie-image-Exp0.1")
+    pyramid_folders.save("flux", models / "diffusers" / "pyramid-flow-miniflux")
+    _put_files(models, folders)
+    (base / "input").mkdir()
+    Image.new("RGB", (96, 64), "teal").save(base / "input" / "example.png")
+
+
+def _put_files(models: Path, folders: Callable[[str], Path]) -> None:
     """The files of the templates, and a base for each: tiny-flux, tiny-wan and tiny-qwen_image_edit."""
     for name in ("diffusion_models", "text_encoders", "vae", "diffusers"):
         (models / name).mkdir(parents=True, exist_ok=True)
