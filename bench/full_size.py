@@ -241,7 +241,7 @@ SCHEDULERS: dict[str, Callable[[], object]] = {
         shift=1.0, use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     ),
 }
-_SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 def build(name: str, folder: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def _drawn(name: str, plans: Sequence[Any]) -> Image.Image:
     charts = draw_plans(plans, WIDTH, max(LEAST, (HEIGHT - BAND) // len(plans)))
     whole = Image.new("RGB", (WIDTH, BAND + charts.height), GROUND)
     whole.paste(charts, (0, BAND))
-    model, _, kind = name[2:].partition(" ")
+    model, kind = re.fullmatch(r"\d+ (\S+(?: [\d.]+)?) (.+)", name).groups()  # type: ignore[union-attr]
     pen = ImageDraw.Draw(whole)
     pen.text((28, 16), model, INK, ImageFont.load_default(50))
     pen.text((28, 74), f"{kind}, before the run", MUTED, ImageFont.load_default(32))
