@@ -108,6 +108,7 @@ async function layout (page, names) {
         for (const widget of node.widgets ?? []) {
           if (['width', 'height'].includes(widget.name) && (widget.value > 128 || edits)) widget.value = 128
           if (widget.name === 'frames' && widget.value) widget.value = 9
+          if (widget.name === 'steps') widget.value = 2
           if (widget.name === 'base' && files) widget.value = 'tiny-' + files.value.split(/_?[0-9]/)[0]
         }
       }
