@@ -100,7 +100,7 @@ async function layout (page, names) {
     await fit(page)
     await shot(page, `open ${name}`)
     const zoom = await page.evaluate(() => app.canvas.ds.scale)
-    const opened = { boxes: await boxes(page), zoom, overlaps: await overlaps(page) }
+    const opened = { zoom, overlaps: await overlaps(page) }
     await page.evaluate(() => { // the models are tiny, and their configs do not come with the pack
       const edits = app.graph._nodes.some(({ widgets }) => widgets?.some(({ value }) => String(value).includes('image_edit')))
       for (const node of app.graph._nodes) {
@@ -114,7 +114,7 @@ async function layout (page, names) {
       }
     })
     const ran = await execute(page, `ran ${name}`)
-    found[name] = { opened, ran: { ...ran, boxes: await boxes(page), cut: await cut(page) } }
+    found[name] = { opened, ran: { ...ran, cut: await cut(page) } }
   }
   return found
 }
@@ -153,10 +153,6 @@ async function inner (page) {
     return told
   })
 }
-
-// What is drawn of each node, by its number: left, top, width and height, with its title.
-const boxes = (page) => page.evaluate(() => Object.fromEntries(app.graph._nodes
-  .map((node) => [node.id, Array.from(node.getBounding())])))
 
 // Pixels of what nodes say that are not shown, and how high the rest is.
 const cut = (page) => page.evaluate(() => [...document.querySelectorAll('.dom-widget .overflow-y-auto')]

@@ -21,7 +21,6 @@ from pictured.bands import drawn
 from PIL import Image
 from places import ROOT
 from single_files.comfy_folders import put_templates
-from test_workflows import boxes, read
 
 SCRIPT = Path(__file__).parent / "browser.mjs"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -180,14 +179,9 @@ def test_templates_can_be_read_on_a_laptop_as_they_open_and_after_a_run(
         opened, ran = seen[file.stem]["opened"], seen[file.stem]["ran"]
         assert ran["status"] == "success", file.stem
         assert ran["pictures"] or "video" in file.stem, file.stem
-        drawn_as = boxes(read(file))
         for shown in (opened, ran):
             assert shown["zoom"] >= 0.6, file.stem
             assert shown["overlaps"] == [], file.stem
-            for node, (left, top, width, height) in shown["boxes"].items():
-                box = drawn_as[int(node)]
-                assert left >= box.left - 1 and left + width <= box.right + 1, (file.stem, box)
-                assert top >= box.top - 1 and top + height <= box.bottom + 1, (file.stem, box)
         assert ran["cut"] and all(hidden <= 0 for hidden, _ in ran["cut"]), (file.stem, ran["cut"])
 
 
