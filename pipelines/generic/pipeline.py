@@ -7,7 +7,7 @@ the pipeline asks of the VAE and catches what it would have decoded, so no famil
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,15 @@ class GenericPipeline(SeeingPipeline):
 
     # Encode
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _encode_options(self) -> Collection[str]:
         negative = {name for name in negative_arguments(self.pipeline_class).values() if name.startswith("negative_")}
         known = {name for name in {*self._encode_prompt, *negative} if not name.endswith("_per_prompt")} - _OURS
         if self.replays:
             known = {name for name in known & self._call.keys() if "embeds" not in name}
-        check_known(self.title, options, known)
+        return known
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
         self._prove_options(options)
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -132,6 +135,7 @@ class GenericPipeline(SeeingPipeline):
         frames: int | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
+        self._check_proven()
         if missing := ", ".join(_WORDS.get(name, name) for name in sorted(self.inputs - self.pictures.keys())):
             if "controlnet" in self.components and missing == "control":
                 raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
@@ -272,6 +276,10 @@ class GenericPipeline(SeeingPipeline):
         raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
 
     # Decode
+
+    def check_latents(self, latents: Any) -> None:
+        self._check_proven()
+        super().check_latents(latents)
 
     def _finish(self, images: torch.Tensor) -> torch.Tensor:
         return TAILS[self.tail](images)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ class Verdict:
     the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
     `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
     asked for, such as that of its picture. `tail` names what it does with what its VAE decodes, and `looks` says that
-    its VAE encodes something even where it starts from no picture.
+    its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the stock
+    call fails, and `stock_failed` says that it did.
     """
 
     differs: str = ""
@@ -46,6 +48,8 @@ class Verdict:
     own_size: bool = False
     tail: str = ""
     looks: bool = False
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    stock_failed: bool = False
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
@@ -116,7 +120,8 @@ def _read(path: Path) -> Verdict | None:
     try:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
-        verdict = Verdict(*known, facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True)
+        known = *known, facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True, dict(facts["needs"])
+        verdict = Verdict(*known)
         _ = TAILS[verdict.tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None

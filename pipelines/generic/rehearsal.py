@@ -71,6 +71,7 @@ def in_float32(pipeline: Any, texts: Any) -> Any:
         name: replace(component, dtype=torch.float32) if component.is_module else component
         for name, component in pipeline.components.items()
     }
+    pipe.fails = ""
     pipe.fits = False  # whether its pictures have the size that it is asked for
     pipe.texts = None  # no circle, which would hold the models until they are collected
     if texts is not pipeline:

@@ -55,6 +55,7 @@ class SeeingPipeline(StockParts):
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
         """A copy of this that is driven by another class, or takes other pictures; compared with its own call."""
+        self._check_proven()
         task = copy.copy(self)
         vars(task).pop("sizes", None)
         task._tasks = {}  # those of this one hold it

@@ -15,6 +15,7 @@ from ...memory.units.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..files.lora_layouts import Converters
+from ..options import check_known
 from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments
 from ..sampling.batches import Dims
@@ -79,16 +80,16 @@ class ModelFamily(ABC):
     # Encode
 
     def encodes_with(self, name: str) -> bool:
-        """Whether an option of this name is one of `encode`, and not of `sample`."""
-        try:
-            self._check_options({name: None})
-        except TypeError:
-            return False
-        return True
+        """Return whether an option of this name is one of `encode`, and not of `sample`."""
+        return name in self._encode_options()
 
     @abstractmethod
+    def _encode_options(self) -> Collection[str]:
+        """Return the names of the options that `_encode` takes."""
+
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Raise TypeError for options that `_encode` does not know."""
+        """Raise TypeError for options that `_encode` does not take."""
+        check_known(self.title, options, self._encode_options())
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Those of the pictures with a prompt that `_encode` reads, as its options. ValueError where it takes none."""

@@ -5,7 +5,7 @@ No pipeline of diffusers runs it (huggingface/diffusers#12803 is open), so the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,8 +86,8 @@ class NewbiePipeline(StagedPipeline):
 
     # Encode
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        check_known(self.title, options, {"max_sequence_length"})
+    def _encode_options(self) -> Collection[str]:
+        return {"max_sequence_length"}
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import transformers

@@ -5,7 +5,7 @@ No pipeline of diffusers runs it, so the stages are ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,8 +88,8 @@ class PyramidFlowPipeline(StagedPipeline):
 
     # Encode
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        check_known(self.title, options, ())
+    def _encode_options(self) -> Collection[str]:
+        return ()
 
     def _encoding_facts(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> dict[str, Any]:
         import transformers
