@@ -37,8 +37,8 @@ class Verdict:
     the modules that only the stock call runs, and that have no part in the pictures, as those that make sound.
     `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
     asked for, such as that of its picture. `tail` names what it does with what its VAE decodes, and `looks` says that
-    its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the stock
-    call fails, and `stock_failed` says that it did.
+    its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the
+    stock call fails, and `stock_failed` says that it did.
     """
 
     differs: str = ""
@@ -120,8 +120,8 @@ def _read(path: Path) -> Verdict | None:
     try:
         facts = read_json(path)
         known = facts["differs"], facts["negative"], tuple(facts["left_out"]), int(facts["dimensions"])
-        known = *known, facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True, dict(facts["needs"])
-        verdict = Verdict(*known)
+        found = facts["own_size"] is True, str(facts["tail"]), facts["looks"] is True
+        verdict = Verdict(*known, *found, needs=dict(facts["needs"]))
         _ = TAILS[verdict.tail]
     except (OSError, ValueError, LookupError, TypeError):
         return None

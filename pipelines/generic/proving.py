@@ -61,9 +61,11 @@ class ProvenPipeline(StagedPipeline):
         first: ValueError | None = None
         for self.replays, self.inputs in ways:
             try:
-                return self._prove()
+                self._prove()
             except ValueError as error:
                 first = first or error
+            else:
+                return
         assert first is not None
         self.replays, self.inputs = ways[0]
         if not (isinstance(first, _StockFailedError) and (names := self._sized_options())):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import ballast
 import diffusers
 import pytest
 import tiny
+import tiny_image
 import torch
+import transformers
 from ballast.pipelines.generic import proving
 from ballast.pipelines.generic.proof import Verdict
 from ballast.pipelines.generic.stock import encoding_of, negative_arguments
@@ -115,3 +119,56 @@ def test_every_class_with_two_calls_gives_the_negative_prompt_its_own_texts() ->
             if negative in call:
                 assert given[parameter] == negative, (name, parameter)
             assert parameter not in given or "embeds" not in given[parameter] or negative == given[parameter], name
+
+
+def of_a_short_prompt(folder: Path, tiny_folders: Folders) -> dict[str, Any]:
+    """Write a model whose learned positions hold 16 tokens, where its call pads prompts to 226 by default."""
+    shutil.copytree(tiny_folders("cogvideox"), folder)
+    config = folder / "transformer" / "config.json"
+    sizes = {"max_text_seq_length": 16, "use_rotary_positional_embeddings": False}
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | sizes), "utf-8")
+    return {"max_sequence_length": 16}
+
+
+def of_a_shallow_encoder(folder: Path, tiny_folders: Folders) -> dict[str, Any]:
+    """Write a model whose encoder has 6 layers, where its call reads the 27th by default."""
+    del tiny_folders
+    pipe = tiny_image.flux2_klein()
+    sizes = transformers.Qwen3Config(**tiny_image.decoder_sizes(layers=6, head_dim=8))
+    pipe.text_encoder = transformers.Qwen3ForCausalLM(sizes).eval()
+    pipe.save_pretrained(folder)
+    return {"text_encoder_out_layers": (1, 3, 5), "max_sequence_length": 48}
+
+
+@pytest.mark.parametrize("write", [of_a_short_prompt, of_a_shallow_encoder])
+def test_a_model_whose_call_fails_by_default_is_compared_with_what_the_first_run_gives(
+    write: Callable[[Path, Folders], dict[str, Any]], tiny_folders: Folders, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    options = write(folder, tiny_folders)
+    name = next(iter(options))
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    advice = r"^\S+ cannot be staged: it cannot be compared with its own call .* Or give encode [^\n]+\.$"
+    for refused in ({}, {"max_sequence_length": 7, **({name: (1, 99)} if name != "max_sequence_length" else {})}):
+        with pytest.raises(ValueError, match=advice):
+            pipe.encode(PROMPT, **refused)
+    for use in (lambda: pipe.decode(torch.zeros(1, 4, 4, 4)), lambda: pipe.plan(vram="1GB", prompt=PROMPT)):
+        with pytest.raises(ValueError, match=advice):
+            use()
+
+    size: dict[str, Any] = {"width": 64, "height": 64}
+    words = {"negative_prompt": NEGATIVE} if pipe.is_video else {}  # Flux2-klein's call takes none
+    cond = pipe.encode(PROMPT, *words.values(), **options)
+    frames = {"frames": 5} if pipe.is_video else {}
+    made = pipe.decode(pipe.sample(cond, steps=2, guidance=3.0, seed=3, **size, **frames))
+    own = diffusers.DiffusionPipeline.from_pretrained(folder)
+    own.set_progress_bar_config(disable=True)
+    given = size | words | options | ({"num_frames": 5} if frames else {})
+    given |= {"prompt": PROMPT, "num_inference_steps": 2, "guidance_scale": 3.0, "output_type": "pt"}
+    expected = own(**given, generator=torch.Generator("cpu").manual_seed(3))[0]
+    torch.testing.assert_close(made, expected.float().movedim(-3, -1), atol=1e-4, rtol=0)
+
+    for later in (pipe, ballast.open_pipeline(folder, device="cpu")):  # the verdict is kept
+        later.encode("a lake", **options)
+        with pytest.raises(ValueError, match=rf"^The own call of \S+ fails without .*{name}.*\. Give encode .*\.$"):
+            later.encode("a lake")
