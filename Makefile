@@ -23,17 +23,15 @@ test: lint
 
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests -m long --dist loadfile
-	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/families/test_pyramid_surface.py \
-		tests/pipelines/generic/test_pictures.py tests/pipelines/planning/test_plans.py \
-		tests/pipelines/sampling/test_lora_families.py -m "not long and not soak"
 	BALLAST_COPIES=xpu $(PYTEST) tests/memory/streaming/test_arriving.py -k "books_whatever or first_step"
 
 # All families, budgets and walks: more than an hour.
 soak: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests -m soak
 	BALLAST_SOAK=1 $(PYTEST) tests/pipelines/planning/test_budgets.py tests/pipelines/decoding/test_decode_budgets.py \
-		tests/pipelines/planning/test_plans.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
-		tests/memory/test_fault_mix.py tests/bench
+		tests/pipelines/planning/test_plans.py tests/pipelines/families/test_pyramid_surface.py \
+		tests/pipelines/generic/test_pictures.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
+		tests/memory/test_fault_mix.py tests/bench -m "not soak"
 	for copies in cuda xpu; do BALLAST_COPIES=$$copies BALLAST_SOAK=1 $(PYTEST) tests/memory/streaming \
 		tests/memory/striped tests/memory/codecs tests/pipelines/sampling -m "not eager" || exit 1; done
 

@@ -85,6 +85,7 @@ def uneven(count: int = 40, before: float = 0.1) -> Loads:
     return Loads(tuple(pieces), published.BUS_BYTES_PER_SECOND, before)
 
 
+@pytest.mark.long
 def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
     loads, whole = uneven(), 60 * 2**20
     rows = list(published.solve("x", loads))

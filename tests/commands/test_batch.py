@@ -304,6 +304,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL")
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
 def test_killed_at_any_point_it_goes_on(kills: int, tmp_path: Path) -> None:

@@ -22,7 +22,11 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize(
     ("command", "encoding"),
-    [("generate", "cp1252"), ("batch", "ascii"), ("missing", "ascii")],
+    [
+        ("batch", "ascii"),
+        pytest.param("generate", "cp1252", marks=pytest.mark.long),
+        pytest.param("missing", "ascii", marks=pytest.mark.long),
+    ],
 )
 def test_characters_that_it_does_not_have_are_escaped(command: str, encoding: str, tmp_path: Path) -> None:
     out, lines = tmp_path / "\u7ea2", tmp_path / "\u63d0\u793a.txt"

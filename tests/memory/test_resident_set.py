@@ -64,6 +64,7 @@ print(json.dumps([(kilobytes("VmHWM") - before) * 1024, max(held), simulated.sta
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="only Linux tells the peak")
 def test_ram_is_what_was_stated_as_the_system_counts_it(tmp_path: Path) -> None:
     ram = 270 * MB

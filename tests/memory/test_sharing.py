@@ -490,6 +490,7 @@ class Changes(RuleBasedStateMachine):
         self.pipes.clear()
 
 
+@pytest.mark.long
 def test_any_sequence_of_changes(
     models: dict[str, Path], room: dict[str, int], expected: dict[str, torch.Tensor], sim: ModuleType
 ) -> None:

@@ -137,6 +137,7 @@ def clock(sim: ModuleType) -> float:
     return float(sim.clock.default_stream.ready)
 
 
+@pytest.mark.long
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=2, max_size=5), st.data())
 def test_budgets_change_between_runs_and_in_the_middle(

@@ -16,6 +16,7 @@ from ballast.memory.accelerator import Accelerator
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 3, "guidance": 1.0}
 
 
+@pytest.mark.long
 def test_weights_are_on_the_device_or_on_disk(tiny_folders: Callable[[str], Path], sim: ModuleType) -> None:
     """Resident or streamed from disk, as planned, with the same result; what was in RAM is dropped, save on the CPU."""
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", vram="1GB", keep=True)

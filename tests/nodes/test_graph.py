@@ -193,6 +193,7 @@ def transformers(ours: MemoryManager) -> list[ManagedModel]:
     return [unit for unit in ours.units() if unit.role == "transformer" and unit.label in NAMES]
 
 
+@pytest.mark.long
 def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager) -> None:
     """Room for one and a half: each switch takes half a transformer of the other, and brings half of the own back."""
     runs = 6
@@ -213,6 +214,7 @@ def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager)
         assert torch.equal(results[name][0]["samples"], free[name][0]["samples"])
 
 
+@pytest.mark.long
 def test_what_later_nodes_need_stays(ours: MemoryManager) -> None:
     """When the third comes, the first is the least recently used, and the one that the next node needs."""
     prompt = alternating(NAMES, 4)

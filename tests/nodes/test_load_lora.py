@@ -55,6 +55,7 @@ def latents(reference: Any) -> torch.Tensor:
     return run_node(Sampler, pipeline=reference, conditioning=conditioning, **size).result[0]["samples"]
 
 
+@pytest.mark.long
 def test_chained_loras_are_those_of_the_library(loras: list[str], sim: ModuleType) -> None:
     plain = load()
     before = latents(plain)

@@ -153,6 +153,7 @@ def folders(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["lumina2", "hidream", "newbie", "pyramid"])
 def test_configs(folders: dict[str, tuple[Path, dict[str, Any]]], family: str) -> None:
     folder, arguments = folders[family]

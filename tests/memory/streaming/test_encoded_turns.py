@@ -100,6 +100,7 @@ def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: 
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["q8_0", "int8"])
 def test_compiled_blocks_give_the_same_from_as_many_graphs(
     how: str, tiny_folders: Callable[[str], Path], tmp_path: Path

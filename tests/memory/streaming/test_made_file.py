@@ -127,6 +127,7 @@ def test_what_another_process_has_written_meanwhile_stays(
     forget(pipe)
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_made_again(tmp_path: Path, sim: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     plain, pipe = opened(tmp_path / "plain"), opened(tmp_path, "exact12")
     cond, stored = plain.encode("a red circle"), plain.denoisers[0]._stored

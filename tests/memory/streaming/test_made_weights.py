@@ -40,6 +40,7 @@ def rounded(folder: Path, weights: str, root: Path) -> Path:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["exact12", "int8", "fp8"])
 def test_every_placement_gives_what_the_decoded_weights_give(weights: str, tmp_path: Path, sim: ModuleType) -> None:
     plain = opened(DEMO)
@@ -77,6 +78,7 @@ def test_on_the_cpu_and_with_encoders(sim: ModuleType) -> None:
     )
 
 
+@pytest.mark.long
 def test_runs_are_as_planned(sim: ModuleType) -> None:
     pipe = opened(DEMO, weights="exact12")
     cond = pipe.encode("a red circle")

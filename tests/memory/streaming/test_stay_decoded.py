@@ -170,6 +170,7 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
     assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
 
 
+@pytest.mark.long
 def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
     for at in range(1, 600):
         placement, left = None, at
@@ -240,6 +241,7 @@ def test_a_resident_module_tells_which_pieces_are_decoded(model: Model, sim: Mod
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.long
 def test_decoding_of_a_resident_module_fails_at_any_allocation(model: Model, sim: ModuleType) -> None:
     """It stays as it is stored then, as far as it is."""
     most = sum(piece.plain_bytes for piece in model.pieces)

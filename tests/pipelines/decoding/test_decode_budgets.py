@@ -70,6 +70,7 @@ def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], g
     return record.note, result
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("method", ["decode", "encode"])
 @pytest.mark.parametrize("name", NAMES)
 def test_budgets_are_kept_as_planned(name: str, method: str, tiny_folders: Folders, sim: ModuleType) -> None:

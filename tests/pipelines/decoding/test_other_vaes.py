@@ -105,6 +105,7 @@ def test_codebook_comes_with_who_reads_it(strategy: str, quantized: tuple[Any, A
     torch.testing.assert_close(made, vae.decode(z).sample, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_vae_that_cannot_do_without_tiling(
     tiny_folders: Callable[[str], Path], tmp_path: Path, sim: ModuleType

@@ -43,6 +43,7 @@ def left_in(folder: Path) -> set[str]:
     return {path.suffix for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_writers_leave_no_half_entry(tmp_path: Path) -> None:
     found = processes("killed", tmp_path)
@@ -52,6 +53,7 @@ def test_killed_writers_leave_no_half_entry(tmp_path: Path) -> None:
     assert found["entries"] >= 24
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_processes_that_share_a_folder(tmp_path: Path) -> None:
     found = processes("together", tmp_path)

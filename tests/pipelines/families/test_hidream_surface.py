@@ -59,6 +59,7 @@ def test_loader_offers_the_llamas_there_are(models: Path) -> None:
         shutil.rmtree(bert.parent / name)
 
 
+@pytest.mark.long
 def test_graph_runs_with_the_variants_own_numbers(models: Path, sim: ModuleType) -> None:
     reference = load(llama=LLAMA)
     cond = run_node(TextEncode, pipeline=reference, prompt="a red boat", negative_prompt="").result[0]

@@ -39,6 +39,7 @@ def test_sizes_are_the_published_ones(planned: Callable[..., Any]) -> None:
     assert found == {name: pytest.approx(count, rel=1e-3) for name, count in PUBLISHED.items()}
 
 
+@pytest.mark.long
 def test_whole_run_with_the_transformer_resident_in_8_gb(planned: Callable[..., Any]) -> None:
     plan = planned(8)
     assert plan.fits and plan.peak_vram_bytes <= 8 * GIB
@@ -52,6 +53,7 @@ def test_whole_run_streamed_in_4_gb(planned: Callable[..., Any]) -> None:
     assert plan.placement == "streamed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [2, 4])
 def test_batches_are_planned(batch: int, planned: Callable[..., Any]) -> None:
     plan = planned(8, prompt=["a boat"] * batch)

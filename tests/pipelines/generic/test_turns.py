@@ -30,6 +30,7 @@ def run(pipe: Any, cond: Any, steps: int, **more: Any) -> tuple[torch.Tensor, An
     return latents, record, sum(unit.bytes_in for unit in record.units.values())
 
 
+@pytest.mark.long
 def test_both_come_once_where_both_fit(folder: Path, sim: ModuleType) -> None:
     for more in ({}, {"weights": "int8"}):
         pipe = ballast.open_pipeline(folder, device="sim", **more)

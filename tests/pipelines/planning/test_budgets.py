@@ -139,6 +139,7 @@ def span(opened: Opened, run: Callable[[], Any]) -> tuple[int, int]:
     return least_named(str(refused.value)), planned.peak_vram_bytes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_keep_random_budgets(name: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     opened = Opened(name, tiny_folders, tmp_path)
@@ -168,6 +169,7 @@ def decodes_whole(opened: Opened, latents: Any, sim: ModuleType) -> None:
     assert (way.name == "whole" and way.peak_bytes <= 1.05 * sim.stats().peak_bytes) or opened.name == "pyramid"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["flux", "newbie"])
 def test_plans_of_runs_choose_what_runs(
     name: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def rows_of(text: str) -> dict[str, str]:
     return {line.split()[0]: line for line in text.splitlines() if line.split()[:1] and line.split()[0] in CHOICES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vram", ["1GB", 300_000])
 def test_a_row_says_what_the_plan_of_such_a_pipeline_does(tiny_folders: Any, vram: Any) -> None:
     plans = plans_of(tiny_folders("flux"), vram=vram, ram="1GB")

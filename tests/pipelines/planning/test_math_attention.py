@@ -17,6 +17,7 @@ from ballast.memory import manager
 from ballast.memory.accelerator import Accelerator
 
 
+@pytest.mark.long
 def test_scores_are_part_of_the_predicted_peak(tiny_folders: Callable[[str], Path], sim: ModuleType) -> None:
     """Of each stage: never below what is measured, at most 5 % above. A fused forecast in the cache is not taken."""
     family = tiny.FAMILIES["sd3"]

@@ -39,6 +39,7 @@ def _without_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VaeForecasts, "stripes", lambda *_: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: ModuleType) -> None:
     """Of each stage: never below, at most 5 % above; resident and streamed; the same latents."""

@@ -195,6 +195,7 @@ def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.long
 def test_kept_transformer_is_fitted_to_a_larger_run(tiny_folders: Folders, sim: ModuleType) -> None:
     """With `keep`, the nodes' default: what fitted a small picture makes room for a large one, and comes back."""
     family = tiny.FAMILIES["flux"]

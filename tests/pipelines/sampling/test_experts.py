@@ -25,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.mark.long
 def test_the_first_is_gone_after_the_boundary(folder: Path, tmp_path: Path, sim: ModuleType) -> None:
     family = tiny.FAMILIES["wan"]
     expected, _ = tiny.stock(folder, steps=STEPS)

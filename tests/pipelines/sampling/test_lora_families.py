@@ -74,6 +74,7 @@ def mixed(folder: Path, to: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return lora_files.write(to / "mixed.safetensors", tensors), made
 
 
+@pytest.mark.long
 def test_every_kind_in_every_placement(tiny_folders: Folders, cache: Path, tmp_path: Path, sim: ModuleType) -> None:
     """What merging them exactly gives; and what they take is planned, the weights that a LoHa makes included."""
     folder = tiny_folders("flux")

@@ -198,6 +198,7 @@ def test_two_experts_each_have_their_own(tiny_folders: Folders, cache: Path, tmp
 COMPILED = ["wan", "sd3", "qwenimage", "lumina2", "zimage", "ltx"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["flux", *(pytest.param(name, marks=pytest.mark.soak) for name in COMPILED)])
 def test_compiled_they_are_those_of_stock(
     name: str, tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
