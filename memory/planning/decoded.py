@@ -5,9 +5,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ..codecs.codec import Codec
 from ..codecs.cost import cost_of
@@ -108,29 +111,39 @@ def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:
 
 
 def decoded_within(
-    pieces: Sequence[DecodingLoad], order: Sequence[int], streamed: Collection[int], room_bytes: int
-) -> Iterator[Decoded]:
-    """What to decode of the pieces that do not stream, so that it takes no more than the room.
+    pieces: Sequence[DecodingLoad], streamed: Sequence[tuple[int, ...]], rooms: Sequence[int]
+) -> Iterator[tuple[int, Decoded]]:
+    """Yield, for the index of each set of streamed pieces, what may be decoded of the others within its room.
 
     Of more than a few pieces it is one choice, which has in it that of less room; of few, all that there are.
     """
-    passing = set(streamed)
-    staying = [i for i in order if i not in passing]
-    if len(pieces) <= _FEW:
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(staying, size) for size in range(len(staying) + 1)
-        )
-        for chosen in subsets:
-            if (decoded := _decoded(pieces, chosen)).more_bytes <= room_bytes:
-                yield decoded
-        return
-    more = most = fitting = 0
-    for i in staying:
-        more, most = more + max(0, pieces[i].more_bytes), max(most, pieces[i].moment_bytes)
-        if more + most > room_bytes:
-            break
-        fitting += 1
-    yield _decoded(pieces, staying[:fitting])
+    order = decoding_order(pieces)
+    if not order:
+        yield from ((i, Decoded()) for i in range(len(streamed)))
+    elif len(pieces) <= _FEW:
+        for i, (passing, room) in enumerate(zip(streamed, rooms, strict=True)):
+            staying = [piece for piece in order if piece not in passing]
+            for size in range(len(staying) + 1):
+                for chosen in itertools.combinations(staying, size):
+                    if (decoded := _decoded(pieces, chosen)).more_bytes <= room:
+                        yield i, decoded
+    else:
+        taken = _taken(pieces, order, streamed, rooms)
+        for i, row in enumerate(taken):
+            yield i, _decoded(pieces, np.array(order)[row].tolist())
+
+
+def _taken(
+    pieces: Sequence[DecodingLoad], order: Sequence[int], streamed: Sequence[tuple[int, ...]], rooms: Sequence[int]
+) -> npt.NDArray[np.bool_]:
+    """Return for each set which pieces of `order` that do not stream fit its room, from the first on."""
+    stays = np.ones((len(streamed), len(pieces)), bool)
+    for i, passing in enumerate(streamed):
+        stays[i, list(passing)] = False
+    stays = stays[:, list(order)]
+    more = np.cumsum(stays * np.array([max(0, pieces[i].more_bytes) for i in order]), axis=1)
+    moment = np.maximum.accumulate(stays * np.array([pieces[i].moment_bytes for i in order]), axis=1)
+    return stays & (more + moment <= np.array(rooms)[:, None])
 
 
 def _decoded(pieces: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:

@@ -58,22 +58,26 @@ def step_seconds(
     pieces which come from disk are read for.
     """
     read = read or {}
+    turn = {piece: k for k, piece in enumerate(streamed) if ago[k]}  # the others are copied once
+    calls = [(i, seconds, turn.get(i, -1)) for i, seconds in enumerate(compute)]
     copied = done = last = fetched = 0.0
-    turn = {piece: k for k, piece in enumerate(streamed)}
     used = [0.0] * len(streamed)
     windows = [0.0] * WINDOWS  # the ends of the last copies out of them
     for _ in range(_STEPS_TO_STEADY):
         last, done = done, done + before
-        for i, seconds in enumerate(compute):
-            k = turn.get(i)
-            if k is not None and ago[k]:
-                if i in read:
-                    fetched = max(fetched, windows[0]) + read[i]
-                    copied = max(copied, used[k - ago[k]], fetched) + transfer[i]
-                    windows = [*windows[1:], copied]
-                else:
-                    copied = max(copied, used[k - ago[k]]) + transfer[i]
-                done = max(done, copied)
-                used[k] = done + seconds
+        for i, seconds, k in calls:
+            if k < 0:
+                done += seconds
+                continue
+            free = used[k - ago[k]]
+            if i in read:
+                fetched = max(fetched, windows[0]) + read[i]
+                copied = max(copied, free, fetched) + transfer[i]
+                windows = [*windows[1:], copied]
+            else:
+                copied = (copied if copied > free else free) + transfer[i]
+            if copied > done:
+                done = copied
             done += seconds
+            used[k] = done
     return done - last

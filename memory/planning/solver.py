@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .decoded import Decoded, decoded_within, decoding_order
+import numpy as np
+
+from .decoded import Decoded, decoded_within
 from .ring import offsets, overwritten, step_seconds
-from .tiers import disk_choices, spread, windows_bytes
+from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
 RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
 _LEVELS = 256  # of how much stays
@@ -68,12 +70,12 @@ class Loads:
     ram_bytes: int | None = None
     once: bool = False
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the flat buffers."""
         return tuple(piece.packed_bytes for piece in self.pieces)
 
-    @property
+    @functools.cached_property
     def compute_seconds(self) -> float:
         """What a call computes in all."""
         return self.before_seconds + sum(piece.seconds for piece in self.pieces)
@@ -135,19 +137,16 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
         return Arrangement(0, (), whole, 0, compute)
     ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
     on_disk = loads.on_disk if loads.ram_bytes is None else frozenset()
-    order = decoding_order(pieces)
     stay = [(0, _Choice((), whole, 0))] if whole <= room else []
-    streamed = (
-        (ring, choice)
-        for ring in _rings(pieces, room, ring_bytes)
-        for choice in _choices(pieces, loads.bytes_per_second, on_disk, ring)
-        if ring + choice.held_bytes <= room
-    )
+    choices = _choices(pieces, loads.bytes_per_second, on_disk, _rings(pieces, room, ring_bytes))
+    streamed = ((ring, choice) for ring, each in choices.items() for choice in each if ring + choice.held_bytes <= room)
+    found = [*stay, *streamed]
+    passing = [choice.streamed for _, choice in found]
+    rooms = [room - ring - choice.held_bytes for ring, choice in found]
     options: list[tuple[float, int, int, _Option]] = []
-    for ring, choice in itertools.chain(stay, streamed):
-        for decoded in decoded_within(pieces, order, choice.streamed, room - ring - choice.held_bytes):
-            option = _Option(ring, choice, decoded)
-            options.append((option.least_seconds(loads, ram), option.copied_bytes, len(options), option))
+    for i, decoded in decoded_within(pieces, passing, rooms):
+        option = _Option(*found[i], decoded)
+        options.append((option.least_seconds(loads, ram), option.copied_bytes, len(options), option))
     options.sort()
     best: Arrangement | None = None
     for least, copied_bytes, _, option in options:
@@ -168,11 +167,11 @@ def _rank(made: Arrangement) -> tuple[float, int, int, int]:
     return made.step_seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
-def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> list[int]:
+def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> tuple[int, ...]:
     least = least_ring_bytes(pieces)
-    if there and there <= room and there >= least:
-        return [there]
-    return [size for size in (times * least // RINGS[0] for times in RINGS) if size <= room]
+    if there and least <= there <= room:
+        return (there,)
+    return tuple(times * least // RINGS[0] for times in RINGS)
 
 
 @dataclass(frozen=True)
@@ -205,78 +204,63 @@ class _Option:
 
 @functools.lru_cache(maxsize=64)
 def _choices(
-    pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int], ring_bytes: int
-) -> tuple[_Choice, ...]:
-    """Sets of pieces to stream, those with fewer bytes first; they do not depend on the room."""
+    pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int], rings: tuple[int, ...]
+) -> dict[int, tuple[_Choice, ...]]:
+    """Sets of pieces to stream through each ring, those with fewer bytes first; they do not depend on the room."""
     if len(pieces) <= _FEW:
-        found = set(_subsets(len(pieces)))
-    else:
-        found = {
-            *_spreads(pieces, bytes_per_second),
-            *_hidden(pieces, bytes_per_second, ring_bytes),
-            *_with_disk_last(pieces, bytes_per_second, on_disk),
-        }
-    made = [
-        _Choice(
-            streamed,
-            sum(piece.held_bytes for piece in pieces) - sum(pieces[i].held_bytes for i in streamed),
-            sum(pieces[i].packed_bytes for i in streamed),
-        )
-        for streamed in found
-    ]
-    return tuple(sorted(made, key=lambda choice: (choice.streamed_bytes, choice.streamed)))
+        few = _sets(pieces, np.array(list(itertools.product((False, True), repeat=len(pieces))), bool))
+        return dict.fromkeys(rings, tuple(few))
+    sets = _sets(
+        pieces, np.vstack([_spreads(pieces, bytes_per_second), *_with_disk_last(pieces, bytes_per_second, on_disk)])
+    )
+    hidden = _sets(pieces, _hidden(pieces, bytes_per_second, rings))
+    through = [hidden[i * _HIDDEN : (i + 1) * _HIDDEN] for i in range(len(rings))]
+    return {
+        ring: tuple(sorted({*sets, *own}, key=lambda choice: (choice.streamed_bytes, choice.streamed)))
+        for ring, own in zip(rings, through, strict=True)
+    }
 
 
-def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    for size in range(count + 1):
-        yield from itertools.combinations(range(count), size)
+def _sets(pieces: Sequence[PieceLoad], rows: Sets) -> list[_Choice]:
+    """Return the choices that stream what is marked in each row of `[rows, pieces]`."""
+    held = np.array([piece.held_bytes for piece in pieces], np.int64)
+    packed = np.array([piece.packed_bytes for piece in pieces], np.int64)
+    passing = [tuple(np.flatnonzero(row).tolist()) for row in rows]
+    return [_Choice(*each) for each in zip(passing, (~rows @ held).tolist(), (rows @ packed).tolist(), strict=True)]
 
 
-def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Iterator[tuple[int, ...]]:
+def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Sets:
     """Of ever more seconds of copying, spread so that there is always computing to hide the next copy behind."""
     transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
     total = sum(transfer)
     # What computes next to nothing can hide no copy, and streams last.
     compute = [piece.seconds + 1e-6 * (total + 1e-12) / len(pieces) for piece in pieces]
-    for times in _times(compute, transfer):
-        chosen, earned = [], 0.0
-        for i, seconds in enumerate(transfer):
-            earned += min(seconds, times * compute[i])
-            if seconds and earned >= seconds / 2:
-                earned -= seconds
-                chosen.append(i)
-        yield tuple(chosen)
+    times = np.array(list(_times(compute, transfer)))[:, None]
+    return paid(np.minimum(transfer, times * compute), transfer)
 
 
-def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, ring_bytes: int) -> Iterator[tuple[int, ...]]:
+def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, rings: Sequence[int]) -> Sets:
     """What is hidden behind computing where a piece may come as long before its call as a ring has room for it.
 
-    So what computes long makes up for what comes after it. For ever more copying for each second of computing.
+    So what computes long makes up for what comes after it. For each ring, `_HIDDEN` rows of ever more copying for each
+    second of computing.
     """
-    most = ring_bytes / bytes_per_second
-    for level in range(1, _HIDDEN + 1):
-        chosen, earned = [], 0.0
-        for i, piece in enumerate(pieces):
-            earned = min(most, earned + piece.seconds * level * 2 / _HIDDEN)
-            seconds = piece.packed_bytes / bytes_per_second
-            if seconds and earned >= seconds / 2:
-                earned -= seconds
-                chosen.append(i)
-        yield tuple(chosen)
+    transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
+    levels = np.tile(np.arange(1, _HIDDEN + 1), len(rings))[:, None]
+    most = np.repeat(np.array(rings) / bytes_per_second, _HIDDEN)
+    return paid(np.array([piece.seconds for piece in pieces]) * levels * 2 / _HIDDEN, transfer, most)
 
 
-def _with_disk_last(
-    pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]
-) -> Iterator[tuple[int, ...]]:
+def _with_disk_last(pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]) -> Iterator[Sets]:
     """Of what is in RAM ever more, while all else stays; then of the rest too."""
     if not on_disk:
         return
     in_ram = [replace(piece, packed_bytes=0) if i in on_disk else piece for i, piece in enumerate(pieces)]
-    yield from _spreads(in_ram, bytes_per_second)
-    streamed = [i for i in range(len(pieces)) if i not in on_disk]
+    yield _spreads(in_ram, bytes_per_second)
+    streamed = np.array([i not in on_disk for i in range(len(pieces))])
     for i in spread(sorted(on_disk), [piece.seconds for piece in pieces]):
-        streamed.append(i)
-        yield tuple(sorted(streamed))
+        streamed[i] = True
+        yield streamed.copy()
 
 
 def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:

@@ -6,11 +6,19 @@ spread, so that the disk is never idle for long.
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from .ring import WINDOWS
+
+Sets: TypeAlias = npt.NDArray[np.bool_]  # one in each row, [sets, pieces]
 
 _FEW = 8  # pieces, of which all choices are looked at
 _LEVELS = 128  # of how much is read
@@ -43,22 +51,33 @@ def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes:
     if missing <= 0:
         return
     total = sum(copied.values())
-    for level in range(_LEVELS * missing // total, _LEVELS + 1):
-        read = _evenly(copied, seconds, total * level / _LEVELS)
+    levels = range(_LEVELS * missing // total, _LEVELS + 1)
+    for row in _evenly(copied, seconds, [total * level / _LEVELS for level in levels]):
+        read = tuple(np.flatnonzero(row).tolist())
         if sum(copied[i] for i in read) >= missing:
             yield read
 
 
-def _evenly(copied: Mapping[int, int], seconds: Sequence[float], nbytes: float) -> tuple[int, ...]:
-    """About so many bytes, in each part of the time as many as in another as long as it."""
-    rate, earned = nbytes / (sum(seconds) or len(seconds)), 0.0
-    chosen = []
-    for i, taken in enumerate(seconds if any(seconds) else [1.0] * len(seconds)):
-        earned += rate * taken
-        if i in copied and earned >= copied[i] / 2:
-            earned -= copied[i]
-            chosen.append(i)
-    return tuple(chosen)
+def _evenly(copied: Mapping[int, int], seconds: Sequence[float], nbytes: Sequence[float]) -> Sets:
+    """Rows of about so many bytes, in each part of the time as many as in another as long as it."""
+    rates = np.array(nbytes)[:, None] / (sum(seconds) or len(seconds))
+    costs = [copied.get(i, 0) for i in range(len(seconds))]
+    return paid(rates * (seconds if any(seconds) else [1.0] * len(seconds)), costs)
+
+
+def paid(income: npt.NDArray[np.float64], costs: Sequence[float], most: npt.ArrayLike = math.inf) -> Sets:
+    """Return for each row which pieces it takes, spread as evenly as its income: bools of `[rows, pieces]`.
+
+    A row earns `income[row, i]` at piece i, and saves `most` at a time. It takes a piece as soon as it has half of the
+    cost, and pays. A piece that costs nothing is never taken.
+    """
+    saved, taken = np.zeros(len(income)), np.zeros(income.shape, bool)
+    for i, cost in enumerate(costs):
+        saved = np.minimum(most, saved + income[:, i])
+        if cost:
+            taken[:, i] = saved >= cost / 2
+            saved -= cost * taken[:, i]
+    return taken
 
 
 def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[int, ...]]:
@@ -88,6 +107,7 @@ def spread(indices: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return found
 
 
+@functools.cache
 def _van_der_corput(number: int) -> float:
     value, unit = 0.0, 0.5
     while number:
