@@ -23,6 +23,7 @@ from ...memory.planning.forecast import Forecast, UnitForecast
 from ...memory.units.calls import Forward, interpose
 from ..encoding.conditioning import Conditioning, to_host
 from ..encoding.embedding_cache import cache_key
+from ..options import plain_defaults
 from ..planning.forecasts import quietly
 from .family import Modules
 from .prompts import Negative, Prompt
@@ -71,6 +72,7 @@ class _Reading:
 class ManyTexts(TextStage):
     """The text stage of many prompts."""
 
+    @plain_defaults()
     def encode_some(self, texts: Sequence[Text], most_bytes: int) -> list[Conditioning | Exception]:
         """The conditionings of the first texts, as many as `most_bytes` of RAM hold: at least one.
 

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory.manager import manager
+from ballast.pipelines.staged import Item
 from single_files import base_of, state_of, transformer_file
 
 Folders = Callable[[str], Path]
@@ -68,6 +69,13 @@ def default(request: pytest.FixtureRequest, sim: ModuleType) -> Iterator[str]:
     torch.set_default_dtype(torch.float32)
 
 
+def _set(name: str) -> None:
+    if name in ("meta", "sim"):
+        torch.set_default_device(name)
+    elif name:
+        torch.set_default_dtype(getattr(torch, name))
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_defaults_of_the_caller_change_nothing(
     default: str, device: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
@@ -75,10 +83,7 @@ def test_defaults_of_the_caller_change_nothing(
     folder, made = tiny_folders("sd3"), []
     for at, name in enumerate(("", default)):
         manager(device).free()
-        if name in ("meta", "sim"):
-            torch.set_default_device(name)
-        elif name:
-            torch.set_default_dtype(getattr(torch, name))
+        _set(name)
         pipe = ballast.open_pipeline(folder, device, cache_dir=tmp_path / str(at))
         cond = pipe.encode("a", max_sequence_length=48)
         latents = pipe.sample(cond, **SIZE)
@@ -91,6 +96,30 @@ def test_defaults_of_the_caller_change_nothing(
     assert made[0][2] == made[1][2]
     expected = default if default in ("meta", "sim") else "cpu"
     assert torch.get_default_device().type == expected or torch.get_default_dtype() == getattr(torch, default)
+
+
+@pytest.mark.parametrize("default", ["meta"], indirect=True)
+def test_defaults_of_the_caller_in_runs_of_many(
+    default: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
+) -> None:
+    """They change nothing, and are the caller's own whenever it has control."""
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), "sim", cache_dir=tmp_path)
+    made: list[list[torch.Tensor]] = []
+    for name in ("", default):
+        pipe.cache.clear()
+        _set(name)
+        torch.set_default_dtype(torch.bfloat16 if name else torch.float32)
+        mine = torch.get_default_device(), torch.get_default_dtype()
+        pictures = []
+        for image in pipe.run(["a", "b"], **SIZE):
+            assert (torch.get_default_device(), torch.get_default_dtype()) == mine
+            pictures.append(image)
+        for found in pipe.run_items([Item("c", sampling=lambda: SIZE)]):
+            assert (torch.get_default_device(), torch.get_default_dtype()) == mine and found.error is None
+            pictures += [] if found.images is None else [found.images]
+        made.append(pictures)
+    with torch.device("cpu"):
+        assert len(made[1]) == 3 and all(map(torch.equal, *made))
 
 
 def _try(call: Callable[[], Any], said: Any) -> None:
