@@ -7,7 +7,6 @@ tiers give up the least recently used entries beyond their caps.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from ...memory.files import cache_home, replacing
 from ...memory.sizes import format_bytes
 from ...memory.units.weights import read_header
+from ..files.keys import key_text
 from .conditioning import Conditioning
 
 log = logging.getLogger("ballast")
@@ -54,7 +54,7 @@ def cache_key(facts: dict[str, Any]) -> str | None:
     None if there is anything else among it (pictures, say), for which no safe digest is known.
     """
     try:
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_digest).encode()).hexdigest()
+        return hashlib.sha256(key_text(facts, _digest).encode()).hexdigest()
     except TypeError:
         return None
 

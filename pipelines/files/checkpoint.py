@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from ...memory.units.weights import Stored, file_identity, stamps_of, stored_dty
 from ...memory.vocabulary import Role
 from .building import on_meta
 from .components import DECODED, check_runs
+from .keys import key_text
 from .places import Places, Rename, sources
 
 
@@ -57,8 +57,7 @@ class Checkpoint:
     @cached_property
     def key(self) -> Hashable:
         """Says which model it is: what its files are, and how they are run."""
-        config = json.dumps(dict(self.config), sort_keys=True, default=str)
-        return self.name, type(self), self.run_dtype, config, stamps_of(self.files)
+        return self.name, type(self), self.run_dtype, key_text(self.config), stamps_of(self.files)
 
     def unit(self, label: str) -> ManagedModel:
         """The module as a managed model; nothing is loaded yet."""

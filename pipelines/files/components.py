@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +25,7 @@ from ...memory.units.weights import (
 )
 from ...memory.vocabulary import Role
 from .building import leave_weights, on_meta, only_tiled
+from .keys import key_text
 from .places import weight_files
 from .placing import read_whole
 from .trust import check_settings, component_class, files_beside_weights, named_class, read_config
@@ -107,7 +107,7 @@ class Component:
         """Digests of the files that the component is made of, for cache keys."""
         if self.is_module:
             return [file_identity(path) for path in (self.folder / "config.json", *self.files[0])]
-        settings = [json.dumps(self.config, sort_keys=True)] if self.config else []
+        settings = [key_text(self.config)] if self.config else []
         return [file_identity(path) for path in files_beside_weights(self.folder)] + settings
 
     def create(self) -> Any:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from hashlib import sha256
@@ -28,6 +27,7 @@ from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
 from ...memory.units.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
+from ..files.keys import key_text
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
@@ -118,7 +118,7 @@ class StageRunner(ModelFamily):
         """Tells what this pipeline makes from what any other does: by its files, LoRAs, forms and libraries."""
         worn = named(self._loras, [*self.encoders, *self.denoisers])
         facts = [self.facts(), self._files(), self.weights, worn]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        return hashlib.sha256(key_text(facts).encode()).hexdigest()
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
         """The managed model of a part, which every pipeline of this device that has the same part shares."""

@@ -16,7 +16,9 @@ from typing import Any
 import ballast
 import ballast.commands.main
 import numpy as np
+import pyramid_folders
 import pytest
+import tiny
 import torch
 from ballast.commands.images import write_image
 from ballast.commands.lines import read_lines
@@ -338,3 +340,22 @@ def test_killed_at_any_point_it_goes_on(kills: int, tmp_path: Path) -> None:
 def progress(out: Path) -> int:
     """How much of the work is on disk."""
     return 2 * len(list(out.glob("*.png"))) + len(list(out.glob("latents/*.latent")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["pyramid", "wan"])
+def test_three_equal_lists_in_three_processes_make_each_result_once(name: str, tmp_path: Path) -> None:
+    """And none forecasts what another has: the order of sets, which a hash seed decides, counts for nothing."""
+    model = pyramid_folders.save("flux", tmp_path / name) if name == "pyramid" else tiny.save(name, tmp_path / name)
+    lines, out = jsonl(tmp_path / "prompts.jsonl", {"prompt": "a red boat", "frames": 9}), tmp_path / "out"
+    given = ["batch", lines, "--model", model, "--out", out, "--device", "sim", "--vram", "1GB", "--steps", "1"]
+    given += ["--width", "64", "--height", "64"]
+    command = [sys.executable, "-c", _COMMAND, str(TESTS / "support"), *map(str, given)]
+    found = []
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        films, kept = out.glob("*.webp"), (tmp_path / "cache").rglob("forecasts/*")
+        found.append(({path: path.stat().st_mtime_ns for path in films}, set(kept)))
+    assert len(found[0][0]) == 1 and found[0][1]
+    assert found[1] == found[2] == found[0]

@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import newbie_folders
+import pyramid_folders
 import pytest
 import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.streaming.strays import clear_strays
+from ballast.pipelines.files.keys import key_text
+from places import SUPPORT
 from torch.utils._pytree import tree_map_only
 
 REQUIRED = [
@@ -191,3 +198,30 @@ def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folder
         assert record.units["transformer"].placement == "streamed"
         assert record.peak_bytes <= pipe.vram_bytes
     assert sim.stats().allocated_bytes == 0
+
+
+def test_notes_of_libraries_do_not_count() -> None:
+    """Those in a config, and in the configs in it: a list that is made of a set has another order in each process."""
+    notes = {"_use_default_values": ["b", "a"], "_name_or_path": "x", "_diffusers_version": "1"}
+    config = {"_class_name": "A", "size": 1}
+    assert key_text({**config, **notes, "text_config": notes}) == key_text({**config, "text_config": {}})
+    for other in ({"size": 2}, {"_class_name": "B"}, {"_sliding_window_pattern": 6}):
+        assert key_text(config | other) != key_text(config)
+
+
+@pytest.mark.long
+def test_each_process_has_the_same_keys(tiny_folders: Folders, tmp_path: Path) -> None:
+    """Of models, prompts, forecasts and files of encoded weights, whatever the order of sets."""
+    models = [tiny_folders(name) for name in ("hidream", "flux", "sd3", "wan", "qwenimage")]
+    models += [pyramid_folders.save(kind, tmp_path / f"pyramid_{kind}") for kind in ("flux", "mmdit")]
+    models.append(newbie_folders.official(tmp_path / "newbie"))
+    command = [sys.executable, str(SUPPORT / "process_keys.py"), *map(str, models)]
+    running = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / seed)}
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    one, two = (json.loads(process.communicate()[0]) for process in running)
+    assert len(one) == len(models)
+    for name, keys in one.items():
+        assert keys == two[name], name
+        assert all(keys.values()), name

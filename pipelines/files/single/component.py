@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from ....memory.units.unit import building
 from ....memory.units.weights import Stored, file_identity, stamps_of
 from ..building import on_meta
 from ..components import Component
+from ..keys import key_text
 from ..placing import read_whole
 from .contents import SingleFile, type_of
 from .encoders import PICTURE, TEXT, read_encoder
@@ -94,7 +94,7 @@ class FileComponent(Component):
 
     @property
     def _config_text(self) -> str:
-        return json.dumps(self.config, sort_keys=True, default=str)
+        return key_text(self.config)
 
 
 def transformer_component(base: Component, single: SingleFile) -> FileComponent:

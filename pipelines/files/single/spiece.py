@@ -7,7 +7,6 @@ fields that tokenizing needs are read here. GGUF has the same as facts.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ....memory.files import one_line
 from ....memory.units.gguf import read_gguf_arrays, read_gguf_header
 from ....memory.units.weights import file_identity, read_header, read_tensors, refuse_pickle
 from ..components import Component
+from ..keys import key_text
 
 _BLOB = "spiece_model"
 _GGUF = "tokenizer.ggml"
@@ -74,7 +74,7 @@ class CarriedTokenizer(Component):
 
     def identity(self) -> list[str]:
         """Digests of the file and the settings, for cache keys."""
-        return [file_identity(self.source), json.dumps(self.config, sort_keys=True)]
+        return [file_identity(self.source), key_text(self.config)]
 
 
 def carries_tokenizer(path: Path) -> bool:
