@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ballast.pipelines.generic.stock import needed_inputs
+from ballast.pipelines.generic.stock import Scales, needed_inputs, scales_of
 from diffusers import AutoencoderKL
 from PIL.Image import Image, fromarray
 from transformers import Gemma2Config, Gemma2Model, PreTrainedModel
@@ -34,6 +34,7 @@ class Built:
     folder: Path
     cls: Any
     inputs: dict[str, Any]
+    scales: Scales
     own: dict[str, Any] = field(default_factory=dict)  # its pictures in the form that its test gives
 
 
@@ -86,7 +87,9 @@ def build(tester: Any, folder: Path, borrower: Any = None) -> Built:
     inputs = {k: _as_pil(v, k) if k in needed else v for k, v in inputs.items() if k in kept}
     if {"height", "width"} <= taken.keys() and "height" not in inputs and _default(pipe) > 128:
         inputs |= dict.fromkeys(("height", "width"), 128 if "HiDream" in cls.__name__ else 64)
-    return Built(folder, cls, inputs, own)
+    transformer = components.get("transformer")
+    embeds = transformer is not None and bool(transformer.config.get("guidance_embeds", True))
+    return Built(folder, cls, inputs, scales_of(cls, "guider" in components, embeds), own)
 
 
 def _as_pil(value: Any, name: str) -> Any:

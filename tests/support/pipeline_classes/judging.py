@@ -94,6 +94,8 @@ def _judge_built(built: Built, sim: Any) -> Verdict:
     try:
         with small(built.cls), by_default(built.cls, built.inputs):
             pipes = {device: ballast.open_pipeline(built.folder, device=device) for device in ("sim", "cpu")}
+            if pipes["cpu"].fails and makes_pictures(built.cls):
+                Staged(pipes["cpu"], built, int).encode(Case())  # refused here, where its options do not help
     except (ValueError, FileNotFoundError) as error:
         clear = _is_clear(error)
         if clear and makes_pictures(built.cls) and (fails := _stock_fails(built)):
@@ -178,6 +180,8 @@ def _cases(built: Built, base: Case) -> Iterator[Case]:
     if base.guidance is not None:
         yield Case("defaults", negative=None, guidance=None)
         yield replace(base, name="guidance off", guidance=1.0)
+    if base.negative is not None and built.scales.true_cfg:
+        yield replace(base, name="true cfg", true_cfg=3.0)
     yield replace(base, name="streamed", strategy="streamed")
     yield replace(base, name="leafwise", strategy="leafwise")
     if "height" in built.inputs and built.inputs["height"]:

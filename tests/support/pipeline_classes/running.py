@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from .building import Built
 from .quirks import small
 
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"
-SCALES = ("true_cfg_scale", "guidance_scale")
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Case:
     prompt: str = PROMPT
     negative: str | None = NEGATIVE
     guidance: float | None = 4.0
+    true_cfg: float | None = None  # for models that have both
     width: int | None = None
     height: int | None = None
     frames: int | None = None
@@ -41,15 +41,10 @@ def encoded_with(cls: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(encode).parameters
 
 
-def guidance_name(cls: Any) -> str | None:
-    taken = inspect.signature(cls.__call__).parameters
-    return next((name for name in SCALES if name in taken), None)
-
-
 def _inputs(built: Built, case: Case) -> dict[str, Any]:
     inputs = {**copy.deepcopy(built.inputs), **case.more}
-    for name in SCALES:
-        inputs.pop(name, None) if name == guidance_name(built.cls) else None
+    for name in (built.scales.guidance, built.scales.true_cfg):
+        inputs.pop(name, None)
     for name, value in (("width", case.width), ("height", case.height), ("num_frames", case.frames)):
         if value is not None:
             inputs[name] = value
@@ -80,8 +75,8 @@ class Stock:
             arguments["prompt"] = case.prompt
         if case.negative is not None and "negative_prompt" in taken:
             arguments["negative_prompt"] = case.negative
-        if case.guidance is not None and (scale := guidance_name(self.built.cls)):
-            arguments[scale] = case.guidance
+        scales = {self.built.scales.guidance: case.guidance, self.built.scales.true_cfg: case.true_cfg}
+        arguments |= {name: value for name, value in scales.items() if name and value is not None}
         if "max_area" in taken:  # to which a size is scaled
             arguments["max_area"] = arguments["width"] * arguments["height"]
         if "use_resolution_binning" in taken:  # which draws another size, and resizes the picture
@@ -91,8 +86,11 @@ class Stock:
         if "output_type" in taken:
             arguments["output_type"] = "np"
         torch.manual_seed(0)
+        pipe = copy.copy(self.pipe)
+        if (scale := arguments.pop("guider", None)) is not None:
+            pipe.guider = pipe.guider.new(guidance_scale=scale)
         with small(self.built.cls), torch.inference_mode():
-            return picture_of(self.pipe(**arguments)[0])
+            return picture_of(pipe(**arguments)[0])
 
 
 def picture_of(output: Any) -> torch.Tensor:
@@ -117,32 +115,44 @@ class Staged:
         with small(self.built.cls):
             return self._run(case)
 
-    def _run(self, case: Case) -> torch.Tensor:
+    def encode(self, case: Case) -> Any:
+        """Encode the prompts of a case. A pipeline that could be opened may be refused here."""
         inputs = _inputs(self.built, case)
-        encodes = set(encoded_with(self.built.cls))
+        encodes = encoded_with(self.built.cls)
         self.stage = "encode"
-        encode_options = {k: v for k, v in inputs.items() if k in encodes and k not in _OURS}
+        options = {k: v for k, v in inputs.items() if k in encodes and k not in _OURS}
         takes = "negative_prompt" in inspect.signature(self.built.cls.__call__).parameters
         negative = {} if case.negative is None or not takes else {"negative_prompt": case.negative}
-        pictures = {_NAMES[k]: _tensors(v) for k, v in inputs.items() if k in _NAMES}
-        reads = "image" in encodes or "encode_prompt_multiple_images" in dir(self.built.cls)
-        images = {"images": pictures.pop("image")} if reads and "image" in pictures else {}
-        strength = {"strength": inputs["strength"]} if "strength" in inputs else {}
-        cond = self.pipe.encode(case.prompt, **negative, **images, **encode_options)
+        images = {"images": _tensors(inputs["image"])} if self._reads and "image" in inputs else {}
+        cond = self.pipe.encode(case.prompt, **negative, **images, **options)
         self._check()
+        return cond
+
+    @property
+    def _reads(self) -> bool:
+        """Whether its encoder sees the picture."""
+        return "image" in encoded_with(self.built.cls) or hasattr(self.built.cls, "encode_prompt_multiple_images")
+
+    def _run(self, case: Case) -> torch.Tensor:
+        cond = self.encode(case)
+        inputs = _inputs(self.built, case)
+        named = {k: v for k, v in inputs.items() if k in _NAMES and not (k == "image" and self._reads)}
+        strength = {"strength": inputs["strength"]} if "strength" in inputs else {}
+        true_cfg = {} if case.true_cfg is None else {"true_cfg": case.true_cfg}
         self.stage = "sample"
         calls = inspect.signature(self.built.cls.__call__).parameters
-        options = {k: v for k, v in inputs.items() if k in calls and _for_sampling(k, self.built.cls)}
+        options = {k: v for k, v in inputs.items() if k in calls and _for_sampling(k, self.built)}
         latents = self.pipe.sample(
             cond,
             width=None if self.pipe.own_size else inputs.get("width"),
             height=None if self.pipe.own_size else inputs.get("height"),
             frames=next((inputs[name] for name in _FRAMES if name in inputs), None),
             steps=inputs["num_inference_steps"],
-            guidance=case.guidance if guidance_name(self.built.cls) else None,
+            guidance=case.guidance if self.built.scales.guidance else None,
             strategy=case.strategy,
-            **pictures,
+            **{_NAMES[k]: _tensors(v) for k, v in named.items()},
             **strength,
+            **true_cfg,
             **options,
         )
         self._check()
@@ -183,13 +193,9 @@ def _tensors(pictures: Any) -> list[torch.Tensor]:
     return [torch.from_numpy(np.asarray(one, dtype=np.float32) / 255) for one in pictures]
 
 
-def _for_sampling(name: str, cls: Any) -> bool:
-    if name == "guidance_scale":
-        return guidance_name(cls) != name
-    if name in encoded_with(cls):
+def _for_sampling(name: str, built: Built) -> bool:
+    if name == built.scales.embedded:  # which guidance does not set, or it would be none of the inputs
+        return True
+    if name in encoded_with(built.cls):
         return False
     return name not in _OURS and "embeds" not in name and not name.startswith(("prompt_", "negative_prompt"))
-
-
-def off(case: Case) -> Case:
-    return replace(case, name="guidance off", guidance=1.0)
