@@ -39,8 +39,8 @@ def places(timeline: Any) -> Counter[str]:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        pytest.param("sd3", 30, marks=pytest.mark.long),
-        *(pytest.param(n, 4, marks=pytest.mark.long) for n in tiny.FAMILIES),
+        pytest.param("sd3", 30, marks=pytest.mark.soak),
+        *(pytest.param(n, 4, marks=pytest.mark.soak) for n in tiny.FAMILIES),
     ],
 )
 def test_each_model_comes_once(name: str, count: int, tiny_folders: Folders, sim: ModuleType, tmp_path: Path) -> None:

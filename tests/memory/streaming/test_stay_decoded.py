@@ -92,7 +92,7 @@ class Model:
         return int(self.least + share * (self.all_decoded - self.least))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("layers", marks=pytest.mark.long), "blocks"])
+@pytest.fixture(scope="module", params=[pytest.param("layers", marks=pytest.mark.soak), "blocks"])
 def model(
     request: pytest.FixtureRequest, tiny_folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Model:

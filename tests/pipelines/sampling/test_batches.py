@@ -24,7 +24,7 @@ from ballast.pipelines.sampling.batches import batch_of, halvings
 Folders = Callable[[str], Path]
 Stages = tuple[Any, Any, dict[str, Any]]  # a pipeline, its conditioning, further arguments of `sample`
 SHORT = ("flux", "wan", "hidream dev", "newbie", "pyramid_flow")
-FAMILIES = (*SHORT, *(pytest.param(n, marks=pytest.mark.long) for n in [*tiny.FAMILIES] if n not in SHORT))
+FAMILIES = (*SHORT, *(pytest.param(n, marks=pytest.mark.soak) for n in [*tiny.FAMILIES] if n not in SHORT))
 SEED = 2**64 - 2  # after which it begins again at 0
 
 
