@@ -51,6 +51,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="classifier-free guidance beside a distilled model's own; above 1 each step runs twice",
     )
+    parser.add_argument(
+        "--max-sequence-length", type=int, help="tokens of a prompt that are read, where the model lets you choose"
+    )
     parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     parser.add_argument(
         "--weights",
@@ -146,6 +149,12 @@ def _tokenizer(text: str) -> tuple[str, Path]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is no KIND=FOLDER, such as clip=path/to/tokenizer")
     return kind, Path(folder)
+
+
+def text_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return options of `encode` that were given."""
+    longest = arguments.max_sequence_length
+    return {} if longest is None else {"max_sequence_length": longest}
 
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

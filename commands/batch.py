@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = (
     "width", "height", "frames", "steps", "guidance", "true_cfg", "seed", "batch", "strategy", "compile", "attention",
+    "max_sequence_length",
 )  # fmt: skip
 _PICTURES = ("image", "mask", "last_image", *FRAMES)  # files by their names in a line
 _NOT_OF_A_LINE = ("self", "cond", "on_step", "noise", "cards")  # arguments of `sample` that no line can have

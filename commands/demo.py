@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.compile, arguments.attention = False, "auto"
     for name in ("image", "mask", "last_image", "control", "video", "strength"):
         setattr(arguments, name, None)
-    arguments.denoise = arguments.latent = arguments.true_cfg = None
+    arguments.denoise = arguments.latent = arguments.true_cfg = arguments.max_sequence_length = None
     # A cache of its own, so that each run shows the encoder on the timeline.
     with tempfile.TemporaryDirectory() as cache_dir:
         return generate.run(arguments, Path(cache_dir))

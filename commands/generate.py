@@ -15,6 +15,7 @@ from .arguments import (
     add_picture_arguments,
     family_arguments,
     model_path,
+    text_arguments,
 )
 from .images import PICTURES, VIDEOS, check_film, check_output, open_image, opened_pictures, save_images, save_picture
 
@@ -132,7 +133,9 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
     first = cards.is_first(arguments.cards)  # which decodes
     conditioning = cards.encoded_once(
         arguments.cards,
-        lambda: pipe.followed_by("sample", "decode").encode(arguments.prompt, arguments.negative, images=images),
+        lambda: pipe.followed_by("sample", "decode").encode(
+            arguments.prompt, arguments.negative, images=images, **text_arguments(arguments)
+        ),
     )
     for note in [*conditioning.notes, *pipe.sampling_notes(conditioning, arguments.guidance, **further)]:
         print(f"Note: {note}")

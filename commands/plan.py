@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cards
-from .arguments import MODEL_HELP, add_model_arguments, add_picture_arguments, family_arguments, model_path
+from .arguments import (
+    MODEL_HELP,
+    add_model_arguments,
+    add_picture_arguments,
+    family_arguments,
+    model_path,
+    text_arguments,
+)
 from .images import PICTURES, opened_pictures, save_picture
 
 if TYPE_CHECKING:
@@ -88,7 +95,7 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         share = pipe.within(ram=(pipe.ram_bytes or pipe.manager.ram_budget_bytes) // arguments.cards)
         asked["ram"] = cards.sampler(share, arguments.cards, arguments.cards).ram_bytes
     images, pictures = opened_pictures(arguments, pipe.edits)
-    asked |= {"images": images, **pictures}
+    asked |= {"images": images, **pictures, **text_arguments(arguments)}
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 

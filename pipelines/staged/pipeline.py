@@ -13,7 +13,7 @@ from ..options import TRUE_CFG, plain_defaults, plain_number
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
 from ..sampling.loras import Given as Loras
-from ..sampling.loras import notes_of, open_loras
+from ..sampling.loras import notes_of, open_loras, refuse_scales
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt, as_list
 from .runs import ManyRuns
@@ -79,7 +79,8 @@ class StagedPipeline(ManyRuns):
 
         Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in
         `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will be
-        sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them.
+        sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them; then
+        `options` may be those of `encode`, too.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
         `rates` are those of the machine by default. At full size it takes seconds, once for each size. Raises
@@ -93,7 +94,11 @@ class StagedPipeline(ManyRuns):
         options = {name: plain_number(value) for name, value in options.items()}
         steps = self.default_steps if steps is None else steps
         references = as_pictures(images, "images") if cond is None else cond.pictures
-        read = self._pictures_read(references) if cond is None else {}
+        texts = {name: options.pop(name) for name in list(options) if cond is None and self.encodes_with(name)}
+        if texts:
+            self._check_options(texts)
+            refuse_scales(self._loras, texts)
+        read = self._pictures_read(references) | texts if cond is None else {}
         if true_cfg is not None:
             options[TRUE_CFG] = true_cfg
             negative_prompt = "" if negative_prompt is None and true_cfg else negative_prompt  # or it does not guide

@@ -92,6 +92,22 @@ def test_one_budget_is_the_whole_plan(
 
 
 @pytest.mark.long
+def test_options_of_the_prompt_are_planned(tiny_folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the library and on the command line: sampling takes what it takes with a prompt encoded like that."""
+    pipe: Any = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
+    size: dict[str, Any] = {"width": 64, "height": 64, "steps": 2, "vram": "1GB"}
+    short = pipe.plan(**size, negative_prompt="", max_sequence_length=16)
+    known = pipe.plan(**size, cond=pipe.encode("a red boat", "", max_sequence_length=16))
+    sampled = [each.stages[-2].peak_vram_bytes for each in (short, known, pipe.plan(**size))]
+    assert sampled[0] == sampled[1] < sampled[2]
+    given = [f"--{name}={value}" for name, value in size.items()]
+    assert plan(tiny_folders("flux"), *given, "--max-sequence-length=16") == 0
+    assert str(short).splitlines()[0] in capsys.readouterr().out.splitlines()
+    with pytest.raises(TypeError, match=r"no argument max_length"):
+        pipe.plan(**size, max_length=16)
+
+
+@pytest.mark.long
 def test_several_budgets_are_a_table_and_one_picture(
     flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
