@@ -256,9 +256,11 @@ def test_a_controlnet_comes_beside_any_folder(folders: Folders, sim: ModuleType,
         pipe.sample(cond, steps=2)
     with pytest.raises(ValueError, match="takes no control: diffusers has no pipeline"):
         ballast.open_pipeline(plain, device="sim").sample(cond, steps=2, control=ONE)
+    foreign = "holds a SD3ControlNetModel: this ControlNet is for SD3, not for FluxPipeline.$"
     for folder, error, words in (
         (tmp_path / "none", FileNotFoundError, "there is no folder"),
         (plain / "transformer", ValueError, "holds no ControlNet"),
+        (folders("sd3_controlnet") / "controlnet", ValueError, foreign),
     ):
         with pytest.raises(error, match=words):
             ballast.open_pipeline(plain, device="sim", controlnet=folder)

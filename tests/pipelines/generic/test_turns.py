@@ -15,12 +15,18 @@ from ballast.memory.planning.turns import Turns, beside_each_other
 from pictured import pipelines as tiny_pictured
 from pictured.pictures import picture
 
+Folders = Callable[[str], Path]
 RUN: dict[str, Any] = {"width": 48, "height": 32, "control": picture(48, 32)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_pictured.save("flux_controlnet", tmp_path_factory.mktemp("turns") / "flux_controlnet")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Folders) -> Folders:
+    return tiny_pictured.folders_in(tmp_path_factory.mktemp("turns"), tiny_folders)
+
+
+@pytest.fixture
+def folder(folders: Folders) -> Path:
+    return folders("flux_controlnet")
 
 
 def run(pipe: Any, cond: Any, steps: int, **more: Any) -> tuple[torch.Tensor, Any, int]:
@@ -31,9 +37,10 @@ def run(pipe: Any, cond: Any, steps: int, **more: Any) -> tuple[torch.Tensor, An
 
 
 @pytest.mark.long
-def test_both_come_once_where_both_fit(folder: Path, sim: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet"])
+def test_both_come_once_where_both_fit(name: str, folders: Folders, sim: ModuleType) -> None:
     for more in ({}, {"weights": "int8"}):
-        pipe = ballast.open_pipeline(folder, device="sim", **more)
+        pipe = ballast.open_pipeline(folders(name), device="sim", **more)
         cond = pipe.encode("a boat")
         came = {run(pipe, cond, steps)[2] for steps in (4, 20, 40)}
         assert len(came) == 1 and came == {sum(unit.size_bytes for unit in pipe.denoisers)}
@@ -41,19 +48,23 @@ def test_both_come_once_where_both_fit(folder: Path, sim: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vram", "strategy", "turns"),
+    ("name", "vram", "strategy", "turns"),
     [
-        (1_220_000, "auto", True),
-        (1_330_000, "auto", False),
-        (1_700_000, "auto", False),
-        (1_700_000, "streamed", False),
-        (2_500_000, "leafwise", True),
-        (2_500_000, "resident", False),
+        ("flux_controlnet", 1_220_000, "auto", True),
+        ("flux_controlnet", 1_330_000, "auto", False),
+        ("flux_controlnet", 1_700_000, "auto", False),
+        ("flux_controlnet", 1_700_000, "streamed", False),
+        ("flux_controlnet", 2_500_000, "leafwise", True),
+        ("flux_controlnet", 2_500_000, "resident", False),
+        ("sd3_controlnet", 1_470_000, "auto", True),
+        ("sd3_controlnet", 1_550_000, "auto", False),
     ],
 )
-def test_the_plan_is_the_run(vram: int, strategy: str, turns: bool, folder: Path, sim: ModuleType) -> None:
+def test_the_plan_is_the_run(
+    name: str, vram: int, strategy: str, turns: bool, folders: Folders, sim: ModuleType
+) -> None:
     """Its bytes of each step and its peak, whether they stay, stream beside each other, or take turns."""
-    whole = ballast.open_pipeline(folder, device="sim")
+    whole = ballast.open_pipeline(folders(name), device="sim")
     cond, pipe = whole.encode("a boat"), whole.within(vram=vram)
     given = {"steps": 8, "strategy": strategy, **RUN}
     planned = next(s for s in pipe.plan(cond=cond, vram=vram, **given).stages if s.name == "sample")
@@ -78,7 +89,7 @@ def test_turns_cost_seconds_in_the_plan(folder: Path, sim: ModuleType) -> None:
     assert wide.step_seconds < narrow.step_seconds
 
 
-def test_encoders_of_two_prompts_stay_beside_each_other(tiny_folders: Callable[[str], Path], sim: ModuleType) -> None:
+def test_encoders_of_two_prompts_stay_beside_each_other(tiny_folders: Folders, sim: ModuleType) -> None:
     """They are called in turns, for the prompt and for the negative one."""
     pipe: Any = ballast.open_pipeline(tiny_folders("sd3"), device="sim", cache_dir=None)
     pipe.encode("a boat", "blurry")

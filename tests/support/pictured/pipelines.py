@@ -60,6 +60,14 @@ def flux_controlnet() -> DiffusionPipeline:
     return diffusers.FluxControlNetPipeline(**parts, controlnet=diffusers.FluxControlNetModel.from_config(config))
 
 
+def sd3_controlnet() -> DiffusionPipeline:
+    """Its ControlNet is built as its transformer, with fewer blocks."""
+    parts = _parts(sd3())
+    config = _config(parts["transformer"]) | {"num_layers": 1}
+    controlnet = diffusers.SD3ControlNetModel.from_config(config)
+    return diffusers.StableDiffusion3ControlNetPipeline(**parts, controlnet=controlnet)
+
+
 def sd3_16() -> DiffusionPipeline:
     """As many channels as its inpainting asks for."""
     from tiny_parts import autoencoder
@@ -282,6 +290,7 @@ BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
         flux_fill,
         flux_control,
         flux_controlnet,
+        sd3_controlnet,
         sd3_16,
         wan_i2v,
         wan_flf,
