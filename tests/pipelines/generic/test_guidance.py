@@ -12,15 +12,23 @@ from types import ModuleType
 from typing import Any
 
 import ballast
+import ballast.commands.main
 import diffusers
+import folder_paths
+import numpy as np
 import pytest
 import tiny
 import torch
 from ballast.memory.rates import ASSUMED
+from ballast.nodes.encode import TextEncode
+from ballast.nodes.load import LoadPipeline
+from ballast.nodes.sample import Sampler
 from ballast.pipelines.generic.stock import scales_of
 from ballast.pipelines.options import UnknownOptionError
 from ballast.pipelines.staged import TOLD
 from diffusers import DiffusionPipeline
+from node_runner import run_node
+from PIL import Image
 
 Folders = Callable[[str], Path]
 GUIDANCE = "guidance_scale"
@@ -238,6 +246,32 @@ def test_a_step_runs_twice_with_true_cfg_alone(name: str, distilled: Folders, si
         calls.clear()
         pipe.sample(cond, **run_of(name), **given)
         assert len(calls) == count, given
+
+
+@pytest.mark.long
+def test_node_and_command_line_take_it(
+    distilled: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library does; left out, it is off."""
+    (tmp_path / "flux").symlink_to(distilled("flux"), target_is_directory=True)
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusers", ([str(tmp_path)], {"folder"}))
+    pipe = ballast.open_pipeline(tmp_path / "flux", device="sim")
+    cond, run = pipe.encode("a boat", "blurry"), {"width": 48, "height": 32, "steps": 2, "guidance": 2.0}
+    reference = run_node(LoadPipeline, pipeline="flux", device="sim").result[0]
+    prompts = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="blurry").result[0]
+    command = ["generate", "--model", str(tmp_path / "flux"), "--prompt", "a boat", "--negative", "blurry"]
+    command += ["--device", "sim", *(f"--{name}={value}" for name, value in run.items())]
+    pictures = []
+    for given in ({}, {"true_cfg": 4.0}):
+        expected = pipe.sample(cond, **run, **given)
+        node = run_node(Sampler, pipeline=reference, conditioning=prompts, **run, seed=0, **given)
+        assert torch.equal(node.result[0]["samples"], expected)
+        out = tmp_path / f"{len(given)}.png"
+        options = [f"--true-cfg={value}" for value in given.values()]
+        assert ballast.commands.main.main([*command, *options, "--out", str(out)]) == 0
+        pictures.append(np.asarray(Image.open(out).convert("RGB")) / 255)
+        np.testing.assert_allclose(pictures[-1], pipe.decode(expected)[0].numpy(), atol=1 / 254)
+    assert not np.array_equal(*pictures)
 
 
 # What users are told
