@@ -141,8 +141,14 @@ class GenericPipeline(SeeingPipeline):
                 raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         config = self._tool("scheduler").config if "scheduler" in self.components else {}
-        if steps == 1 and config.get("shift_terminal") and options.get("sigmas") is None:  # divides zero by zero
-            raise ValueError(f"steps is 1; the scheduler of {self.title} (shift_terminal) takes at least 2.")
+        if config.get("shift_terminal"):  # where the last step begins at pure noise it divides zero by zero
+            sigmas = options.get("sigmas")
+            if sigmas is None and steps == 1:
+                raise ValueError(f"steps is 1; the scheduler of {self.title} (shift_terminal) takes at least 2.")
+            if sigmas is not None and float(sigmas[-1]) == 1.0:
+                raise ValueError(
+                    f"sigmas end with 1; the scheduler of {self.title} (shift_terminal) needs a lower end."
+                )
         # How many pictures is settled by how many prompts were encoded.
         known = {k for k in self._call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
         scales = self.scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -244,6 +245,32 @@ def test_noise_has_the_shape_that_is_drawn(name: str, tiny_folders: Folders, sim
         with pytest.raises((TypeError, ValueError), match=words):
             sample(cond, noise=wrong)
     assert sim.stats().allocated_bytes == 0
+
+
+def test_one_step_that_ends_at_pure_noise_is_refused(tiny_folders: Folders) -> None:
+    """Stock divides zero by zero there: it draws nothing, or fails. One that ends lower is drawn as stock does."""
+    size: dict[str, Any] = {"width": SIDE, "height": SIDE}
+    for name in ("qwenimage", "ltx"):
+        folder = tiny_folders(name)
+        pipe = ballast.open_pipeline(folder, device="cpu")
+        cond, given = pipe.encode("a cat", ""), {**size, "frames": FRAMES if pipe.is_video else None}
+        with pytest.raises(ValueError, match=r"^steps is 1; the scheduler of .* takes at least 2\.$"):
+            pipe.sample(cond, steps=1, **given)
+        assert pipe.sample(cond, steps=2, **given).isfinite().all()
+        whole = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+        whole.set_progress_bar_config(disable=True)
+        frames = {"num_frames": FRAMES} if pipe.is_video else {}
+        with contextlib.suppress(IndexError):  # LTX looks its time up, which is not a number
+            made = whole("a cat", num_inference_steps=1, **size, **frames, output_type="latent")[0]
+            assert made.isnan().all()
+    cond = (pipe := ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu")).encode("a cat")
+    with pytest.raises(ValueError, match=r"^sigmas end with 1; the scheduler of .* needs a lower end\.$"):
+        pipe.sample(cond, steps=1, sigmas=[1.0], **size)
+    whole = DiffusionPipeline.from_pretrained(tiny_folders("qwenimage"), local_files_only=True)
+    generator = torch.Generator("cpu").manual_seed(0)
+    expected = whole("a cat", sigmas=[0.9], **size, generator=generator, output_type="np").images
+    made = pipe.decode(pipe.sample(cond, steps=1, sigmas=[0.9], **size))
+    torch.testing.assert_close(made, torch.as_tensor(expected), atol=1e-5, rtol=0)
 
 
 def test_guidance_without_a_negative_prompt_is_told(tiny_folders: Folders) -> None:
