@@ -292,8 +292,9 @@ class Stager:
                 assert fill.window
                 self._queues.wait(fill.read)
                 try:
-                    for target, at in chunk.targets:
-                        target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
+                    with torch.inference_mode():  # where the targets were cut up, whoever asks for what comes
+                        for target, at in chunk.targets:
+                            target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
                 finally:  # also of those copies that were queued before an interrupt
                     self._queues.mark(fill.window.copied)
                 fill.window.fill = None

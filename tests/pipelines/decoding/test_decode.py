@@ -26,6 +26,7 @@ from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.decoding.rescue import DecodeError, _claimed, load_latents, save_latents
 from ballast.pipelines.planning.plans import _plan_vae
+from comfy.cli_args import args
 from conftest import HOST
 from host import page, run_node
 from safetensors.torch import load_file, save_file
@@ -108,6 +109,20 @@ def test_encoding_goes_in_stripes_too(pipe: Any, sim: ModuleType, monkeypatch: p
     torch.testing.assert_close(pipe.encode_image(picture), expected, atol=1e-5, rtol=0)
     assert taken == [("in stripes", 1), ("in stripes", 1)]
     assert sim.stats().peak_bytes <= pipe.vram_bytes
+
+
+@pytest.mark.parametrize("way", ["", "in stripes"])
+def test_vae_that_comes_from_disk_is_kept_when_the_decode_ends(
+    way: str, pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ComfyUI's --highvram: what the decode has not called comes as it ends, and stays."""
+    expected, size = pipe.decode(latents()), pipe.decoder.size_bytes
+    monkeypatch.setattr(args, "highvram", True)
+    within = pipe.within(ram=size // 2, vram=size + 400_000 if way else None)
+    for _ in range(2):
+        torch.testing.assert_close(within.decode(latents()), expected, atol=1e-4, rtol=0)
+        assert manager("sim").timeline.stages[-1].note == way
+        assert pipe.decoder.resident_bytes == size == sim.stats().allocated_bytes
 
 
 def test_batch_that_does_not_fit_is_decoded_one_by_one(
