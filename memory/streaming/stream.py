@@ -78,6 +78,7 @@ class Streamed(Placement):
         self._budget_bytes = max(weights_bytes, least)
         self._arrangement = self._choose(self._budget_bytes)
         self._placed = self._unsettled = False
+        self._more_bytes = 0  # by which to grow when the running call has ended
         self._order = Order(
             self._pieces,
             lambda piece: piece.called and piece.place is not None,
@@ -98,6 +99,7 @@ class Streamed(Placement):
         """Sit as one that is placed anew does, within so many bytes and for calls that compute this."""
         with self._lock, outside_inference():
             self._loads, self._budget_bytes = self._located(loads), max(weights_bytes, self._least_bytes())
+            self._more_bytes = 0
             found = self._choose(self._budget_bytes, keep_ring=False)
             if found != self._arrangement:
                 self._arrangement = found
@@ -106,9 +108,9 @@ class Streamed(Placement):
     def grow(self, bytes: int) -> int:
         """Take up to so many bytes more for resident pieces. Returns the bytes really taken.
 
-        What cannot move now, because it is running, moves when its call ends.
+        Where a piece that runs is in the way, none is taken and nothing moves until its call ends.
         """
-        return max(0, self._rearrange(max(0, bytes)))
+        return self._rearrange(max(0, bytes))
 
     def shrink(self, bytes: int) -> int:
         """Stream more pieces, to free so many bytes or as many as can be. Returns the bytes really freed.
@@ -198,6 +200,7 @@ class Streamed(Placement):
             self._order.lost()
             self._order.forget()
             self._placed = self._unsettled = self._steady = False
+            self._more_bytes = 0
             self._arrivals.clear()
             for piece in self._pieces:
                 piece.resident = piece.decoded = False
@@ -256,6 +259,8 @@ class Streamed(Placement):
             piece.restore()
         if self._unsettled:
             self._settle()
+        if self._more_bytes:
+            self._rearrange(0)
 
     def _passes(self, tensor: torch.Tensor) -> bool:
         return super()._passes(tensor) or bool(self._ring and self._ring.holds(tensor))
@@ -329,27 +334,48 @@ class Streamed(Placement):
     def _least_bytes(self) -> int:
         return self._fixed_bytes + least_bytes(self._loads.pieces)
 
-    def _streaming(self) -> list[Piece]:
-        return [self._called[i] for i in self._arrangement.streamed]
+    def _streaming(self, arrangement: Arrangement | None = None) -> list[Piece]:
+        return [self._called[i] for i in (arrangement or self._arrangement).streamed]
 
-    def _to_decode(self) -> list[Piece]:
+    def _to_decode(self, arrangement: Arrangement | None = None) -> list[Piece]:
         """What is to stay decoded, from the end of the call that it comes in."""
-        return [self._called[i] for i in self._arrangement.decoded]
+        return [self._called[i] for i in (arrangement or self._arrangement).decoded]
 
     def _planned_bytes(self, arrangement: Arrangement | None = None) -> int:
         """What the weights take once everything is where it shall be."""
         return self._fixed_bytes + (arrangement or self._arrangement).device_bytes
 
     def _rearrange(self, more_bytes: int) -> int:
+        """Change the budget by so many bytes. Returns those by which the weights have grown at once.
+
+        For more room nothing leaves before what takes its place can come; for less the wish to grow is given up.
+        """
         with self._lock, outside_inference():
             before, planned = self.resident_bytes, self._planned_bytes()
-            arrangement = self._choose(planned + more_bytes)
+            wanted = more_bytes if more_bytes < 0 else max(self._more_bytes, more_bytes)
+            self._more_bytes = 0
+            arrangement = self._choose(planned + wanted)
             change = self._planned_bytes(arrangement) - planned
             # Of few pieces, the ring may take more than those that leave.
-            if self._placed and (change <= 0 if more_bytes < 0 else change > 0):
-                self._arrangement, self._budget_bytes = arrangement, planned + more_bytes
-                self._settle()
+            if not self._placed or not (change <= 0 if wanted < 0 else change > 0):
+                return 0
+            if wanted > 0 and self._current and (self._is_held_up(arrangement) or planned + change < before):
+                self._more_bytes = wanted
+                return 0
+            self._arrangement, self._budget_bytes = arrangement, planned + wanted
+            self._settle()
             return self.resident_bytes - before
+
+    def _is_held_up(self, arrangement: Arrangement) -> bool:
+        """Whether the piece that runs must end first, for the pieces to lie so.
+
+        The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it, or be decoded
+        for good while its modules see it decoded for their calls.
+        """
+        if (piece := self._current) is None:
+            return False
+        leaves = piece.resident and piece in self._streaming(arrangement)
+        return piece.place is not None or leaves or piece.decoded is not (piece in self._to_decode(arrangement))
 
     def _settle(self) -> None:
         """Move what is not running to where it shall be: first what frees memory, then what takes it."""
@@ -366,13 +392,7 @@ class Streamed(Placement):
             for piece in (*leaving, *(piece for piece in stored_again if piece not in leaving)):
                 if piece is not self._current:
                     self._give_up(piece)
-            # The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it, or be
-            # decoded for good while its modules see it decoded for their calls.
-            self._unsettled = self._current is not None and (
-                self._current.place is not None
-                or self._current in (*leaving, *stored_again)
-                or (self._current in decoded and not self._current.decoded)
-            )
+            self._unsettled = self._is_held_up(self._arrangement)
             if self._unsettled:
                 return
             self._lay(streaming)

@@ -23,7 +23,7 @@ from ballast.memory.manager import manager
 from ballast.memory.units.unit import ManagedModel
 from ballast.memory.work import Work
 from host_trees import Blocks, find_trees
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import DATA, SUPPORT
 
@@ -120,6 +120,9 @@ def ask(patcher: HostPatcher, call: tuple[str, Any]) -> None:
 @given(
     plan=st.lists(st.tuples(st.integers(0, 25), CALLS, st.booleans()), max_size=8),
     strategy=st.sampled_from(["streamed", "resident"]),
+)
+@example(  # more room while a piece runs in the ring, for which others would leave
+    plan=[(7, ("partially_unload", 606940), True), (10, ("partially_load", 1e32), True)], strategy="streamed"
 )
 @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_calls_during_a_forward(
