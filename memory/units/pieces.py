@@ -231,36 +231,44 @@ def _is_table(owner: Owner, limit: int) -> bool:
 
 
 class _FirstCalls:
-    """When each module, or one inside it, is first called.
+    """When each module, or one inside it, is first called, as a key to sort by.
 
-    Of the members of a list those that were not seen to be called are thought to be, with one that was: which experts a
-    router chooses is not known beforehand.
+    Of the members of a list those that were not seen to be called are thought to be, behind the last one that was, each
+    with all that is inside it before the next: which experts a router chooses is not known beforehand.
     """
 
     def __init__(self, order: Sequence[str]) -> None:
         self.count = len(order)
         self._seen: dict[str, int] = {}
         self._alike: dict[tuple[str, ...], int] = {}
+        self._last: dict[tuple[str, ...], int] = {}
         for i, path in enumerate(order):
             parts = path.split(".")
             for end in range(1, len(parts) + 1):
                 self._seen.setdefault(".".join(parts[:end]), i)
-            for alike in _with_any_index(parts):
-                self._alike[alike] = i
+            for at, alike in _with_any_index(parts):
+                self._alike[alike] = self._last[alike[: at + 1]] = i
 
-    def of(self, path: str) -> int | None:
-        """The place in the order, None for what is never called, 0 for all where there is no order."""
+    def of(self, path: str) -> tuple[int, ...] | None:
+        """The place in the order, None for what is never called, the same for all where there is no order."""
         if not self.count:
-            return 0
-        found = (self._alike[alike] for alike in _with_any_index(path.split(".")) if alike in self._alike)
-        return self._seen[path] if path in self._seen else next(found, None)
+            return (0,)
+        if path in self._seen:
+            return (self._seen[path],)
+        parts = path.split(".")
+        for at, alike in _with_any_index(parts):
+            if alike in self._alike:
+                member_was_seen = ".".join(parts[: at + 1]) in self._seen
+                place = self._alike[alike]
+                return (place,) if member_was_seen else (self._last[alike[: at + 1]], int(parts[at]), place)
+        return None
 
 
-def _with_any_index(parts: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A path with any number in the place of each one that it has, the last first."""
+def _with_any_index(parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """A path with any number in the place of each one that it has, the last first, and where that is."""
     for i in reversed(range(len(parts))):
         if parts[i].isdecimal():
-            yield (*parts[:i], "*", *parts[i + 1 :])
+            yield i, (*parts[:i], "*", *parts[i + 1 :])
 
 
 def _groups(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:

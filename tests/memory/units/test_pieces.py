@@ -158,6 +158,19 @@ def test_members_of_a_list_are_called_if_one_of_them_was() -> None:
     assert [owner.path for piece in found.pieces if not piece.called for owner in piece.owners] == ["other"]
 
 
+def test_members_that_were_not_seen_come_one_after_the_other() -> None:
+    """Experts that the dry run did not route to: an expert's weights are called together, and behind those seen."""
+    module = nn.Module()
+    for name in ("first", "second"):
+        experts = nn.ModuleList(nn.ModuleDict({part: linear() for part in "abc"}) for _ in range(12))
+        setattr(module, name, nn.ModuleDict({"experts": experts, "shared": linear()}))
+    seen = [f"experts.{i}.{part}" for i in (0, 1) for part in "acb"]
+    order = [f"{name}.{path}" for name in ("first", "second") for path in (*seen, "shared")]
+    called = [owner.path for piece in divided(module, CallOrder(tuple(order))).pieces for owner in piece.owners]
+    experts = [f"experts.{i}.{part}" for i in range(12) for part in "acb"]
+    assert called == [f"{name}.{path}" for name in ("first", "second") for path in (*experts, "shared")]
+
+
 def test_compiled_blocks_are_whole() -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList(nn.Sequential(linear(), nn.ReLU(), linear()) for _ in range(20))
