@@ -39,11 +39,11 @@ class Cost:
 @lru_cache(maxsize=1024)
 def cost_of(codec: Codec) -> Cost:
     """What decoding a weight once costs. Nothing is allocated for it."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode a cast looks like a view
         parts = [torch.empty(part.count, dtype=part.dtype, device="meta") for part in codec.parts]
         out = torch.empty(codec.shape, dtype=codec.dtype, device="meta")
-    with _Counting() as counting:
-        codec.decode(parts, out)
+        with _Counting() as counting:
+            codec.decode(parts, out)
     return Cost(tuple(sorted(counting.kernels.items())))
 
 

@@ -33,6 +33,25 @@ def test_fp8_is_two_kernels_a_chunk() -> None:
     assert cost_of(Fp8((4, N), BF16, torch.float8_e4m3fn, 1)) == Cost((((1 + 4) * N, 4), ((4 + 2) * N + 4, 4)))
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Fp8((4, N), BF16, torch.float8_e4m3fn, 1),
+        Int8((4, 9), BF16, torch.int8, 4),
+        Exact12((2 * N,), BF16, 1),
+        Raw((10, 20), BF16, F32),
+        codec_of(next(kind for kind in TYPES.values() if kind.name == "Q4_K"), (4, 256), BF16),
+    ],
+    ids=lambda codec: codec.name,
+)
+def test_plans_made_in_inference_mode_count_all_kernels(codec: Codec) -> None:
+    cost_of.cache_clear()
+    expected = cost_of(codec)
+    cost_of.cache_clear()
+    with torch.inference_mode():
+        assert cost_of(codec) == expected
+
+
 def test_exact12_is_five_kernels_a_chunk_whatever_lies_apart() -> None:
     one, other, large = Exact12((2 * N,), BF16, 1), Exact12((2 * N,), BF16, 1001), Exact12((4 * N,), BF16, 1)
     assert kernels(large) - kernels(one) == 5 * 2 and kernels(other) == kernels(one)
