@@ -116,8 +116,8 @@ def load_behind(
 def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:
     """All tensors that come, each list in one buffer: of the pieces, of the tables, and what is in neither."""
     others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
-    tables = [unique(each.slots) for each in divided.tables]
-    return [*(piece.stored() for piece in divided.pieces), *tables, others]
+    tables = {id(slot.tensor): [slot.tensor] for table in divided.tables for slot in table.slots}  # tied ones once
+    return [*(piece.stored() for piece in divided.pieces), *tables.values(), others]
 
 
 def _buffers(

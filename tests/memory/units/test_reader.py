@@ -233,6 +233,19 @@ def test_tied_language_model_whose_head_is_not_in_the_file(tmp_path: Path) -> No
     assert unit.module.lm_head.weight is unit.module.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_tables_that_share_their_rows_are_read_once(behind: bool, tiny_folders: Folders) -> None:
+    """T5's `shared` and `encoder.embed_tokens`."""
+    unit = next(part for part in parts(tiny_folders("flux")) if part.name == "text_encoder_2").unit("")
+    tables = divide(unit.module, list(slots(unit.module)), unit.calls).tables
+    assert [table.path for table in tables] == ["shared", "encoder.embed_tokens"]
+    read: list[int] = []
+    unit.load(read.append, behind=behind)
+    unit.await_reading()
+    assert read[-1] == sum(parameter.nbytes for parameter in unit.module.parameters())
+    assert unit.module.shared.weight is unit.module.encoder.embed_tokens.weight
+
+
 # Failures
 
 
