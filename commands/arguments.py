@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundle
 def model_path(text: str) -> Path:
     """A model's folder or file. `demo` is the bundled model; a folder of that name is ./demo."""
     return DEMO if text == "demo" else Path(text)
+
+
+def say_opening(model: Path) -> None:
+    """Say at once what is being done: importing the libraries and reading the headers of the files take a while."""
+    if model.exists():  # else one line says that it does not
+        print(f"opening {model}", file=sys.stderr, flush=True)
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:

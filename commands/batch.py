@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import MODEL_HELP, add_device_arguments, add_model_arguments, family_arguments, model_path
+from .arguments import MODEL_HELP, add_device_arguments, add_model_arguments, family_arguments, model_path, say_opening
 from .images import ANIMATIONS, PICTURES, check_film, frame_files
 from .lines import Line, read_lines
 from .request import FRAMES, Request
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the lines that have no results yet. Returns 1 if one failed. Raises ValueError for bad options."""
+    say_opening(arguments.model)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

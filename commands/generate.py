@@ -15,6 +15,7 @@ from .arguments import (
     add_picture_arguments,
     family_arguments,
     model_path,
+    say_opening,
     text_arguments,
 )
 from .images import PICTURES, VIDEOS, check_film, check_output, open_image, opened_pictures, save_images, save_picture
@@ -52,18 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:
     """Encode, sample, decode and write; or decode a latent file only. Raises ValueError for bad options."""
-    from ..memory import simulated
-
     if not arguments.prompt and not arguments.latent:
         raise ValueError("there is nothing to draw. Give a --prompt, or a --latent to decode.")
     cards.check(arguments.cards, arguments.device)
     if arguments.latent and arguments.cards > 1:
         raise ValueError("a --latent is decoded on one card. Leave --cards out.")
+    if not cards.launched():
+        say_opening(arguments.model)
     _check_files(arguments.out, arguments.timeline)
     if arguments.cards > 1 and not cards.launched():
         return cards.launch(arguments.cards, run, arguments)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
+
+    from ..memory import simulated
 
     if arguments.device.split(":")[0] == simulated.DEVICE_TYPE:
         simulated.enable(total=arguments.vram or SIM_BYTES)
@@ -165,17 +168,21 @@ def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor
 
 
 class _ReadingBar:
-    """Shows a bar while a model is read from disk."""
+    """Shows a bar for each model that is being read from disk."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
+        self._bars: dict[str, Any] = {}
 
     def __call__(self, event: Event, unit: ManagedModel) -> None:
         from tqdm import tqdm
 
-        if event.kind == "read":
-            self._bar = tqdm(total=event.bytes, desc=f"read {unit.name}", unit="B", unit_scale=True, leave=False)
-        elif event.kind in ("reading", "load") and self._bar is not None:
-            self._bar.update(event.bytes - self._bar.n)
-            if event.kind == "load":
-                self._bar.close()
+        if event.kind in ("read", "reading") and unit.name not in self._bars:
+            made = tqdm(desc=f"read {unit.name}", unit="B", unit_scale=True, leave=False, mininterval=0)
+            self._bars[unit.name] = made
+        if (bar := self._bars.get(unit.name)) is None or event.kind not in ("read", "reading", "load"):
+            return
+        read = 0 if event.kind == "read" else event.bytes
+        bar.total = event.bytes if event.kind == "read" else event.total_bytes or bar.total
+        bar.update((bar.total if event.kind == "load" else read) - bar.n)
+        if event.kind == "load" or read == bar.total:
+            self._bars.pop(unit.name).close()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from . import ram
+from . import ram, simulated
 from .accelerator import Accelerator
 from .host import management as host
 from .planning.measured import Overhead
+from .sizes import format_bytes
 from .units.unit import ManagedModel
 from .vocabulary import Role
+
+log = logging.getLogger("ballast")
 
 _RAM_RESERVE_BYTES = 2 * 2**30
 
 
 def spare_ram_bytes() -> int:
-    """RAM that is free now, less what is left to others."""
-    return max(0, _beyond_reserve())
+    """RAM that is free now, less what is left to others and to a simulated card, which gets half of it at most."""
+    spare, (held, most) = max(0, _beyond_reserve()), simulated.ram_taken()
+    return spare - min(max(0, most - held), spare // 2)
 
 
 def _beyond_reserve() -> int:
@@ -46,6 +51,7 @@ class Budget:
         self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
         self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
         self.overhead = Overhead()  # that the present stage is to have
+        self._warned_of = 0  # bytes of the simulated card of which it was said that it may take too much RAM
         self._others = 0  # of those, what is counted in it though it brought none of it: what other units keep
 
     @property
@@ -87,10 +93,33 @@ class Budget:
 
     @property
     def ram_bytes(self) -> int:
-        """RAM that weights may hold: what was stated, or what they hold and what is free, less the reserve."""
+        """RAM that weights may hold: what was stated, or what they hold and what is free, less the reserve.
+
+        The memory of a simulated card is RAM too, and comes off what nobody stated. Half at least is left to weights.
+        """
         if self.ram_limit is not None:
             return self.ram_limit
-        return max(0, sum(unit.host_bytes for unit in self._everyone()) + _beyond_reserve())
+        in_all = self._ram_in_all()
+        return in_all - min(simulated.ram_taken()[1], in_all // 2)
+
+    def _ram_in_all(self) -> int:
+        """RAM that weights and a simulated card hold, and what is free, less the reserve."""
+        held = sum(unit.host_bytes for unit in self._everyone())
+        return max(0, held + simulated.ram_taken()[0] + _beyond_reserve())
+
+    def _warn_of_card(self) -> None:
+        """Say so, once for each size, where a simulated card and weights could take more RAM than there is."""
+        if self._accelerator.device.type != simulated.DEVICE_TYPE:
+            return
+        card_bytes, in_all = simulated.ram_taken()[1], self._ram_in_all()
+        taken = card_bytes if self.vram_limit is None else min(self.vram_limit, card_bytes)
+        if taken + self.ram_bytes > in_all and card_bytes != self._warned_of:
+            self._warned_of = card_bytes
+            log.warning(
+                "Ballast: the simulated card takes RAM, up to %s, and weights up to %s, of %s that can be had: the "
+                "system may end this process. Set a smaller vram or ram budget.",
+                format_bytes(taken), format_bytes(self.ram_bytes), format_bytes(in_all),
+            )  # fmt: skip
 
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to move its own models away until so many bytes are free."""
@@ -107,6 +136,7 @@ class Budget:
         before = self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others
         self.vram_limit = before[0] if vram is None else vram
         self.ram_limit = before[1] if ram is None else ram
+        self._warn_of_card()
         beside, kept = self._beside_bytes(), [unit for unit in self._units() if unit.placement]
         foreign = max(0, beside - self._left) if kept else beside
         self._not_ours = foreign if any(unit not in units for unit in kept) else beside

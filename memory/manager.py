@@ -279,15 +279,17 @@ class MemoryManager:
         """
         with self._lock:
             unit.leases -= 1
-            self._residents.ran(unit, failed)
-            if unit.leases == 0 and (evict or self._residents.is_leaving(unit)):
-                self._residents.evict(unit)
-            if unit.leases == 0 and unit.placement is None:
-                self._residents.copies.keep_budget(unit)
-            if failed and evict:
-                self._residents.readings.stop()
-            else:
-                self._residents.read_ahead()
+            try:
+                self._residents.ran(unit, failed)  # who is told of it may raise the user's interrupt
+            finally:
+                if unit.leases == 0 and (evict or self._residents.is_leaving(unit)):
+                    self._residents.evict(unit)
+                if unit.leases == 0 and unit.placement is None:
+                    self._residents.copies.keep_budget(unit)
+                if failed and evict:
+                    self._residents.readings.stop()
+                else:
+                    self._residents.read_ahead()
 
     @contextmanager
     def stage(

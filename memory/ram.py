@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,6 +29,23 @@ def available_bytes() -> int:
     total, available = _machine()
     left = [limit - used for limit, used in limits(_MEMBERSHIP, _CGROUPS, total)]
     return max(0, min([available, *left]))
+
+
+def give_back_heap() -> None:
+    """Give the system back what has been freed of the heap, where the C library can: it keeps that for itself."""
+    if trim := _trim():
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Any | None:
+    """glibc's `malloc_trim`; None where the C library has none."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # musl and macOS; Windows takes no None
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    return trim
 
 
 def _machine() -> tuple[int, int]:

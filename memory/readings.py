@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .accelerator import Accelerator
 from .budget import Budget
@@ -14,8 +14,9 @@ from .errors import DoesNotFitError, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.fit import ram_left, sizes_of, why_no_ram
 from .planning.planner import window_bytes
-from .reports.timeline import Progress, Timeline
-from .streaming.incoming import DiskTimes, Incoming
+from .reports.timeline import Progress as Doing
+from .reports.timeline import Timeline
+from .streaming.incoming import DiskTimes, Incoming, Progress
 from .units.reader import Look
 from .units.unit import ManagedModel
 
@@ -47,6 +48,7 @@ class Readings:
         # What is being read to RAM while something runs.
         self._coming_bytes: weakref.WeakKeyDictionary[ManagedModel, int] = weakref.WeakKeyDictionary()
         self._times: weakref.WeakKeyDictionary[ManagedModel, DiskTimes] = weakref.WeakKeyDictionary()
+        self._progress: weakref.WeakKeyDictionary[ManagedModel, Progress] = weakref.WeakKeyDictionary()
 
     def load(self, unit: ManagedModel, kind: str, pieces: Pieces) -> None:
         """Bring a unit to RAM for a placement, or the `pieces` of one that can run from disk and does not fit there.
@@ -73,11 +75,11 @@ class Readings:
             if limit is not None:
                 raise DoesNotFitError(why_no_ram(unit, kind, self._copies.left_for(unit), limit))
             self._copies.keep_budget(unit, unit.size_bytes)
-        self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), unit.size_bytes, kind)
+        self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), kind)
 
     def incoming(self, unit: ManagedModel) -> Incoming:
         """What is on its way to RAM of a unit."""
-        return Incoming(unit.reading, self._times.get(unit))
+        return Incoming(unit.reading, self._times.get(unit), self._progress.get(unit) or self.progress(unit))
 
     def held_in(self, unit: ManagedModel) -> int | None:
         """The RAM that there was for a unit of which only pieces were brought there."""
@@ -118,8 +120,9 @@ class Readings:
         if unit.size_bytes - unit.host_bytes > self._copies.spare_bytes():
             return
         with contextlib.suppress(OSError, ValueError, MemoryError):  # of which it is told when it runs
-            if came := unit.read_ahead(self.looking(unit)):
-                self._timeline.record("read", unit, unit.size_bytes)
+            coming = unit.bytes_to_read()
+            if came := unit.read_ahead(self.looking(unit, coming)):
+                self._timeline.record("read", unit, coming)
                 self._begun(unit, came)
 
     def stop(self, units: Sequence[ManagedModel] | None = None) -> None:
@@ -133,21 +136,42 @@ class Readings:
     def has_come(self, unit: ManagedModel) -> None:
         """Note that a unit is in RAM, if it was read while it ran, or others did."""
         unit.forget_reading()
+        if unit.reading and (progress := self._progress.get(unit)):
+            progress.look(unit.reading.so_far)
         if not unit.reading and (came := self._coming_bytes.pop(unit, 0)) and (unit.in_ram or unit.held):
             self._timeline.record("load", unit, came)  # it was not dropped meanwhile
 
-    def looking(self, unit: ManagedModel, doing: Progress = "reading", total_bytes: int = 0) -> Look:
-        """What is to be called while a unit is read: lets the user stop it, and tells how far it is."""
-        told, step = 0, max(1, (total_bytes or unit.size_bytes) // 100)
+    def ran(self, unit: ManagedModel) -> None:
+        """Note that a call of a unit has ended: what is still read after it, if anything, is not what it waited for."""
+        self.has_come(unit)
+        if not unit.reading and (progress := self._progress.pop(unit, None)):
+            progress.end()
+
+    def looking(self, unit: ManagedModel, nbytes: int, doing: Doing = "reading") -> Look:
+        """What is to be called while so many bytes are read: lets the user stop it, and tells how far it is."""
+        progress = self.progress(unit, nbytes, doing)
 
         def look(read: int) -> None:
-            nonlocal told
             host.throw_if_interrupted()
-            if read - told >= step:
-                told = read
-                self._timeline.tell(doing, unit, read)
+            progress.look(read)
 
         return look
+
+    def progress(self, unit: ManagedModel, nbytes: int = 0, doing: Doing = "reading") -> Progress:
+        """What is to be told while a unit is read, of which so many bytes of files go to RAM."""
+        told, wanted = -1, weakref.ref(unit)
+
+        def tell(read: int, total: int) -> None:
+            nonlocal told
+            there = wanted()
+            if there and read != told and (told < 0 or read == total or read - told >= total // 100):
+                told = read
+                self._timeline.tell(doing, there, read, total)
+
+        progress = Progress(tell, nbytes)
+        if doing == "reading":
+            self._progress[unit] = progress
+        return progress
 
     def _make_ram(self, unit: ManagedModel, kind: str) -> bool:
         """Make RAM for a unit's weights. False, and nothing is done, if the budget has none or they are best left.
@@ -180,13 +204,20 @@ class Readings:
             self._timeline.record("drop", unit, dropped)
         self._take_ram(unit, max(0, wanted - unit.host_bytes))
         if chosen - unit.held:
-            self._read(unit, lambda look: unit.hold(chosen, look, behind=True), wanted, kind)
+            self._read(unit, lambda look: unit.hold(chosen, look, behind=True), kind, chosen)
 
-    def _read(self, unit: ManagedModel, read: Callable[[Look], int], wanted: int, kind: str) -> None:
-        """Read weights of a unit to RAM. If the system refuses that, it runs from disk."""
-        self._timeline.record("read", unit, wanted)
+    def _read(
+        self,
+        unit: ManagedModel,
+        read: Callable[[Look], int],
+        kind: str,
+        pieces: Collection[int] | None = None,
+    ) -> None:
+        """Read weights of a unit to RAM, or of these pieces. If the system refuses that, it runs from disk."""
+        coming = unit.bytes_to_read(pieces)
+        self._timeline.record("read", unit, coming)
         try:
-            came = read(self.looking(unit))
+            came = read(self.looking(unit, coming))
         except Exception as error:
             if not is_out_of_ram(error) or kind == "cpu" or unit.source() is None:
                 raise

@@ -154,7 +154,7 @@ class Residents:
             if isinstance(unit.placement, Resident):
                 self._whole.ended(unit, failed)
             self._learn(unit)
-        self.readings.has_come(unit)
+        self.readings.ran(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
@@ -307,7 +307,7 @@ class Residents:
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
         try:
-            unit.keep_made(self.readings.looking(unit, "encoding", unmade))
+            unit.keep_made(self.readings.looking(unit, unmade, "encoding"))
         except OSError as error:
             release_frames(error)
             log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)

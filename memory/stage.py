@@ -22,6 +22,7 @@ from .planning.ladder import Attempt, describe, next_attempt, next_share
 from .planning.measured import Overhead
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
+from .ram import give_back_heap
 from .reports.timeline import StageRecord, Timeline
 from .sizes import format_bytes
 from .streaming.pace import Pace
@@ -117,6 +118,7 @@ def run_stage(
             if not ended:
                 manager.stop_reading()
             manager.accelerator.empty_cache()
+            give_back_heap()
 
 
 @contextmanager

@@ -47,7 +47,8 @@ class OnDevice:
 class Event:
     """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours.
 
-    Of the latter `guests` are models of the host. For the peak the allocator had `reserved_peak_bytes` of the driver.
+    While something is read, `bytes` of its files have been, of `total_bytes`. Of what is not ours `guests` are models
+    of the host. For the peak the allocator had `reserved_peak_bytes` of the driver.
     """
 
     seconds: float
@@ -60,6 +61,7 @@ class Event:
     other_bytes: int = 0
     reserved_peak_bytes: int = 0
     guests: tuple[OnDevice, ...] = ()
+    total_bytes: int = 0
 
     def own_peak_bytes(self, before: Event) -> int:
         """The most of ours since the event before. Others only leave meanwhile: they never come while a stage runs."""
@@ -278,11 +280,13 @@ class Timeline:
         peak = self._peaks.take().allocated_bytes + uncounted
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
-    def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0) -> None:
+    def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0, total_bytes: int = 0) -> None:
         """Let the watcher know how far something is. That is no event to keep: the peak goes to the next one."""
         if self._watcher is not None:
             allocated = self._accelerator.allocated_bytes()
-            self._watcher(Event(time.perf_counter(), kind, unit.name, bytes, allocated, 0, ()), unit)
+            self._watcher(
+                Event(time.perf_counter(), kind, unit.name, bytes, allocated, 0, (), total_bytes=total_bytes), unit
+            )
 
     def note(self, text: str) -> None:
         """Say in the record of the present stage how it runs."""

@@ -42,7 +42,7 @@ from .clock import Event, Stream
 
 __all__ = [
     "DEVICE_TYPE", "Event", "Overhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
-    "reset_stats", "stats", "supported", "take_interval_peak", "watch",
+    "ram_taken", "reset_stats", "stats", "supported", "take_interval_peak", "watch",
 ]  # fmt: skip
 
 DEVICE_TYPE = "sim"
@@ -140,6 +140,13 @@ def enable(
     state.card.tells_free, state.card.unknown_types = tells_free, frozenset(unknown_types)
     state.card.pages_above = None if pages_above is None else parse_bytes(pages_above)
     _enabled = True
+
+
+def ram_taken() -> tuple[int, int]:
+    """RAM that the card's memory takes now, and the most that it may; nothing of either without a card."""
+    if not _enabled:
+        return 0, 0
+    return state.card.allocated_bytes(), max(0, (state.card.total_bytes or 0) - state.card.reserved_bytes)
 
 
 def stats() -> Stats:

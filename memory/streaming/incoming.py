@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,12 +44,53 @@ class DiskTimes:
             self._events[address] = event
 
 
+class Progress:
+    """How far weights have come from files, in bytes of these: to RAM, and past it. `tell` is given them and all.
+
+    `reading_bytes` are to come to RAM.
+    """
+
+    def __init__(self, tell: Callable[[int, int], None], reading_bytes: int = 0) -> None:
+        self._tell: Callable[[int, int], None] | None = tell
+        self._reading_bytes, self._past_bytes = reading_bytes, 0
+        self._read = self._passed = 0
+
+    def look(self, read: int) -> None:
+        """Note the bytes that have been read to RAM so far."""
+        self._read = read
+        self._say()
+
+    def expect(self, nbytes: int) -> None:
+        """Note what is going to come past RAM from now on."""
+        self._past_bytes, self._passed = nbytes, 0
+        self._say()
+
+    def passes(self, nbytes: int) -> None:
+        """Note bytes that have come past RAM."""
+        self._passed += nbytes
+        self._say()
+
+    def end(self) -> None:
+        """Tell that all has come that is wanted, and nothing more."""
+        total, tell, self._tell = self._reading_bytes + self._past_bytes, self._tell, None
+        if tell and total:
+            tell(total, total)
+
+    def _say(self) -> None:
+        if self._tell and (total := self._reading_bytes + self._past_bytes):
+            self._tell(min(self._read, self._reading_bytes) + min(self._passed, self._past_bytes), total)
+
+
 @dataclass(frozen=True)
 class Incoming:
-    """A reading that brings a unit's weights, if there is one, and when they come from a simulated disk."""
+    """A reading that brings a unit's weights, if there is one, and when they come from a simulated disk.
+
+    `progress` is told what comes.
+    """
 
     reading: Reading | None = None
     times: DiskTimes | None = None
+    progress: Progress = field(default_factory=lambda: Progress(lambda read, total: None))
 
     @property
     def is_under_way(self) -> bool:
@@ -70,8 +111,10 @@ class Incoming:
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until these have come. Raises what the reading raised."""
         tensors = list(tensors)
-        if self.reading and not self.reading.has(tensors):
-            self.reading.wait(tensors)
+        if self.reading:
+            if not self.reading.has(tensors):
+                self.reading.wait(tensors)
+            self.progress.look(self.reading.so_far)
 
     def events(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """What a simulated device has to wait for before it copies these."""

@@ -90,6 +90,9 @@ class Placement:
         """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
         try:
             with outside_inference():
+                if self._found:
+                    called = [slot for piece in self._pieces if piece.called for slot in piece.slots]
+                    self._supply.expect([slot.tensor for slot in (*called, *self._rest)])
                 self._place()
         except BaseException:
             self.remove()

@@ -236,6 +236,8 @@ class Streamed(Placement):
             if place.pending:
                 self._supply.wait(place)  # without the lock: others may grow and shrink meanwhile
             self._queues.wait(place.copied)
+            if self._found:
+                self._supply.passed([slot.tensor for slot in piece.slots])
         if watch := self._watch:
             watch.start(piece)
 

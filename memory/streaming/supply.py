@@ -11,7 +11,7 @@ import torch
 from ..errors import release_frames
 from ..planning.ring import WINDOWS
 from ..units import hostbuffer
-from ..units.encoding import Source, extents
+from ..units.encoding import Source, extents, file_bytes
 from ..units.reader import BATCH_BYTES
 from ..units.weights import Stored
 from .incoming import NOTHING, Incoming
@@ -90,6 +90,18 @@ class Supply:
             self._follow(id(wanted[0][1]))
         else:
             self._stager.bring(self._targets(wanted))
+        self.passed([tensor for tensor, _ in wanted])
+
+    def passed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note that these have come, of which some are on disk."""
+        self._incoming.progress.passes(self._file_bytes(tensors))
+
+    def expect(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note that these are going to come."""
+        self._incoming.progress.expect(self._file_bytes(tensors))
+
+    def _file_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        return sum(file_bytes(self._on_disk[key]) for key in {id(tensor) for tensor in tensors} & self._on_disk.keys())
 
     def follow(self, groups: Sequence[Sequence[Copy]]) -> None:
         """Read these to the device, one after the other, each no later than `fill` asks for it. `stop` ends it."""

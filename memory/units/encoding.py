@@ -84,6 +84,11 @@ def extents(source: Source) -> Iterator[tuple[Stored, int]]:
         yield replace(place, dtype=torch.uint8, shape=(part.nbytes,), runs=runs), begin
 
 
+def file_bytes(source: Source) -> int:
+    """Bytes of files that a weight takes."""
+    return source.nbytes if isinstance(source, Stored) else sum(part.nbytes for part in source.codec.parts)
+
+
 def part_spans(codec: Codec) -> tuple[list[tuple[int, int]], int]:
     """From which byte to which each part lies in the flat tensor, and how long that is."""
     spans, end = [], 0

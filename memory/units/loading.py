@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .encoding import EncodedWeight, Source, encoding_of, extents, holds, host_tensor, kernels_of
+from .encoding import EncodedWeight, Source, encoding_of, extents, file_bytes, holds, host_tensor, kernels_of
 from .hostbuffer import allocate, can_pack, layout, place_of
 from .making import Made, making
 from .pieces import CallOrder, Division, divide, unique
@@ -111,6 +111,24 @@ def load_behind(
     if pieces is None:
         reading.begin()
     return reading
+
+
+def bytes_to_read(
+    module: nn.Module,
+    stored: Mapping[str, Source],
+    calls: CallOrder | None = None,
+    pieces: Collection[int] | None = None,
+) -> int:
+    """Bytes of files that the same takes; 0 if not all is found."""
+    found = find_stored(module, stored)
+    if found is None:
+        return 0
+    wanted = [slot.tensor for slot in slots(module)]
+    if pieces is not None:
+        divided = divide(module, list(slots(module)), calls or CallOrder())
+        wanted = [tensor for i in pieces for tensor in divided.pieces[i].stored()]
+    keys = {id(tensor) for tensor in wanted if tensor.is_meta}
+    return sum(file_bytes(found[key]) for key in keys & found.keys())
 
 
 def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:

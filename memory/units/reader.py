@@ -219,6 +219,11 @@ class Reading:
         return not self._left
 
     @property
+    def so_far(self) -> int:
+        """Bytes of files that have been read."""
+        return self._so_far
+
+    @property
     def failed(self) -> bool:
         """Whether something could not be read: what has not come does not come any more."""
         return self._error is not None

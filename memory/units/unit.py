@@ -23,7 +23,7 @@ from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
 from .encoding import Source, mark_encoded, mark_made, unmark_encoded, unmark_made
-from .loading import Interruptible, find_stored, load_behind, load_stored
+from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
 from .made_file import note_use, read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
 from .reader import Look, Reading
@@ -356,6 +356,14 @@ class ManagedModel:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
             raise
         return self._is_in_ram(here)
+
+    def bytes_to_read(self, pieces: Collection[int] | None = None) -> int:
+        """Bytes of files that `load` takes, or `hold` for these pieces; of the weights where files do not tell."""
+        if self._on_host or self._read is None:
+            return 0
+        missing = None if pieces is None else set(pieces) - self.held
+        told = bytes_to_read(self.module, self._stored(), self.calls, missing) if self._stored else 0
+        return told or self.size_bytes
 
     def read_ahead(self, look: Look = lambda read: None) -> int:
         """Begin to bring the weights to RAM, as `load` does with `behind`. Returns the bytes that come.

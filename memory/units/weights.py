@@ -71,6 +71,11 @@ class Stored:
     stamp: Stamp | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
     """The safetensors files of one model folder, and their variant ("fp16") if they have no plain name.

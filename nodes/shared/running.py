@@ -109,12 +109,17 @@ class _Page:
         self._node, self._pipe, self._doing = node, pipe, doing
         self._shown, self._at = "", 0.0
         self._bar: comfy.utils.ProgressBar | None = None
+        self._reading = ""  # the model that the bar is of
 
     def __call__(self, event: Event, unit: ManagedModel) -> None:
-        if event.kind == "read":
-            self._bar = comfy.utils.ProgressBar(max(1, event.bytes), node_id=self._node.hidden.unique_id)
-        elif event.kind in ("reading", "load", "encoding") and self._bar:
-            self._bar.update_absolute(event.bytes)
+        if event.kind in ("read", "reading", "encoding"):
+            read, total = (0, event.bytes) if event.kind == "read" else (event.bytes, event.total_bytes)
+            if self._bar is None or self._reading != unit.name:
+                self._bar = comfy.utils.ProgressBar(max(1, total), node_id=self._node.hidden.unique_id)
+            self._reading = unit.name
+            self._bar.update_absolute(read, max(1, total))
+        elif event.kind == "load" and self._bar and self._reading == unit.name:
+            self._bar.update_absolute(self._bar.total)
         words = describe(self._pipe, event, unit, self._doing)
         now = time.monotonic()
         if words and words != self._shown and (event.kind in _NEWS or now - self._at >= _SECONDS):
@@ -128,7 +133,7 @@ def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str)
     if event.kind == "read":
         return f"{title}: reading {format_bytes(event.bytes)}"
     if event.kind == "reading":
-        return f"{title}: reading, {format_bytes(event.bytes)} of {format_bytes(unit.size_bytes)}"
+        return f"{title}: reading, {format_bytes(event.bytes)} of {format_bytes(event.total_bytes)}"
     if event.kind == "encoding":
         return f"{title}: encoding weights into a file, {format_bytes(event.bytes)} read"
     if event.kind == "compile":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from ballast.commands.doctor import examine
-from ballast.memory import ram
+from ballast.memory import manager, ram, simulated
 from ballast.memory.accelerator import Accelerator
 from ballast.memory.budget import spare_ram_bytes
+from ballast.memory.manager import _all_units
 from ballast.memory.sizes import format_bytes
 
 GB = 2**30
@@ -26,6 +27,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ram, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GB, available=40 * GB))
     monkeypatch.delitem(sys.modules, "comfy.system_memory", raising=False)
+    monkeypatch.setattr(simulated, "_enabled", False)  # by other tests of this process
     (tmp_path / "cgroup").mkdir()
     return tmp_path
 
@@ -160,3 +162,29 @@ def test_everybody_who_asks_is_told_of_the_limit(tree: Path) -> None:
     (found,) = [finding for finding in examine() if finding.what == "RAM"]
     assert not found.ok
     assert found.detail.startswith(f"{format_bytes(3 * GB)} of {format_bytes(4 * GB)}")
+
+
+def test_memory_of_a_simulated_card_is_no_room_for_weights(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever of it is taken, on whatever device the weights run; a card that is too large is told once."""
+    monkeypatch.setattr(ram, "available_bytes", lambda: 18 * GB - sim.stats().allocated_bytes)
+    sim.enable(total="4GB")
+    budgets = [manager(device).budget for device in ("cpu", "sim")]
+    weights = sum(unit.host_bytes for unit in _all_units())
+    assert [budget.ram_bytes for budget in budgets] == [12 * GB + weights] * 2
+    assert spare_ram_bytes() == 12 * GB
+    held = torch.empty(2**20, dtype=torch.uint8, device="sim")
+    assert budgets[0].ram_bytes == 12 * GB + weights and spare_ram_bytes() == 12 * GB
+    del held
+    with manager("sim").stage("sample", []), manager("cpu").stage("sample", []):
+        assert not caplog.messages
+    sim.enable(total="20GB")
+    assert budgets[0].ram_bytes == (16 * GB + weights) - (16 * GB + weights) // 2
+    for vram, ram_bytes in ((6 * GB, None), (None, None), (None, None)):
+        with manager("sim").stage("sample", [], vram=vram, ram=ram_bytes):
+            assert len(caplog.messages) == (vram is None)
+    assert "up to 20.0 GB, and weights up to 8.00 GB, of 16.0 GB that can be had" in caplog.text
+    sim.enable(total="4GB")
+    with manager("sim").stage("sample", [], ram=13 * GB):
+        assert "up to 4.00 GB, and weights up to 13.0 GB" in caplog.messages[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +15,16 @@ import pytest
 import tiny
 import torch
 from ballast.memory.codecs import fp8, int8
+from ballast.memory.planning.fit import sizes_of
+from ballast.memory.reports.timeline import Event
+from ballast.memory.units import reader
 from ballast.memory.units.encoded import encoded_weights
 from ballast.memory.units.encoding import EncodedWeight
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from single_files import base_of, state_of
 from single_files.original_names import converted, original
 
@@ -137,6 +141,43 @@ def test_a_quantised_file_runs_as_its_plain_weights_do(
     assert unit.size_bytes < 1.2 * path.stat().st_size
     within = pipe.within(ram=90_000)
     assert torch.equal(within.sample(cond, width=48, height=32, steps=2, guidance=4.0, strategy="streamed"), expected)
+
+
+@pytest.mark.parametrize("how", ["cast", "q8_0", "fp8"])
+@pytest.mark.parametrize("share", [None, 0.5, 0.0])
+def test_the_bar_counts_bytes_of_files_wherever_they_are_read(
+    how: str, share: float | None, tiny_folders: Folders, tmp_path: Path, kept: Path, sim: ModuleType, monkeypatch: Any
+) -> None:
+    """To RAM, some to RAM and the others through windows, and all through windows; to be cast or decoded."""
+    folder, more = tiny_folders("flux"), {}
+    if how != "cast":
+        path, base, _ = pair("flux", how, folder, tmp_path)
+        more = {"base": base}
+        weights = sum(int(each.n_bytes) for each in gguf.GGUFReader(path).tensors) if how == "q8_0" else 0
+        weights = weights or sum(each.nbytes for key, each in load_file(path).items() if "comfy_quant" not in key)
+    else:
+        path, weights = folder, tiny.proportions(folder)["transformer"]
+    monkeypatch.setattr(reader, "BATCH_BYTES", 16384)
+    fill = reader.fill_batch
+    monkeypatch.setattr(reader, "fill_batch", lambda *batch: (time.sleep(0.02), fill(*batch))[1])  # so that calls wait
+    pipe = ballast.open_pipeline(path, device="sim", dtype="bf16", cache_dir=kept, **more)
+    cond = pipe.encode("a boat")
+    (unit,), seen = pipe.denoisers, list[Event]()
+    unit.drop()
+    windows = 3 * max(piece.packed_bytes for piece in sizes_of(unit).pieces)
+    ram = None if share is None else windows + int(share * (unit.size_bytes - windows))
+    with pipe.manager.timeline.watched(lambda event, of: seen.append(event) if of is unit else None):
+        pipe.within(ram=ram).sample(cond, width=48, height=32, steps=2, guidance=4.0)
+    told = [(event.bytes, event.total_bytes) for event in seen if event.kind == "reading"]
+    total = told[-1][1]
+    assert total == weights
+    begun = [event.bytes for event in seen if event.kind == "read"]
+    assert (begun == [total]) if ram is None else (len(begun) <= (share == 0.5) and all(n < total for n in begun))
+    bytes_told = [nbytes for nbytes, of in told if of == total]
+    assert bytes_told == sorted(bytes_told) and bytes_told[-1] == total, told
+    assert len(set(bytes_told)) > 3 and bytes_told[0] < 0.6 * total, told
+    first_call = [event.kind for event in seen].index("ran")
+    assert [event.kind for event in seen[first_call + 1 :]].count("reading") <= 1, "the steps tell the rest"
 
 
 @pytest.mark.parametrize("name", ["sd3", "lumina2", "hunyuan_video", "chroma", "sana", "flux2_klein", "zimage"])
