@@ -6,7 +6,6 @@ heavy is imported until it is used.
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +27,10 @@ async def comfy_entrypoint() -> Any:
 
     if told := complaint():  # before the nodes are imported, which may need it
         logging.getLogger("ballast").warning("Ballast: %s", told)
-    # What an import makes stays: the collector would go through all that torch has made for nothing.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    from .collector import paused_collector
+
+    with paused_collector():
         from .nodes import BallastExtension
-    finally:
-        if collecting:
-            gc.enable()
     return BallastExtension()
 
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..collector import paused_collector
+
 if TYPE_CHECKING:
     from .opening import FAMILIES, GenericPipeline, StagedPipeline, open_pipeline
 
@@ -20,7 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # In a thread: importing torch._dynamo leaves a cycle of frames, which would hold its callers' variables until the
     # next garbage collection, the first pipeline among them.
-    with ThreadPoolExecutor(1) as apart:
+    with paused_collector(), ThreadPoolExecutor(1) as apart:
         apart.submit(import_module, "torch._dynamo").result()
         opening = apart.submit(import_module, ".opening", __name__).result()
     globals().update({each: getattr(opening, each) for each in __all__})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..collector import paused_collector
 from ..memory.files import placed
 from .encoding.embedding_cache import shared_cache
 from .families.hidream import HiDreamPipeline
@@ -106,19 +107,20 @@ def open_pipeline(
         raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
     cache = shared_cache(placed(cache_dir) if cache_dir else None)
     try:
-        pipe: StagedPipeline = cls(
-            folder,
-            dtype,
-            device=device,
-            vram=vram,
-            ram=ram,
-            keep=keep,
-            cache=cache,
-            weights=weights,
-            cache_encoded=cache_encoded,
-            **shared,
-            **family,
-        )
+        with paused_collector():  # the first of a family imports its classes
+            pipe: StagedPipeline = cls(
+                folder,
+                dtype,
+                device=device,
+                vram=vram,
+                ram=ram,
+                keep=keep,
+                cache=cache,
+                weights=weights,
+                cache_encoded=cache_encoded,
+                **shared,
+                **family,
+            )
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.
         raise ValueError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 WINDOWS = 3  # that what is not in pinned RAM is read through: one is read, one waits, one is copied
 
 _STEPS_TO_STEADY = 4
@@ -30,18 +32,22 @@ def overwritten(sizes: Sequence[int], at: Sequence[int]) -> list[int]:
 
     Such a piece has its bytes to itself, and is copied once.
     """
-    count = len(sizes)
-    ends = [begin + size for begin, size in zip(at, sizes, strict=True)]
-    found = []
-    for i, begin in enumerate(at):
-        end = ends[i]
-        for ago in range(1, count):
-            if at[i - ago] < end and begin < ends[i - ago]:
-                found.append(ago)
-                break
-        else:
-            found.append(0)
-    return found
+    count, begins = len(sizes), np.array([*at, *at], np.int64)  # of the step before, and of this one
+    ends = begins + np.array([*sizes, *sizes], np.int64)
+    laps = np.cumsum(np.diff(begins, prepend=0) <= 0)  # each time around
+    apart = int(ends.max(initial=0)) + 1
+    keys = laps * apart + begins
+    found, left = np.zeros(count, np.int64), np.arange(count, 2 * count)
+    back = 0
+    while left.size and back < laps[-1]:
+        back += 1
+        # The last of that time around that begins ahead of a piece's end overlaps it, or none does.
+        lap = laps[left] - back
+        last = np.searchsorted(keys, lap * apart + ends[left]) - 1
+        overlaps = (laps[last] == lap) & (ends[last] > begins[left]) & (left - last < count)
+        found[left[overlaps] - count] = (left - last)[overlaps]
+        left = left[~overlaps]
+    return found.tolist()
 
 
 def step_seconds(

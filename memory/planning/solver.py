@@ -152,7 +152,7 @@ def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arr
     for least, copied_bytes, _, option in options:
         if best and least > best.step_seconds:
             break
-        for made in _arranged(loads, option, best.step_seconds if best else math.inf):
+        for made in _arranged(loads, option, ram, best):
             if best is None or _rank(made) < _rank(best):
                 best = made
         assert best is not None
@@ -274,31 +274,46 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
         yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
 
 
-def _arranged(loads: Loads, option: _Option, within_seconds: float) -> Iterator[Arrangement]:
-    """An option with each set of pieces that may come from disk, as far as it may take no more than such a time."""
-    pieces, before, sizes = loads.pieces, loads.before_seconds, loads.sizes
+def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement | None) -> Iterator[Arrangement]:
+    """An option with each set of pieces that may come from disk, where RAM holds `ram_bytes` of those that stream.
+
+    Yields each that may be better than the best so far.
+    """
+    pieces, before, sizes, disk = loads.pieces, loads.before_seconds, loads.sizes, loads.disk_bytes_per_second
     ring, choice, decoded = option.ring_bytes, option.choice, option.decoded
+    device_bytes = choice.held_bytes + ring + decoded.more_bytes
+    least_seconds = loads.compute_seconds - decoded.saved_seconds
+
+    def is_beaten(copied_bytes: int) -> bool:
+        least = least_seconds, max(0, copied_bytes - ram_bytes), copied_bytes, device_bytes
+        return best is not None and least >= _rank(best)
+
+    if is_beaten(option.copied_bytes):
+        return
+    passing = [sizes[i] for i in choice.streamed]
+    ago = overwritten(passing, offsets(passing, ring))
+    copied = {i: sizes[i] for i, copies_ago in zip(choice.streamed, ago, strict=True) if copies_ago}
+    copied_bytes = sum(copied.values())
+    if is_beaten(copied_bytes):
+        return
     compute = [piece.seconds for piece in pieces]
     for i in decoded.pieces:
         compute[i] -= pieces[i].decode_seconds
     transfer = [size / loads.bytes_per_second for size in sizes]
-    passing = [sizes[i] for i in choice.streamed]
-    ago = overwritten(passing, offsets(passing, ring))
-    copied = {i: sizes[i] for i, copies_ago in zip(choice.streamed, ago, strict=True) if copies_ago}
 
     def made(from_disk: tuple[int, ...]) -> Arrangement:
-        read = {i: sizes[i] / loads.disk_bytes_per_second for i in from_disk}
+        read = {i: sizes[i] / disk for i in from_disk}
         seconds = step_seconds(compute, transfer, choice.streamed, ago, before, read)
-        unit, least = _ROUNDING * loads.compute_seconds, loads.compute_seconds - decoded.saved_seconds
+        unit = _ROUNDING * loads.compute_seconds
         if not copied:
-            seconds = least
+            seconds = least_seconds
         elif unit > 1e-12 * seconds:
-            seconds = max(least, math.ceil(seconds / unit - 1e-6) * unit)
+            seconds = max(least_seconds, math.ceil(seconds / unit - 1e-6) * unit)
         return Arrangement(
             ring_bytes=ring,
             streamed=choice.streamed,
-            device_bytes=choice.held_bytes + ring + decoded.more_bytes,
-            copied_bytes=sum(copied.values()),
+            device_bytes=device_bytes,
+            copied_bytes=copied_bytes,
             step_seconds=seconds,
             copied=tuple(copied),
             from_disk=from_disk,
@@ -306,18 +321,16 @@ def _arranged(loads: Loads, option: _Option, within_seconds: float) -> Iterator[
             decoded=decoded.pieces,
         )
 
-    if loads.ram_bytes is None:
-        yield made(tuple(i for i in copied if i in loads.on_disk))
+    if copied_bytes <= ram_bytes:
+        yield made(tuple(i for i in copied if i in loads.on_disk) if loads.ram_bytes is None else ())
         return
-    ram_bytes = max(0, loads.ram_bytes - windows_bytes(sizes))
-    least = made(())
-    if sum(copied.values()) <= ram_bytes:
-        yield least
+    least, within_seconds = made(()), best.step_seconds if best else math.inf
+    if least.step_seconds > within_seconds:
         return
     times = [max(done, transfer[i] * (i in copied)) for i, done in enumerate(compute)]
-    for from_disk in disk_choices(copied, times, ram_bytes):
-        over_bytes = sum(sizes[i] for i in from_disk) - within_seconds * loads.disk_bytes_per_second
-        if least.step_seconds > within_seconds or over_bytes > 2 * max(sizes):
+    for from_disk in disk_choices(copied, times, int(ram_bytes)):
+        over_bytes = sum(sizes[i] for i in from_disk) - within_seconds * disk
+        if over_bytes > 2 * max(sizes):
             return  # all that follow read more, but for a piece
         if over_bytes <= 0:
             found = made(from_disk)
