@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,7 @@ class ProvenPipeline(StagedPipeline):
 
     pipeline_class: Any
     inputs: frozenset[str]
-    own: Collection[str]
+    own: Mapping[str, str]
     tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
     own_size = False  # whether it draws the size of its picture, whatever it is asked for
     text_options: Mapping[str, Any] = MappingProxyType({})  # of `encode`, without which the stock call fails
