@@ -47,7 +47,8 @@ def control_input() -> io.Input:
     return io.Image.Input(
         "control",
         optional=True,
-        tooltip="A picture of edges, depth or the like, for models that follow one, such as FLUX.1 Canny and Depth.",
+        tooltip="A picture of edges, depth or the like, for models that follow one, such as FLUX.1 Canny and Depth. "
+        "Several make a batch, or are for as many prompts.",
     )
 
 

@@ -22,14 +22,9 @@ from .stand_ins import DecodeCalledError, keeping_processors
 from .stock import check_frames, encode_defaults, guides, negative_arguments, returned_names, text_options
 from .stock_parts import FRAMES, HOST
 from .tails import OF_ONE, TAILS
-from .tasks import INPUTS, reads_pictures
+from .tasks import INPUTS, WORDS, reads_pictures
 
 _AREA = "max_area"
-# What inputs are called here.
-_WORDS = {
-    "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
-    "control_mask": "mask",
-}  # fmt: skip
 _AT_ONCE = "decode_chunk_size"  # how many frames a VAE of pictures decodes at once
 _BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
 
@@ -136,7 +131,7 @@ class GenericPipeline(SeeingPipeline):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         self._check_proven()
-        if missing := ", ".join(_WORDS.get(name, name) for name in sorted(self.inputs - self.pictures.keys())):
+        if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - self.pictures.keys())):
             if "controlnet" in self.components and missing == "control":
                 raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")

@@ -29,10 +29,11 @@ from .recording import Recorded, Recording
 from .stand_ins import LoopReachedError
 from .stock import encode_defaults, needed_inputs, passes, returned_names
 from .stock_parts import FRAMES, HOST, StockParts
-from .tasks import EDITED, INPUTS, task_of
+from .tasks import EDITED, INPUTS, WORDS, task_of
 
 _GUIDES = 3.0  # a scale of guidance that guides
 _OWN = INPUTS - {"images", "image_reference", "reference_images"}
+_FOLLOWED = {"control_image", "control_mask"}  # which a result need not start from
 _SIDE = 64  # pixels of a picture that is not read
 See = Callable[..., Any]  # answers `name, *args, **kwargs`: what a module is called with
 
@@ -49,8 +50,11 @@ class SeeingPipeline(StockParts):
         for name in ("vram_bytes", "ram_bytes", "keep", "_then"):  # which may be those of a copy
             setattr(run, name, getattr(self, name))
         run.pictures, run.strength = task.pictures, pictures.strength
-        if pictures.image and ("strength" in run._call or run._frames is not None):
-            run.own = tuple(n for n, given in task.pictures.items() if n in _OWN and not isinstance(given, Frames))
+        starts = pictures.image and ("strength" in run._call or run._frames is not None)
+        if starts or len(pictures.control) > 1:  # one to follow is the same for all that are drawn at once
+            kept = _OWN if starts else _FOLLOWED
+            several = (n for n, given in task.pictures.items() if n in kept and not isinstance(given, Frames))
+            run.own = {name: WORDS.get(name, name) for name in several}
         return run
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:

@@ -27,6 +27,11 @@ _KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo", "VideoToVideo"
 _KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo|VideoToVideo)?Pipeline$")
 _MASKS = ("mask_image", "control_mask", "mask_video", "mask")  # what calls name it, the first that is there
 _CONTROLS = ("control_image", "control_video")
+# What inputs are called here.
+WORDS = {
+    "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
+    "control_mask": "mask",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,7 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
             missing = set(needed_inputs(found)) - given.keys()
             if wanted <= call.keys() and (not missing or (missing == {"image"} and "video" in given)):
                 return Task(found, {k: Frames(v) if takes_frames(k, call) else v for k, v in given.items()})
-    words = {
-        "mask_image": "mask",
-        "control_image": "control",
-        "control_mask": "mask",
-        "control_video": "control",
-        "mask_video": "mask",
-        "image_reference": "images with the prompt and image beside them",
-    }
+    words = {**WORDS, "image_reference": "images with the prompt and image beside them"}
     names = ", ".join(words.get(name, name) for name in sorted(wanted))
     raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,12 @@ def batch_of(
     noise: torch.Tensor | None,
     prompts: int,
     arguments: Mapping[str, Any],
-    own: Collection[str],
+    own: Mapping[str, str],
 ) -> Batch:
     """The batch of a run with these arguments. ValueError, in one line, for numbers that do not go together.
 
-    Pictures to start from make as many. Several prompts have a picture each, whose noise one generator draws.
+    Pictures to start from or to follow make as many. Several prompts have a picture each, whose noise one generator
+    draws. `own` names arguments that may hold something for each picture, by what users call them.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MOST:
         raise ValueError(f"batch is {str(batch)[:80]}; it takes a whole number from 1 to {MOST}.")
@@ -69,13 +70,13 @@ def batch_of(
     for name in names:
         if (given := len(arguments[name])) not in (1, count):
             many = f"{count} prompts" if prompts > 1 else f"a batch of {count}"
-            raise ValueError(f"{name} has {given} for {many}. Give one, or as many.")
+            raise ValueError(f"{own[name]} has {given} for {many}. Give one, or as many.")
         if count > 1 and len({tuple(one.shape) for one in arguments[name]}) > 1:
-            raise ValueError(f"{name} has pictures of several sizes. Give them one size, or take them one by one.")
+            raise ValueError(f"{own[name]} has pictures of several sizes. Give them one size, or take them one by one.")
     if prompts > 1:
         return Batch(1, seed, noise)
     if count > MOST:
-        raise ValueError(f"there are {count} pictures to start from; a run takes up to {MOST}. Give fewer.")
+        raise ValueError(f"there are {count} pictures; a run takes up to {MOST}. Give fewer.")
     if noise is not None and count > 1 and noise.shape[:1] != (count,):
         raise ValueError(f"the noise is {list(noise.shape)}, for a batch of {count}. Give noise for each, or a seed.")
     return Batch(count, seed, noise, names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -60,7 +61,8 @@ class ModelFamily(ABC):
     decodes_to_host: ClassVar[bool] = False  # whether what is decoded leaves the device part by part
     batch_dims: ClassVar[BatchDims] = {}  # arguments of the transformer whose batch is not their first dimension
     cond_dims: ClassVar[Dims] = {}
-    own: Collection[str] = ("init_latents",)  # arguments of `_denoise` that may hold something for each picture
+    # Arguments of `_denoise` that may hold something for each picture, and what they are called here.
+    own: Mapping[str, str] = MappingProxyType({"init_latents": "init_latents"})
     stand_ins: ClassVar[StandIns] = {}  # for code that reads values, of which a dry run has none
     forecast_caveat: ClassVar[str] = ""  # a sentence for plans, where a stand-in makes the forecast a bound
 

@@ -135,7 +135,7 @@ class SampleStage(StageRunner):
         `batch` pictures of one prompt are drawn at once, so that they share the copies of weights: as many as fit the
         budget, else half of them, and so on. Picture i has `seed` + i, and is the one that this seed makes alone, up to
         rounding. Where that cannot be proved of a pipeline's class they are drawn one after the other. Several pictures
-        or latents to start from make a batch of as many.
+        or latents to start from, or pictures to follow, make a batch of as many.
 
         With `cards` each of so many processes draws its share of every picture, on a card of its own: they are those of
         torch.distributed's group, and all of them call this alike. All get the latents, of the conditioning that the

@@ -342,6 +342,47 @@ def test_several_prompts_share_a_picture(folders: Folders) -> None:
     assert not torch.allclose(several[1], pipe.sample(two, **run, image=ONE)[1], atol=1e-2)
 
 
+OTHERS = ("sd3_controlnet", "qwen_controlnet", "flux_control")
+
+
+@pytest.mark.parametrize("name", ["flux_controlnet", *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)])
+def test_several_to_follow_make_a_batch(name: str, folders: Folders, sim: ModuleType) -> None:
+    """Each is the stock call's result of that picture and seed; one for each of several prompts as in its own lists."""
+    follow, run = torch.cat([ONE, ONE.flip(1)]), {"width": WIDTH, "height": HEIGHT, "steps": 2}
+    pipe: Any = DiffusionPipeline.from_pretrained(folders(name), local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+
+    def drawn(prompt: Any, pictures: Any, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)  # which SD3's VAE draws from
+        size = {"width": WIDTH, "height": HEIGHT, "generator": torch.Generator("cpu").manual_seed(seed)}
+        return torch.as_tensor(
+            pipe(prompt=prompt, control_image=pictures, num_inference_steps=2, output_type="np", **size).images
+        )
+
+    alone = torch.cat([drawn("a boat", pil(picture[None]), SEED + i) for i, picture in enumerate(follow)])
+    staged = ballast.open_pipeline(folders(name), device="sim")
+    cond, texts = staged.encode("a boat"), ["a boat", "a cat"]
+    made = staged.decode(staged.sample(cond, **run, seed=SEED, control=follow))
+    torch.testing.assert_close(made, alone, atol=1e-4, rtol=0)
+    assert not torch.allclose(*alone, atol=1e-2)
+    assert staged.plan(cond=cond, vram="1GB", **run, control=follow).pictures == 2
+    several = drawn(texts, [pil(picture[None]) for picture in follow], SEED)
+    made = staged.decode(staged.sample(staged.encode(texts), **run, seed=SEED, control=follow))
+    torch.testing.assert_close(made, several, atol=1e-4, rtol=0)
+    assert sim.stats().allocated_bytes == 0
+
+
+def test_as_many_to_follow_as_results(folders: Folders) -> None:
+    pipe = ballast.open_pipeline(folders("flux_controlnet"), device="cpu")
+    run: dict[str, Any] = {"width": WIDTH, "height": HEIGHT, "steps": 1, "control": ONE.repeat(2, 1, 1, 1)}
+    with pytest.raises(ValueError, match=r"^control has 2 for a batch of 3. Give one, or as many.$"):
+        pipe.sample(pipe.encode("a boat"), **run, batch=3)
+    with pytest.raises(ValueError, match=r"^control has 2 for 3 prompts. Give one, or as many.$"):
+        pipe.sample(pipe.encode(["a boat", "a cat", "a red"]), **run)
+    with pytest.raises(ValueError, match=r"^control has pictures of several sizes."):
+        pipe.sample(pipe.encode("a boat"), **run | {"control": [ONE, OTHER]})
+
+
 def test_references_belong_to_the_prompt(folders: Folders) -> None:
     """They stay with the conditioning, also with one from the cache; a model that reads none refuses them."""
     pipe = ballast.open_pipeline(folders("kontext"), device="cpu")

@@ -91,6 +91,17 @@ def test_a_table_kept_for_the_device_is_made_again(strategy: str, odd_folders: F
         torch.testing.assert_close(staged(pipe, strategy=strategy), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
+def test_what_runs_on_no_shapes_is_refused_without_advice_that_does_not_help(odd_folders: Folders) -> None:
+    """No option of `encode` lets AnyFlow-FAR be compared."""
+    folder = odd_folders("anyflow_far")
+    refused = r"^AnyFlowFARPipeline cannot be staged: .* Run it with diffusers itself\.$"
+    with pytest.raises(ValueError, match=refused):
+        ballast.open_pipeline(folder, device="cpu").encode("a cat")
+    with pytest.raises(ValueError, match=refused):
+        ballast.open_pipeline(folder, device="cpu").encode("a cat", max_sequence_length=64)
+
+
 def test_no_negative_is_not_an_empty_one(odd_folders: Folders) -> None:
     """SDXL takes zeros for none. The cache tells them apart too."""
     pipe = ballast.open_pipeline(odd_folders("sdxl"), device="cpu")

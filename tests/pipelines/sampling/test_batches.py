@@ -266,10 +266,11 @@ def test_bad_numbers_are_told_in_a_line(opened: Callable[[str], Stages], sim: Mo
 
 def test_batch_of_arguments() -> None:
     latents = torch.arange(3.0)[:, None]
-    batch = batch_of(1, 5, None, 1, {"init_latents": latents, "mask": (latents[0],)}, ("init_latents", "mask"))
-    part = batch.arguments({"init_latents": latents, "mask": (latents[0],), "steps": 4}, 1, 2)
-    assert part["init_latents"].tolist() == [[1], [2]] and len(part["mask"]) == 2 and part["steps"] == 4
+    own = {"init_latents": "init_latents", "mask_image": "mask"}
+    batch = batch_of(1, 5, None, 1, {"init_latents": latents, "mask_image": (latents[0],)}, own)
+    part = batch.arguments({"init_latents": latents, "mask_image": (latents[0],), "steps": 4}, 1, 2)
+    assert part["init_latents"].tolist() == [[1], [2]] and len(part["mask_image"]) == 2 and part["steps"] == 4
     assert [generator.initial_seed() for generator in part["generator"]] == [6, 7]
-    last = batch.arguments({"init_latents": latents, "mask": (latents[0],)}, 2, 2)
+    last = batch.arguments({"init_latents": latents, "mask_image": (latents[0],)}, 2, 2)
     assert last["generator"].initial_seed() == 7 and last["init_latents"].tolist() == [[2]]
     assert halvings(6) == [6, 3, 2, 1] and halvings(5) == [5, 3, 2, 1] and halvings(1) == [1]

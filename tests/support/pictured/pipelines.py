@@ -68,6 +68,13 @@ def sd3_controlnet() -> DiffusionPipeline:
     return diffusers.StableDiffusion3ControlNetPipeline(**parts, controlnet=controlnet)
 
 
+def qwen_controlnet() -> DiffusionPipeline:
+    parts = _parts(qwenimage())
+    config = _config(parts["transformer"]) | {"num_layers": 1}
+    controlnet = diffusers.QwenImageControlNetModel.from_config(config)
+    return diffusers.QwenImageControlNetPipeline(**parts, controlnet=controlnet)
+
+
 def sd3_16() -> DiffusionPipeline:
     """As many channels as its inpainting asks for."""
     from tiny_parts import autoencoder
@@ -291,6 +298,7 @@ BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
         flux_control,
         flux_controlnet,
         sd3_controlnet,
+        qwen_controlnet,
         sd3_16,
         wan_i2v,
         wan_flf,

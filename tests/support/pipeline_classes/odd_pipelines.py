@@ -134,14 +134,15 @@ def sana_video() -> DiffusionPipeline:
     )
 
 
-def anyflow() -> DiffusionPipeline:
-    """Keeps a table under the name of its device."""
-    return diffusers.AnyFlowPipeline(
+def anyflow(far: bool = False) -> DiffusionPipeline:
+    """Keeps a table under the name of its device; `far` attends by FlexAttention, which runs on no shapes alone."""
+    cls = diffusers.AnyFlowFARPipeline if far else diffusers.AnyFlowPipeline
+    return cls(
         scheduler=diffusers.FlowMapEulerDiscreteScheduler(num_train_timesteps=1000, shift=5.0),
         vae=_wan_vae(),
         text_encoder=t5(multilingual=True),
         tokenizer=tokenizer(),
-        transformer=diffusers.AnyFlowTransformer3DModel(
+        transformer=(diffusers.AnyFlowFARTransformer3DModel if far else diffusers.AnyFlowTransformer3DModel)(
             patch_size=(1, 2, 2),
             num_attention_heads=2,
             attention_head_dim=12,
@@ -157,6 +158,10 @@ def anyflow() -> DiffusionPipeline:
             deltatime_type="r",
         ),
     )
+
+
+def anyflow_far() -> DiffusionPipeline:
+    return anyflow(far=True)
 
 
 def krea2() -> DiffusionPipeline:
@@ -245,7 +250,19 @@ def hunyuandit_pag() -> DiffusionPipeline:
 
 BUILDERS: dict[str, Callable[[], DiffusionPipeline]] = {
     build.__name__: build
-    for build in (cogview3, latte, latte_temporal, sdxl, sana_video, anyflow, krea2, pag, hunyuandit, hunyuandit_pag)
+    for build in (
+        cogview3,
+        latte,
+        latte_temporal,
+        sdxl,
+        sana_video,
+        anyflow,
+        anyflow_far,
+        krea2,
+        pag,
+        hunyuandit,
+        hunyuandit_pag,
+    )
 }
 
 
