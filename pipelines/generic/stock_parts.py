@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,7 +64,7 @@ class StockParts(ProvenPipeline):
 
     pictures: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType({})  # by arguments of its call
     strength: float | None = None
-    own: Collection[str] = ()  # those of one run
+    own: Mapping[str, str] = MappingProxyType({})  # those of one run, and what users call them
     answers = Answers()  # of what saw them
 
     def __init__(
