@@ -32,6 +32,7 @@ from .reports.report import Report, UnitReport
 from .residents import Residents
 from .sizes import parse_bytes
 from .stage import run_stage
+from .stage_lock import StageLock
 from .units.branches import Worn, keys_of
 from .units.unit import ManagedModel
 from .vocabulary import ROLES, STRATEGIES, Role
@@ -110,7 +111,7 @@ class MemoryManager:
         self._unloaded_at = 0.0
         self._clock = itertools.count(1)
         self._lock = _lock
-        self._stage_lock = threading.RLock()
+        self._stage_lock = StageLock()
 
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
         """Set the budgets: bytes, "6GB", or None for what is free less the reserve."""
@@ -309,8 +310,8 @@ class MemoryManager:
     ) -> Iterator[None]:
         """A graph step: each unit comes when its module is called, and all are gone when the block ends.
 
-        Stages run one at a time, whatever thread they are of. A call that runs out of memory is tried again in
-        less (see `ladder`); DoesNotFitError when there are none left.
+        Stages run one at a time, whatever thread they are of (see `calling`). A call that runs out of memory is tried
+        again in less (see `ladder`); DoesNotFitError when there are none left.
         `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
         what it will take, and `planned` goes into the record. Of the stage's units one is on the device at a time, with
         `alone` of all units; but units that take turns in each step stay beside each other where there is room.
@@ -328,6 +329,13 @@ class MemoryManager:
     def between_stages(self) -> AbstractContextManager[Any]:
         """Holds until the stages of other threads are done, and keeps them waiting until the block ends."""
         return self._stage_lock
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Until the block ends a stage is in its caller's code, such as `on_step`, which may wait for other threads.
+
+        Stages that these begin are refused after a while (RuntimeError) where the code does not return.
+        """
+        return self._stage_lock.calling()
 
     def units(self) -> list[ManagedModel]:
         """All units under management."""

@@ -143,8 +143,9 @@ class SampleStage(StageRunner):
 
         `on_step(step, steps, latents)` is called after each step, steps counted from 1, with the latents in the
         pipeline's own layout: as they are or, where the scheduler is flow matching, as they are expected to become.
-        What it raises ends the run. `compile` compiles the transformer's blocks, `attention` is one of diffusers'
-        attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
+        What it raises ends the run. It may run pipelines itself; one that another thread runs on this device while it
+        waits for that thread is refused after a minute. `compile` compiles the transformer's blocks, `attention` is one
+        of diffusers' attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
 
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
@@ -186,7 +187,8 @@ class SampleStage(StageRunner):
             with chosen(modules), shared(modules, cards):
                 yield
 
-        run = _Run(cond, arguments, whole, strategy, bool(pictures) or pipe.looks, using, compile, on_step, cards)
+        report = None if on_step is None else functools.partial(pipe._called, on_step)
+        run = _Run(cond, arguments, whole, strategy, bool(pictures) or pipe.looks, using, compile, report, cards)
 
         # On the CPU nothing is copied that several could share, and one after the other they take less RAM.
         # Nor would all processes find out at once that fewer have to do.
@@ -211,6 +213,10 @@ class SampleStage(StageRunner):
             latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         check_finite(latents, "the transformer made")
         return latents
+
+    def _called(self, on_step: OnStep, step: int, steps: int, latents: torch.Tensor) -> None:
+        with self.manager.calling():
+            on_step(step, steps, latents)
 
     def _at_once(self, count: int, texts: SampleStage) -> int:
         """How many of so many pictures may be drawn at once: all, or one where it is not proved to be the same."""

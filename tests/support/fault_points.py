@@ -222,7 +222,7 @@ class Run:
         found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ballast")]
         if ours._residents._called or ours.budget._not_ours is not None or ours.timeline._stage is not None:
             found.append("the manager is in a stage")
-        if ours._lock._is_owned() or ours._stage_lock._is_owned():  # type: ignore[attr-defined]
+        if ours._lock._is_owned() or ours._stage_lock.is_owned():  # type: ignore[attr-defined]
             found.append("a lock is held")
         return found
 

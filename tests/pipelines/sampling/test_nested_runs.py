@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import ballast
 import pytest
 import torch
+from ballast.memory import stage_lock
 from safetensors.torch import save_file
 
 Folders = Callable[[str], Path]
@@ -114,3 +118,45 @@ def test_a_run_in_the_middle_of_a_step_and_other_kernels_are_refused(tiny_folder
     same = at_first(lambda: pipe.sample(cond, attention="_native_math", **RUN))
     expected = pipe.sample(cond, attention="_native_math", **RUN)
     assert torch.equal(pipe.sample(cond, attention="_native_math", on_step=same, **RUN), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_thread_that_on_step_waits_for_is_refused(
+    device: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, after a while, and the outer run goes on; the device is free afterwards, for threads too."""
+    monkeypatch.setattr(stage_lock, "PATIENCE_SECONDS", 0.5)
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), device=device)
+    cond = pipe.encode("a red boat", max_sequence_length=48)
+    alone = pipe.sample(cond, **RUN)
+    with ThreadPoolExecutor(1) as threads:
+        refused: list[BaseException | None] = []
+
+        def wait() -> None:
+            refused.append(threads.submit(pipe.sample, cond, **RUN).exception(timeout=60))
+
+        assert torch.equal(pipe.sample(cond, on_step=at_first(wait), **RUN), alone)
+        assert re.match(r"another run on this device has been in its on_step for 0.5 s, [^\n]+$", str(refused[0]))
+        assert torch.equal(threads.submit(pipe.sample, cond, **RUN).result(timeout=60), alone)
+
+
+@pytest.mark.long
+def test_a_stage_that_takes_long_is_waited_for(
+    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its `on_step` takes shorter each time, and where it runs something within."""
+    monkeypatch.setattr(stage_lock, "PATIENCE_SECONDS", 1.5)
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), device="cpu")
+    cond = pipe.encode("a red boat", max_sequence_length=48)
+    alone = pipe.sample(cond, **RUN)
+    with ThreadPoolExecutor(1) as threads:
+        waiting: list[Any] = []
+
+        def slow(step: int, *_: Any) -> None:
+            if step == 1:
+                waiting.append(threads.submit(pipe.sample, cond, **RUN))
+                pipe.sample(cond, on_step=lambda *_: time.sleep(0.7), **RUN)
+            time.sleep(0.7)
+
+        assert torch.equal(pipe.sample(cond, on_step=slow, **RUN), alone)
+        assert torch.equal(waiting[0].result(timeout=60), alone)
