@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from .forecast import Forecast
+from .forecast import Forecast, UnitForecast
 from .runplan import BestBatch, StagePlan
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -30,16 +31,18 @@ def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch:
 
 def scaled(forecast: Forecast, pictures: int) -> Forecast:
     """The forecast of one picture for several at once: as many operations, and no more bytes than that."""
-    units = {
-        name: replace(
-            work,
-            live_bytes=work.live_bytes * pictures,
-            working_bytes=work.working_bytes * pictures,
-            first_bytes=work.first_bytes * pictures,
-            operations=work.operations * pictures,
-            modules=tuple((path, done * pictures) for path, done in work.modules),
-            held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
-        )
-        for name, work in forecast.units.items()
-    }
+    units = {name: _work(work, pictures) for name, work in forecast.units.items()}
     return replace(forecast, idle_bytes=forecast.idle_bytes * pictures, units=units)
+
+
+@functools.lru_cache(maxsize=64)  # budgets share it
+def _work(work: UnitForecast, pictures: int) -> UnitForecast:
+    return replace(
+        work,
+        live_bytes=work.live_bytes * pictures,
+        working_bytes=work.working_bytes * pictures,
+        first_bytes=work.first_bytes * pictures,
+        operations=work.operations * pictures,
+        modules=tuple((path, done * pictures) for path, done in work.modules),
+        held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
+    )

@@ -6,6 +6,7 @@ least max(compute, streamed bytes / bandwidth).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,8 @@ class PieceSize:
 
     def decode_seconds(self, rates: Rates) -> float:
         """What decoding takes of a call."""
+        if not self.codecs:
+            return 0
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
@@ -99,6 +102,7 @@ class UnitSizes:
         """The least on the device that the unit can be streamed in."""
         return self.fixed_bytes + least_bytes([PieceLoad(p.packed_bytes, p.held_bytes) for p in self.pieces])
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (of frozen data; budgets share it)
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
         """The pieces with the seconds that they compute in one call, as far as that is known, and their rates.
 

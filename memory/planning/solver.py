@@ -290,8 +290,7 @@ def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement
 
     if is_beaten(option.copied_bytes):
         return
-    passing = [sizes[i] for i in choice.streamed]
-    ago = overwritten(passing, offsets(passing, ring))
+    ago = _copies_ago(sizes, choice.streamed, ring)
     copied = {i: sizes[i] for i, copies_ago in zip(choice.streamed, ago, strict=True) if copies_ago}
     copied_bytes = sum(copied.values())
     if is_beaten(copied_bytes):
@@ -338,3 +337,9 @@ def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement
             yield found
             if found.step_seconds <= least.step_seconds:
                 return
+
+
+@functools.lru_cache(maxsize=2048)  # budgets share it
+def _copies_ago(sizes: tuple[int, ...], streamed: tuple[int, ...], ring_bytes: int) -> tuple[int, ...]:
+    passing = [sizes[i] for i in streamed]
+    return tuple(overwritten(passing, offsets(passing, ring_bytes)))

@@ -123,11 +123,12 @@ def held_in_ram(
 
     What stays there is only read once, but might leave, and come again.
     """
-    needed = [i for i in copied if i not in set(from_disk)]
+    read, passing = set(from_disk), set(copied)
+    needed = [i for i in copied if i not in read]
     room = ram_bytes - windows_bytes(sizes) - sum(sizes[i] for i in needed)
     held = set(needed)
     for i, size in enumerate(sizes):
-        if i not in copied and size <= room:
+        if i not in passing and size <= room:
             held.add(i)
             room -= size
     return frozenset(held)

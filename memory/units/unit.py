@@ -275,8 +275,8 @@ class ManagedModel:
 
     def learn(self, seen: CallOrder) -> None:
         """Note what a dry run saw of the calls inside; what was known of them before stays so."""
-        known = self.calls
-        order = (*known.order, *(path for path in seen.order if path not in known.order))
+        known, there = self.calls, set(self.calls.order)
+        order = (*known.order, *(path for path in seen.order if path not in there))
         self.calls = CallOrder(order, known.whole | seen.whole, known.outside | seen.outside, known.blocks)
 
     def runs_on(self, device: torch.device) -> None:

@@ -110,7 +110,7 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
-    place = functools.partial(place, ram_stated=run.ram_stated)
+    place = functools.partial(place, ram_stated=run.ram_stated, reads=functools.cache(reads_pieces))
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
@@ -177,12 +177,13 @@ def plan_stage(
     outside_bytes: int = 0,
     overhead: Overhead | None = None,
     ram_stated: bool = True,
+    reads: Callable[[ManagedModel], bool] = reads_pieces,
 ) -> StagePlan:
     """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
     A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
     least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
-    the plan for several at once.
+    the plan for several at once. `reads` is `reads_pieces`, or remembers what that said.
     """
 
     def beside(unit: ManagedModel, work: UnitForecast) -> Overhead:
@@ -227,7 +228,7 @@ def plan_stage(
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
             there=None if named[unit].in_ram else named[unit].held,
-            from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads_pieces(named[unit]),
+            from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
             overhead=overheads[unit],
