@@ -16,30 +16,10 @@ from ballast.memory.simulated import card as state
 from ballast.memory.simulated import clock, selfcheck, tensor
 from places import TESTS
 
-
-def _doubled(func: Any) -> Callable[..., Any]:
-    def handler(_: Any, args: tuple, kwargs: dict) -> Any:
-        return tensor.wrap(func(*(tensor.raw_of(arg, func) for arg in args), **kwargs) * 2)
-
-    return handler
-
-
 aten = torch.ops.aten
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "making": (tensor.handlers, "new_full.default", _doubled(aten.new_full.default)),
     "views": (tensor.handlers, "t.default", lambda func, args, kwargs: args[0]),
     "writes in place": (tensor.handlers, "clamp_.default", lambda func, args, kwargs: args[0]),
-    "matrix products": (tensor.handlers, "bmm.default", _doubled(aten.bmm.default)),
-    "convolutions": (tensor.handlers, "pixel_shuffle.default", _doubled(aten.pixel_shuffle.default)),
-    "norms and activations": (tensor.handlers, "_softmax.default", _doubled(aten._softmax.default)),
-    "attention": (
-        tensor.handlers,
-        "scaled_dot_product_attention.default",
-        lambda func, args, kwargs: func.decompose(*args, **kwargs) * 2,
-    ),
-    "indexing": (tensor.handlers, "index_select.default", _doubled(aten.index_select.default)),
-    "complex numbers": (tensor.handlers, "polar.default", _doubled(aten.polar.default)),
-    "types": (tensor.SimTensor, "double", lambda tensor: tensor),
     "modules": (tensor.SimTensor, "__tensor_flatten__", None),
     "copies": (state.Card, "transfer", lambda *args: None),
     "bytes": (state.Card, "allocate", lambda self, nbytes: state.Allocation(self, 0, self.freed)),
