@@ -249,7 +249,7 @@ def test_interrupt_stops_and_the_next_prompt_works(host: HostServer) -> None:
     ("given", "message"),
     [
         ({"width": 63, "height": 65}, "ValueError: width is 63; lumina2 takes multiples of 16 up to 256, such as 64."),
-        ({"frames": 5}, "ValueError: lumina2 makes pictures, not videos: leave frames out."),
+        ({"frames": 5}, "ValueError: lumina2 makes pictures, not videos: set frames to 0."),
     ],
 )
 def test_errors_are_one_line(given: dict[str, int], message: str, host: HostServer) -> None:
