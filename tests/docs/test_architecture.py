@@ -53,7 +53,7 @@ def copy(folder: Path) -> Path:
     """The sources of the package as `folder`/ballast, with its contracts."""
     package = folder / "ballast"
     package.mkdir()
-    for file in [ROOT / "__init__.py", ROOT / "requirements.py", ROOT / "pyproject.toml"]:
+    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, package)
     for room in ROOMS:
         shutil.copytree(ROOT / room, package / room, ignore=lambda _, names: {"__pycache__", "results"} & set(names))

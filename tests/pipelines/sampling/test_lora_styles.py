@@ -210,5 +210,6 @@ def test_sdxl_is_stock_in_both(tmp_path: Path, sim: ModuleType) -> None:
         pipe.set_loras([(path, 0.8)])
         for strategy in ("resident", "streamed"):
             found = pipe.sample(pipe.encode("a cat"), steps=2, strategy=strategy, **run)
-            torch.testing.assert_close(found * scale, expected.float(), atol=1e-5, rtol=1e-5)
+            # The latents reach 4, and how the CPU rounds decides the last bits.
+            torch.testing.assert_close(found * scale, expected.float(), atol=1e-4, rtol=1e-5)
     assert sim.stats().allocated_bytes == 0
