@@ -1,4 +1,4 @@
-"""Whether what requirements.txt names is installed, and new enough. Nothing of it is imported to find out."""
+"""Check that the packages in requirements.txt are installed and new enough, without importing them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def installed(name: str) -> str | None:
 
 
 def at_least(found: str, lowest: str) -> bool:
-    """Whether a version is not below another."""
+    """Return whether a version is not below another."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split("+")[0].split(".") if part.isdigit()]

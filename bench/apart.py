@@ -30,7 +30,7 @@ def measure(
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> dict[str, Any]:
-    """What the `main` of a module of bench found, or `error`: one line. `folder` is for the process to work in.
+    """Return what the `main` of a module of bench found, or `error`: one line. `folder` is for the process to work in.
 
     `main` gets the request as JSON, and the path of a file to write its answer to, as JSON too. One that writes it anew
     as it goes leaves what it had when its time is over; that has the error then. `environment` is for the process,

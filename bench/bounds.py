@@ -16,7 +16,7 @@ _STEPS = 3  # of which the last two are compared
 
 
 def window_bound_seconds(loads: Loads, room_bytes: int) -> float:
-    """The least seconds of a steady step with so much room on the device for pieces and whatever they pass through.
+    """Return the least seconds of a steady step with `room_bytes` on the device for pieces and all that they pass.
 
     Of `loads.ram_bytes`, where stated, all may hold weights; what is neither there nor on the device is read at the
     rate of the disk. The longest chain of calls and of waits for windows of up to a step of calls; the step that grew
@@ -43,7 +43,10 @@ def window_bound_seconds(loads: Loads, room_bytes: int) -> float:
 
 
 def _wait_seconds(loads: Loads, missing_bytes: np.ndarray) -> np.ndarray:
-    """How long it takes at least until so many bytes more are on the device; below 0 where they are there already."""
+    """Return how long it takes at least until so many bytes more are on the device.
+
+    Below 0 where they are there already.
+    """
     seconds = missing_bytes / loads.bytes_per_second
     if loads.ram_bytes is None:
         return seconds

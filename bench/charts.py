@@ -113,7 +113,7 @@ def _bars(
     title: str, note: str, rows: Sequence[Mapping[str, Any]], drawn: tuple[str, str, str], ours: str,
     columns: Mapping[str, tuple[float, str]],
 ) -> Image.Image:  # fmt: skip
-    """A bar for each row and figures beside it, or its error.
+    """Draw a bar for each row with figures beside it, or its error.
 
     `drawn` names the value of the bars, that of a line beside each, and what the lines are. `columns` says of each
     further value at which pixel it ends, and its heading.
@@ -155,7 +155,7 @@ def _head(figure: Figure, title: str, note: str) -> None:
 
 
 def nothing(why: str) -> Image.Image:
-    """A line of words where there is nothing to draw."""
+    """Draw a line of words where there is nothing else to draw."""
     figure = new_figure(_WIDTH, 60)
     write(figure, _SIDE, 28, why, MUTED)
     return to_image(figure)

@@ -326,7 +326,7 @@ def tokenizer(
 
 
 def empty(cls: type, config: Mapping[str, Any]) -> Any:
-    """A module of diffusers or transformers with its parameters on `meta`."""
+    """Return a module of diffusers or transformers with its parameters on `meta`."""
     with init_empty_weights(include_buffers=False):
         if not issubclass(cls, PreTrainedModel):
             return cls(**config)
@@ -337,7 +337,7 @@ def empty(cls: type, config: Mapping[str, Any]) -> Any:
 
 
 def _save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str) -> None:
-    """The config of a module and its weights, sharded and named as its library does; tied ones once."""
+    """Save a module's config and weights, sharded and named as its library does; tied ones once."""
     if isinstance(module, PreTrainedModel):
         module.config.architectures, module.config.dtype = [type(module).__name__], dtype
         module.config.save_pretrained(folder)
@@ -356,7 +356,7 @@ def _save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str) -> Non
 
 
 def _write_sparse(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file with a whole header, and zeros that the file system need not store."""
+    """Write a safetensors file with a whole header, and zeros that the file system need not store."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -371,7 +371,7 @@ def _write_sparse(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bare(cls: type, config: Mapping[str, Any]) -> Any:
-    """A module in bfloat16, ready to run."""
+    """Return a module in bfloat16, ready to run."""
     module = empty(cls, config)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

@@ -91,7 +91,7 @@ def write_weights(path: Path, width: int) -> int:
 
 
 def empty_cache(path: Path) -> bool:
-    """Let the page cache drop a file. False where that cannot be done, or was not."""
+    """Drop a file from the page cache. Return False if that cannot be done, or was not."""
     for _ in range(_TRIES):
         with path.open("rb") as file:
             direct.forget(file, 0, path.stat().st_size)
@@ -103,6 +103,6 @@ def empty_cache(path: Path) -> bool:
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file the page cache holds, in whole pages; 0 where that is not told."""
+    """Return how much of a file the page cache holds, in whole pages; 0 where that is not told."""
     with path.open("rb") as file:
         return sum(direct.cached_pages(file, 0, path.stat().st_size) or b"") * mmap.PAGESIZE

@@ -39,7 +39,7 @@ class _Model(nn.Module):
 
 
 def width_of(nbytes: float) -> int:
-    """The width with which the weights take about so many bytes."""
+    """Return the width with which the weights take about so many bytes."""
     return max(16, 16 * round((nbytes / 2 / _BLOCKS / _SQUARES) ** 0.5 / 16))
 
 
@@ -49,7 +49,7 @@ def _skeleton(width: int) -> nn.Module:
 
 
 def names_of(width: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights, in the order in which a file has them."""
+    """Return the shapes of all weights, in the order in which a file has them."""
     return {name: tuple(tensor.shape) for name, tensor in sorted(_skeleton(width).state_dict().items())}
 
 
@@ -115,7 +115,7 @@ def _wake_memory(nbytes: int) -> None:
 
 
 def _start_peak() -> int:
-    """Let the peak begin anew, where the system can do that. Returns the RAM of the process now."""
+    """Start the peak anew, where the system can do that. Return the RAM of the process now."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", "ascii")
     return psutil.Process().memory_info().rss

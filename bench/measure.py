@@ -34,7 +34,7 @@ class Used:
     bytes: int | None
 
     def over(self, before: int | None) -> int | None:
-        """How many more these are."""
+        """Return how many more these are."""
         return None if self.bytes is None or before is None else self.bytes - before
 
 
@@ -48,7 +48,7 @@ class Meter:
         self._backend = None if device.type == "cpu" else torch.get_device_module(device)
 
     def mark(self) -> Any:
-        """The moment when what has been queued on the present stream is done."""
+        """Return the moment when what has been queued on the present stream is done."""
         if self._backend is None:
             return time.perf_counter()
         event = self._backend.Event(enable_timing=True)
@@ -74,7 +74,7 @@ class Meter:
         return statistics.median(self.steps(call, settle + steps)[settle:])
 
     def used_bytes(self) -> int | None:
-        """What the driver says is taken of the device, by this process and all others; None on the CPU."""
+        """Return what the driver says is taken of the device, by this process and all others; None on the CPU."""
         if self._backend is None or not hasattr(self._backend, "mem_get_info"):
             return None
         free, total = self._backend.mem_get_info(self.device)
@@ -82,7 +82,7 @@ class Meter:
 
     @contextmanager
     def driver_peak(self, every: float = 0.005) -> Iterator[Used]:
-        """The highest `used_bytes` meanwhile. Not for what is timed: to ask takes a lock of the driver."""
+        """Yield the highest `used_bytes` meanwhile. Not for what is timed: to ask takes a lock of the driver."""
         used, done = Used(self.used_bytes()), threading.Event()
 
         def look() -> None:
@@ -142,7 +142,7 @@ def traced_bytes(trace: dict[str, Any]) -> int:
 
 
 def find_device(word: str) -> torch.device:
-    """The device that the user means; "auto" is a GPU where there is one, else the simulated card.
+    """Return the device that the user means; "auto" is a GPU where there is one, else the simulated card.
 
     The simulated one has no limit of memory and computes at `SIM_TFLOPS`.
     """
@@ -159,7 +159,7 @@ def set_sim_bandwidth(bytes_per_second: float) -> None:
 
 
 def find_tokens(meter: Meter, module: nn.Module, size: str, goal_seconds: float) -> tuple[int, float]:
-    """How many image tokens a resident step of about so many seconds has, and how long that really takes."""
+    """Return how many image tokens a resident step of about so many seconds has, and how long that really takes."""
     tokens, found = models.SIZES[size].tokens, (0, 0.0)
     for _ in range(_TRIES):
         try:
@@ -182,7 +182,7 @@ def find_tokens(meter: Meter, module: nn.Module, size: str, goal_seconds: float)
 
 
 def environment(meter: Meter, size: str) -> dict[str, Any]:
-    """What the figures were measured on, without the machine's own name."""
+    """Return what the figures were measured on, without the machine's own name."""
     import diffusers
 
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {ram.total_bytes() / 2**30:.0f} GB RAM"

@@ -83,7 +83,7 @@ SIZES = {
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """The model on the CPU, in eval mode; the same weights for the same seed.
+    """Return the model on the CPU, in eval mode; the same weights for the same seed.
 
     Its parameters are made once, in their final dtype. Buffers and tables are those of the class.
     """
@@ -102,7 +102,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def empty(name: str) -> nn.Module:
-    """The model in eval mode, with parameters on `meta` in their final dtype."""
+    """Return the model in eval mode, with parameters on `meta` in their final dtype."""
     import diffusers
     from accelerate import init_empty_weights
 
@@ -115,7 +115,7 @@ def empty(name: str) -> nn.Module:
 
 
 def _drawn(shape: torch.Size, pool: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
-    """The pool's numbers times `scale`, over and over, from a random place on."""
+    """Return the pool's numbers times `scale`, over and over, from a random place on."""
     weight = torch.empty(shape, dtype=pool.dtype)
     flat = weight.view(-1)
     at, start = 0, int(torch.randint(_POOL, (), generator=generator))

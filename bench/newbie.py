@@ -52,7 +52,7 @@ class Way:
 
 
 def ways(budgets: Sequence[int], measured: bool) -> list[Way]:
-    """The article's four rows, then ours; those compiled as well where there is something to measure."""
+    """Return the article's four rows, then ours; those compiled as well where there is something to measure."""
     rows = [Way("baseline", staged=False), Way("compile only", staged=False, compile=True)]
     rows += [Way("staged, fp32 decode"), Way("all together", compile=True)]
     ours = [Way(f"ours, {format_bytes(size).replace('.00', '')}", budget_bytes=size) for size in budgets]
@@ -104,7 +104,7 @@ def run(
 
 
 def published(folder: Path, weights: bool) -> Path:
-    """A folder of the published sizes, with random weights or with files of zeros that take no disk."""
+    """Return a folder of the published sizes, with random weights or with files of zeros that take no disk."""
     full_size.build_newbie(folder)
     if weights:
         draw(folder)
@@ -127,7 +127,7 @@ def draw(folder: Path) -> None:
 
 
 def _predicted(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) -> dict[str, Any]:
-    """A row by the planner. Compiled blocks are planned as uncompiled ones: bytes as without, seconds unknown.
+    """Return a row by the planner. Compiled blocks are planned as uncompiled ones: bytes as without, seconds unknown.
 
     With all models resident a stage's peak is all weights and its largest activations, so that of the run is all
     weights and the largest working memory. Among them are Gemma's vision tower, and a VAE that decodes in its own type.
@@ -147,7 +147,7 @@ def _predicted(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) ->
 
 
 def _own_vae(pipe: Any) -> ManagedModel:
-    """The VAE of the baseline, in the type of the rest: bfloat16, as FLUX.1's is published and stock pipelines run."""
+    """Return the VAE of the baseline in bfloat16, as FLUX.1's is published and stock pipelines run it."""
     return replace(pipe.parts["vae"], dtype=pipe.parts["transformer"].run_dtype).unit("baseline")
 
 

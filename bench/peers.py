@@ -62,11 +62,11 @@ class Field:
 
     @property
     def work_bytes(self) -> int:
-        """What a resident step takes beside the weights."""
+        """Bytes that a resident step takes beside the weights."""
         return self._request["work_bytes"]
 
     def rows(self, runs: Sequence[tuple[str, float]], timeout: Callable[[], float]) -> Iterator[dict[str, Any]]:
-        """The resident row, then that of each rival with each share. One that is not installed is listed once."""
+        """Yield the resident row, then that of each rival with each share. One that is not installed is listed once."""
         yield self.resident(timeout())
         absent: set[str] = set()
         for name, share in runs:
@@ -78,7 +78,7 @@ class Field:
             yield {**row, "name": f"{name} {share:.2f}" if RIVALS[name].budgeted and name not in absent else name}
 
     def resident(self, timeout: float) -> dict[str, Any]:
-        """The row of the resident one, which all others need."""
+        """Return the row of the resident one, which all others need."""
         row = apart.measure("worker", {**self._request, "rival": "resident", "share": 1.0}, self.folder, timeout)
         if "error" in row:
             raise RuntimeError(f"the resident run failed: {row['error']}")
@@ -88,12 +88,12 @@ class Field:
         return self._bounded({"name": "resident", **row})
 
     def row(self, name: str, share: float, timeout: float, budget_bytes: int | None = None) -> dict[str, Any]:
-        """A rival's row, or its error. With `budget_bytes` Ballast gets just that for the weights."""
+        """Return a rival's row, or its error. With `budget_bytes` Ballast gets just that for the weights."""
         request = {**self._request, "rival": name, "share": share, "budget_bytes": budget_bytes}
         return self._bounded({"name": name, **apart.measure("worker", request, self.folder, timeout)})
 
     def _bounded(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with the bound for what it copies, and its step against that."""
+        """Return the row with the bound for what it copies, and its step against that."""
         if row.get("copied_bytes") is None:
             return row
         regime = self._request["regime"]

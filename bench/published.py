@@ -125,7 +125,7 @@ def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
 
 
 def find_loads(model: Model) -> Loads:
-    """The pieces of a model's transformer and what they compute, by a dry run in a process of its own."""
+    """Return the pieces of a model's transformer and what they compute, by a dry run in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         environment = {"XDG_CACHE_HOME": scratch}
         found = measure("published", asdict(model), Path(scratch), _SECONDS, environment)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
-    """The pieces of an open pipeline's transformer, and what one call of such a run computes on the assumed card."""
+    """Return the pieces of an open pipeline's transformer, and the work of one call on the assumed card."""
     size = run.get("width"), run.get("height"), pipe.default_steps
     arguments = pipe._checked(None, *size, run.get("guidance"), run.get("frames"), "auto", {})
     sampling = pipe._sampling(arguments | {"generator": None, "latents": None})
@@ -161,7 +161,7 @@ def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
 
 
 def facts(name: str, loads: Loads) -> dict[str, Any]:
-    """What a model is made of, and how much it computes on the assumed card for each second of copying."""
+    """Return what a model is made of, and how much it computes on the assumed card for each second of copying."""
     packed = [piece.packed_bytes for piece in loads.pieces]
     ratio = _compute(loads) * loads.bytes_per_second / sum(packed)
     return {
@@ -180,7 +180,7 @@ def solve(
     ratios: Sequence[float] = RATIOS,
     ram_shares: Sequence[float] = RAM_SHARES,
 ) -> Iterator[Row]:
-    """The rows of a model: what its pieces compute is scaled to each ratio, as a whole.
+    """Yield the rows of a model: what its pieces compute is scaled to each ratio, as a whole.
 
     The bound is the largest of the computing, of the weights that the device has no room for / the rate of the bus,
     and of those that RAM has no room for either / the rate of the disk. A ring that takes less than its room leaves

@@ -16,7 +16,7 @@ from ..memory.sizes import format_bytes
 
 
 def words(name: str, value: Any) -> str:
-    """A figure for people. Names that end in `_bytes` are sizes."""
+    """Return a figure for people. Names that end in `_bytes` are sizes."""
     if value is None:
         return "-"
     if name.endswith("_bytes"):

@@ -19,7 +19,7 @@ from .stream import Regime, streamed
 
 @dataclass
 class Job:
-    """What a rival is given. `share` is how much of the weights there shall be room for, 0 to 1.
+    """The job of a rival. `share` is how much of the weights there shall be room for, 0 to 1.
 
     `budget_bytes` is what Ballast gets for the weights.
     """
@@ -37,7 +37,7 @@ class Job:
         return [(f"{path}.{i}", block) for path, members in block_lists(self.module) for i, block in enumerate(members)]
 
     def largest(self) -> tuple[str, nn.ModuleList]:
-        """The list of blocks with most weights, and its name."""
+        """Return the list of blocks with most weights, and its name."""
         return max(block_lists(self.module), key=lambda found: sum(p.nbytes for p in found[1].parameters()))
 
     def move_rest(self) -> None:

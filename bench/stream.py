@@ -96,7 +96,7 @@ class Regime:
 
 
 def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...] = RATIOS) -> list[Regime]:
-    """Loads for the ratios: by the number of tokens, or by the bandwidth where the card is a simulated one.
+    """Return loads for the ratios: by the number of tokens, or by the bandwidth of a simulated card.
 
     The module must be on the CPU, and fit on the device as a whole.
     """
@@ -123,7 +123,7 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
 
 
 def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
-    """The weights of a module on the CPU, as the solver looks at them."""
+    """Return the weights of a module on the CPU, as the solver looks at them."""
     places = list(slots(module))
     divided = divide(module, places, calls or CallOrder())
     pieces = tuple(
@@ -145,7 +145,7 @@ def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
 
 @functools.lru_cache(maxsize=4)
 def forecast(size: str, tokens: int) -> UnitForecast:
-    """What one call computes, and the order of the calls inside, by a dry run."""
+    """Return what one call computes, and the order of the calls inside, by a dry run."""
     module, step = models.empty(size), models.inputs(size, tokens, torch.device("cpu"))
 
     def call(device: torch.device) -> None:
@@ -164,7 +164,7 @@ def budget(sizes: UnitSizes, share: float) -> int:
 def streamed(
     module: nn.Module, size: str, regime: Regime, device: torch.device, room_bytes: int
 ) -> tuple[Streamed, float]:
-    """The placement that a run would choose with so much room for weights, and its seconds as the solver says.
+    """Return the placement that a run would choose with so much room for weights, and its seconds as the solver says.
 
     The module must be on the CPU. Raises ValueError if the room is too little to stream it.
     """
@@ -185,7 +185,7 @@ def measure(
     truth: torch.Tensor | None = None,
     steps: int = _STEPS,
 ) -> Row:
-    """The row of a share. With the result of a resident step also whether this gives the same, and the driver's peak.
+    """Return the row of a share. With a resident step's result, also tell whether it is the same, and the peak.
 
     The module must be on the CPU, and is there afterwards. The median of `steps` counts, beside those that begin.
     """

@@ -12,7 +12,7 @@ MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundle
 
 
 def model_path(text: str) -> Path:
-    """A model's folder or file. `demo` is the bundled model; a folder of that name is ./demo."""
+    """Return a model's folder or file. `demo` is the bundled model; a folder of that name is ./demo."""
     return DEMO if text == "demo" else Path(text)
 
 
@@ -140,7 +140,10 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lora(text: str) -> tuple[Path, float | dict[str, float]]:
-    """A LoRA's file and its strength, as in detail.safetensors:0.8; for one model low.safetensors:transformer_2=0.8."""
+    """Return a LoRA's file and its strength, as in detail.safetensors:0.8.
+
+    For one model low.safetensors:transformer_2=0.8.
+    """
     path, colon, told = text.rpartition(":")
     model, equals, strength = told.rpartition("=")
     try:

@@ -116,7 +116,7 @@ class _Job:
 def _jobs(
     pipe: StagedPipeline, lines: Sequence[Line], arguments: argparse.Namespace
 ) -> tuple[list[_Job], dict[int, str]]:
-    """What the lines ask for, and what is wrong with the others, by their numbers."""
+    """Return what the lines ask for, and what is wrong with the others, by their numbers."""
     suffix = f".{arguments.format or ('webp' if pipe.is_video else 'png')}".lower()
     if suffix not in (ANIMATIONS if pipe.is_video else PICTURES):
         kinds = "webp, gif, mp4" if pipe.is_video else "png, jpg, webp"

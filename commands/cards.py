@@ -46,12 +46,12 @@ def check(cards: int, device: str) -> None:
 
 
 def launched() -> bool:
-    """Whether this is one of several processes that draw a picture: here, or by torchrun."""
+    """Return whether this is one of several processes that draw a picture: here, or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(cards: int, run: Run, arguments: argparse.Namespace) -> int:
-    """Let so many processes `run`. Returns the exit status. Raises RuntimeError with the line of the first that fails.
+    """Start a process for each card to `run`. Return the exit status. Raises RuntimeError with the first failure.
 
     Ends all when one does, or this one is interrupted.
     """
@@ -131,12 +131,12 @@ def group(cards: int, device: str, ram: str | None) -> Iterator[tuple[str, str |
 
 
 def _here() -> int:
-    """How many of the processes are on this machine."""
+    """Return how many of the processes are on this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def sampler(pipe: StagedPipeline, cards: int, processes: int | None = None) -> StagedPipeline:
-    """The pipeline with the RAM budget that it samples within, where the processes of a machine read the same files.
+    """Return the pipeline with the RAM budget to sample within, where a machine's processes read the same files.
 
     `pipe` has an even share of what there is for so many, by default those that are here.
     """
@@ -154,12 +154,15 @@ def sampler(pipe: StagedPipeline, cards: int, processes: int | None = None) -> S
 
 
 def is_first(cards: int) -> bool:
-    """Whether this process decodes and writes: the only one, or the first of several."""
+    """Return whether this process decodes and writes: the only one, or the first of several."""
     return cards == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def encoded_once(cards: int, encode: Callable[[], Conditioning]) -> Conditioning:
-    """What `encode` gives. Of several processes the first runs the encoders, and the others find it in the cache."""
+    """Return what `encode` gives.
+
+    Of several processes the first runs the encoders, and the others find it in the cache.
+    """
     import torch
 
     if cards == 1:

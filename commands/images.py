@@ -66,7 +66,7 @@ def open_mask(path: Path, content: io.BytesIO | None = None) -> torch.Tensor:
 
 
 def frame_files(path: Path) -> list[Path]:
-    """The files of a video: a film or an animation alone, or the pictures of a folder in the order of their names.
+    """Return the files of a video: a film or an animation alone, or a folder's pictures in the order of their names.
 
     Numbers in names count as numbers: frame2.png comes before frame10.png.
     """
@@ -117,7 +117,7 @@ def joined(frames: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
 
 @contextmanager
 def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
-    """A picture of Pillow's, until the block ends. What it says of the file becomes one line with the path."""
+    """Yield a picture of Pillow's, until the block ends. What it says of the file becomes one line with the path."""
     from PIL import Image
 
     from ..memory.files import one_line
@@ -137,7 +137,7 @@ def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
 
 
 def _as_seen(picture: Image, path: Path) -> Image:
-    """The picture in 8 bits of sRGB as viewers show it: turned, and by its colour profile.
+    """Return the picture in 8 bits of sRGB as viewers show it: turned, and by its colour profile.
 
     ValueError, in one line, for transparency, and for numbers of which no file says how bright they are.
     """
@@ -171,7 +171,10 @@ def _as_seen(picture: Image, path: Path) -> Image:
 
 
 def _grey_bits(picture: Image) -> int:
-    """How many bits the numbers of a picture in more than 8 bits of grey have; 0 for others, or where none tells."""
+    """Return how many bits the numbers of a picture in more than 8 bits of grey have.
+
+    0 for others, or where none tells.
+    """
     if picture.format == "TIFF":
         tags: Any = getattr(picture, "tag_v2", {})
         is_plain = tags.get(_TIFF_PHOTOMETRIC) == 1 and tags.get(_TIFF_BITS) == (16,)
@@ -181,7 +184,7 @@ def _grey_bits(picture: Image) -> int:
 
 
 def _in_srgb(picture: Image, icc: bytes) -> Image:
-    """The colours that a profile means, in sRGB; as they are where it is of no such picture, or damaged."""
+    """Return the colours that a profile means, in sRGB; as they are where it is of no such picture, or damaged."""
     from PIL import ImageCms
 
     try:
@@ -228,7 +231,7 @@ def _tensor(pictures: Sequence[Image]) -> torch.Tensor:
 
 
 def opened_pictures(arguments: argparse.Namespace, edits: bool) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
-    """The pictures of `add_picture_arguments`: those that belong to the prompt, and arguments of `sample` or `plan`.
+    """Return the pictures of `add_picture_arguments`: those of the prompt, and arguments of `sample` or `plan`.
 
     Where the model `edits`, --image belongs to the prompt.
     """

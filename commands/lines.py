@@ -28,7 +28,7 @@ class Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file that say something. FileNotFoundError or ValueError for what is no such file."""
+    """Return the lines of a file that say something. FileNotFoundError or ValueError for what is no such file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. Name one with a prompt a line (.txt, .jsonl or .csv).")
     if path.stat().st_size > _MOST_BYTES:
@@ -92,7 +92,7 @@ def _of_csv(path: Path, content: bytes) -> Iterator[Line]:
 
 
 def _value(name: str, cell: str) -> Any:
-    """A number or the like where a cell is one, else its text."""
+    """Return a number or the like where a cell is one, else its text."""
     if name in (*_TEXTS, *_INSTEAD):
         return cell
     try:

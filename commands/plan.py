@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
-    """A plan for each budget, with the weights held as asked for, or in another way."""
+    """Return a plan for each budget, with the weights held as asked for, or in another way."""
     from ..memory.probe import rates as measured_rates
     from ..pipelines import open_pipeline
     from ..pipelines.planning.plans import NoBudgetError

@@ -1,4 +1,4 @@
-"""What a line of a batch asks for, as plain data that travels."""
+"""The request of a line of a batch, as plain data that travels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     pictures: Mapping[str, Sequence[File]]
 
     def item(self, edits: bool, on_step: Callable[..., None] | None = None) -> Item:
-        """The item to run. Where the model `edits`, the image belongs to the prompt."""
+        """Return the item to run. Where the model `edits`, the image belongs to the prompt."""
         from ..pipelines.staged import Item
 
         def encode() -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Request:
         return Item(self.prompt, self.negative_prompt, encode, sample)
 
     def carried(self) -> Request:
-        """The same with what its files hold, for a machine that has others."""
+        """Return the same with what its files hold, for a machine that has others."""
         return replace(
             self,
             pictures={
@@ -52,7 +52,7 @@ class Request:
         )
 
     def text(self, edits: bool) -> tuple[Any, ...]:
-        """What decides its embeddings."""
+        """Return what decides its embeddings."""
         images = tuple(self.pictures.get("image", ())) if edits else ()
         return self.prompt, self.negative_prompt, repr(sorted(self.encoding.items())), images
 

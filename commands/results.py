@@ -32,7 +32,7 @@ class Result:
 
     @property
     def digest(self) -> str:
-        """Of the settings."""
+        """The digest of the settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def is_done(self) -> bool:
-        """Whether all pictures are there."""
+        """Return whether all pictures are there."""
         return all(map(_is_there, self.paths))
 
     @property
@@ -85,7 +85,7 @@ class Result:
                 write_whole(image, path, frame_rate, self._words(number))
 
     def _words(self, number: int) -> dict[str, str]:
-        """What a PNG says of its picture. Description and Software are PNG's own keywords."""
+        """Return what a PNG says of its picture. Description and Software are PNG's own keywords."""
         seed = self.settings["seed"]
         facts = dict(self.settings) | ({"seed": (seed + number) % 2**64} if isinstance(seed, int) else {})
         return {"Description": self.settings["prompt"], "Software": "Ballast", "ballast": json.dumps(facts)}
@@ -97,7 +97,7 @@ def _is_there(path: Path) -> bool:
 
 
 class LatentFiles(MutableMapping[int, Any]):
-    """What is sampled of some results, by their numbers, in files beside them."""
+    """The latents of some results, by their numbers, in files beside them."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = results

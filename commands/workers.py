@@ -54,11 +54,14 @@ class Worker:
         self._now = 0, 0, 0
 
     def about(self) -> tuple[str, str]:
-        """The machine, and its card."""
+        """Return the machine, and its card."""
         return platform.node(), str(self.pipe.manager.device)
 
     def encode(self, requests: Sequence[Request]) -> Any:
-        """The conditionings of requests, or in words why there is none. Of one request that alone, as Ray wants it."""
+        """Return the conditionings of requests, or in words why there is none.
+
+        Of one request that alone, as Ray wants it.
+        """
         found = self.pipe.encode_items([request.item(self.pipe.edits) for request in requests])
         told = [_in_a_line(each) if isinstance(each, Exception) else each for each in found]
         return told if len(told) > 1 else told[0]
@@ -90,7 +93,7 @@ class Worker:
 
 @dataclass
 class Share:
-    """What one worker has done."""
+    """The work that one worker has done."""
 
     machine: str
     card: str
@@ -131,7 +134,7 @@ class Cluster:
         stepped: Callable[..., None] = lambda *_: None,
         latents: MutableMapping[int, Any] | None = None,
     ) -> Iterator[Made]:
-        """What becomes of requests, as they are done: their pictures, or why there are none.
+        """Yield what becomes of requests, as they are done: their pictures, or why there are none.
 
         `stepped` is called now and then with a request's number, the step that is done, and how many there are.
         `latents` get what is sampled, and could not be decoded.
@@ -195,7 +198,7 @@ class Cluster:
                     stepped(part[place][0], step, steps, None)
 
     def _encoded(self, requests: Sequence[Request], begin: int, end: int, size: int, edits: bool) -> Iterator[_Part]:
-        """Let the prompts of some requests be encoded, each once; and what is to run with them, so many at once."""
+        """Encode the prompts of some requests, each once. Yield their conditionings, `size` requests at a time."""
         numbers = range(begin, min(end, len(requests)))
         texts = {number: requests[number].text(edits) for number in numbers}
         first = {texts[number]: requests[number] for number in reversed(numbers)}
@@ -217,7 +220,10 @@ class Cluster:
             raise ValueError(f"a worker cannot open the model: {_in_a_line(cause)[:300]}") from None
 
     def table(self) -> str:
-        """What each worker has done: requests, how fast, and the peak of its card; and the step that it is at."""
+        """Return what each worker has done: requests, how fast, and the peak of its card.
+
+        And the step that it is at.
+        """
         from ..memory.charts.tables import format_table
         from ..memory.sizes import format_bytes
 

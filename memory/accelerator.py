@@ -24,7 +24,7 @@ _BUS = Path("/sys/bus/pci/devices")
 
 
 def is_wddm(kind: str, platform: str = sys.platform) -> bool:
-    """Whether Windows manages a kind of device: its driver queues commands in batches, and pages without a word."""
+    """Return whether Windows manages a kind of device. Its driver queues commands in batches, and pages silently."""
     return kind == "cuda" and platform == "win32"
 
 
@@ -35,7 +35,7 @@ class Peaks(NamedTuple):
     reserved_bytes: int = 0
 
     def over(self, other: Peaks) -> Peaks:
-        """The higher of each."""
+        """Return the higher of each."""
         return Peaks(*map(max, self, other))
 
 
@@ -54,13 +54,13 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """What the maker calls it, such as "NVIDIA GeForce RTX 4070"."""
+        """The maker's name of it, such as "NVIDIA GeForce RTX 4070"."""
         describe = getattr(self._module, "get_device_name", None)
         return describe(self.device) if describe else self.device.type.upper()
 
     @property
     def identity(self) -> str:
-        """What tells it from others of its name: its UUID, its place on the bus and how wide that is, where known."""
+        """A text that tells it from others of its name: UUID, place on the bus and its width, where known."""
         describe = getattr(self._module, "get_device_properties", None)
         found = describe(self.device) if describe else None
         place = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
@@ -92,8 +92,9 @@ class Accelerator:
         return self._count("memory_allocated")
 
     def outside_bytes(self) -> int:
-        """What the driver counts for this process beside the allocator: a context, libraries; 0 where it is not told.
+        """Return what the driver counts for this process beside the allocator: a context, libraries.
 
+        0 where it is not told.
         On a real card it is asked once; `ask_driver` asks anew.
         """
         if self.device.type == simulated.DEVICE_TYPE:
@@ -103,7 +104,10 @@ class Accelerator:
         return self._outside or 0
 
     def driver_bytes(self) -> int:
-        """What the driver counts for this process, as far as it tells: the allocator's memory, and what is outside."""
+        """Return what the driver counts for this process, as far as it tells.
+
+        The allocator's memory, and what is outside.
+        """
         return max(self._count("memory_reserved"), self.allocated_bytes()) + self.outside_bytes()
 
     def ask_driver(self) -> None:
@@ -159,7 +163,7 @@ class Accelerator:
 
     @property
     def is_unified(self) -> bool:
-        """Whether its memory is the system's: a copy in RAM is of no use to what lies there, and takes it room."""
+        """Return whether its memory is the system's, where a copy in RAM is of no use and takes room."""
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.unified
         describe = getattr(self._module, "get_device_properties", None)
@@ -167,14 +171,14 @@ class Accelerator:
 
     @property
     def pages_silently(self) -> bool:
-        """Whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
+        """Return whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.pages_above is not None
         return is_wddm(self.device.type)
 
     @property
     def simulated_disk(self) -> Callable[[int], Any] | None:
-        """What lets a simulated disk read so many bytes, and tells the event that they have come; None for real ones.
+        """A function that makes a simulated disk read bytes and returns the event of their coming; None for real disks.
 
         The event is None where the disk takes no time.
         """
@@ -182,11 +186,11 @@ class Accelerator:
 
     @property
     def attention(self) -> str:
-        """What tells it from devices with other kernels of attention; empty where `fuses` is None."""
+        """A text that tells it from devices with other kernels of attention; empty where `fuses` is None."""
         return f"{self.name}, torch {torch.__version__}" if self.fuses else ""
 
     def default_reserve_bytes(self) -> int:
-        """What is left to the desktop and other programs when the user names no budget."""
+        """Return what is left to the desktop and other programs when the user names no budget."""
         if self.device.type in ("cpu", simulated.DEVICE_TYPE):
             return 0
         if self.device.type == "mps":
@@ -222,7 +226,10 @@ class Accelerator:
 
 
 def _link_width(slot: str) -> str:
-    """How many lanes lead to a slot of the PCI bus, as Linux tells it: the same card is slower in a narrow one."""
+    """Return how many lanes lead to a slot of the PCI bus, as Linux tells it.
+
+    The same card is slower in a narrow one.
+    """
     try:
         return f"x{(_BUS / slot / 'current_link_width').read_text('ascii').strip()}"
     except (OSError, ValueError):
@@ -241,7 +248,7 @@ def _has_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> bool:
-    """Whether torch has a fused kernel for attention of these shapes on a device, as it is allowed now.
+    """Return whether torch has a fused kernel for attention of these shapes on a device, as it is allowed now.
 
     Asked of stand-ins of one row each, since torch looks at shapes, dtypes and the device.
     """
@@ -278,7 +285,7 @@ class PeakMeter:
         self._all.add(self)
 
     def take(self) -> Peaks:
-        """Those peaks, which start anew."""
+        """Return the peaks, and start them anew."""
         peaks = self._accelerator.take_peaks()
         for meter in list(self._all):
             if meter._accelerator.device == self._accelerator.device:
@@ -288,7 +295,7 @@ class PeakMeter:
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """The torch device that a user's word means, with its index.
+    """Return the torch device that a user's word means, with its index.
 
     "auto" is the first GPU that torch sees, else the CPU. "sim" switches the simulated accelerator on if need be.
     Raises ValueError for a device that is not there.

@@ -23,7 +23,7 @@ class Books:
         return list(dict.fromkeys([*self._shared.values(), *self._adopted]))
 
     def find(self, key: Hashable) -> ManagedModel | None:
-        """The unit of a key, if there is one."""
+        """Return the unit of a key, if there is one."""
         return self._shared.get(key)
 
     def add(self, unit: ManagedModel) -> None:
@@ -38,7 +38,7 @@ class Books:
         self._adopted.discard(unit)
 
     def cached(self) -> list[ManagedModel]:
-        """Those that nobody refers to any more."""
+        """Return the units that nobody refers to any more."""
         return [unit for unit in list(self._shared.values()) if unit.is_cached]
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What one device's manager may hold: VRAM and RAM, within what is free and what the user stated."""
+"""The budgets of one device's manager: VRAM and RAM, within what is free and what the user stated."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Budget:
 
     @property
     def stage_bytes(self) -> int:
-        """What the present stage holds beside weights, which is the pack's too."""
+        """Bytes that the present stage holds beside weights, which are the pack's too."""
         return 0 if self._not_ours is None else max(0, self._beside_bytes() - self._not_ours)
 
     @property
     def live_bytes(self) -> int:
-        """Of these, what the stage has brought itself."""
+        """Bytes of these that the stage has brought itself."""
         return max(0, self.stage_bytes - self._others)
 
     @property

@@ -13,7 +13,7 @@ from .vocabulary import Role
 
 
 class HostCopies:
-    """What lies in RAM, within the RAM budget of one manager. Dropping a copy costs reading it again.
+    """The copies in RAM, within the RAM budget of one manager. Dropping a copy costs reading it again.
 
     `everyone` are the units of all managers, which share the RAM; `coming` tells what will run, None if unknown.
     """
@@ -70,7 +70,7 @@ class HostCopies:
         return sum(unit.host_bytes for unit in self._everyone() if unit not in droppable)
 
     def _droppable(self) -> dict[ManagedModel, int]:
-        """Copies that can be read again, least recently used first."""
+        """Return the copies that can be read again, least recently used first."""
         holding = sorted((u for u in self._everyone() if u.host_bytes), key=lambda unit: unit.last_use)
         return {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
 

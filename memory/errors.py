@@ -1,4 +1,4 @@
-"""What can go wrong with memory, and how torch says it."""
+"""The errors of memory, and how torch reports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DoesNotFitError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device is out of memory, in the words of any backend."""
+    """Return whether an error means that the device is out of memory, in the words of any backend."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if isinstance(error, DoesNotFitError):  # which tells that all was tried
@@ -54,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_ram(error: BaseException) -> bool:
-    """Whether an error means that the system refuses RAM: what was to be held there may still run from disk."""
+    """Return whether an error means that the system refuses RAM: what was to be held there may still run from disk."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and (error.errno == errno.ENOMEM or _winerror(error) == _COMMITMENT_LIMIT):
@@ -67,7 +67,7 @@ def _winerror(error: OSError) -> int | None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of the tensors that a caught error, and those that led to it, hold by the frames they came through.
+    """Release the tensors that a caught error, and those that led to it, hold by the frames they came through.
 
     Its traceback reads as before. Frames that still run stay in it: whoever lets the error out calls this again.
     """
@@ -86,7 +86,7 @@ def release_frames(error: BaseException) -> None:
 
 
 def _running_frames() -> set[int]:
-    """The frames of this thread, by `id`: one that held itself would wait for the collector."""
+    """Return the frames of this thread, by `id`: one that held itself would wait for the collector."""
     frames = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -96,7 +96,7 @@ def _running_frames() -> set[int]:
 
 
 def _emptied(entry: TracebackType | None, running: set[int]) -> TracebackType | None:
-    """The traceback from an entry on, with empty frames in place of those that ended.
+    """Return the traceback from an entry on, with empty frames in place of those that ended.
 
     Clearing them is not enough: functions in them hold what they close over, as one of torch does with the arguments of
     a module that has hooks. Entries of running frames are changed in place: before Python 3.11 `raise` goes by them.
@@ -119,7 +119,7 @@ def _emptied(entry: TracebackType | None, running: set[int]) -> TracebackType | 
 
 
 def _empty_frame(frame: FrameType) -> FrameType:
-    """A frame that is shown as another one is, and holds nothing: that of a generator which never starts."""
+    """Return a frame that is shown as another one is, and holds nothing: that of a generator which never starts."""
     code, known = frame.f_code, frame.f_globals
     # From Python 3.11 on the table tells where in the line it was.
     shown = ["co_name", "co_filename", "co_firstlineno"]

@@ -31,7 +31,10 @@ _IN_HUB_CACHE = re.compile(r"[/\\]models--[^/\\]+[/\\](blobs|snapshots)[/\\]")
 
 
 def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
-    """A JSON object from a file; ValueError or FileNotFoundError, naming the file, if there is none of usual size."""
+    """Return a JSON object from a file.
+
+    ValueError or FileNotFoundError, naming the file, if there is none of usual size.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing. {advice}")
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -107,7 +110,7 @@ def write_cache(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, first: bool = False) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place when the block ends well: no reader sees half of one.
+    """Yield a new file beside `path`, which takes its place when the block ends well: no reader sees half of one.
 
     With `first` one stays that another process has put there by then. Makes the folder if need be, and removes what
     processes that were killed left there. Raises OSError.

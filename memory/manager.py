@@ -49,7 +49,7 @@ _SOON_SECONDS = 0.02  # where the host is about to unload, or a manager is at wo
 
 
 def manager(device: str | torch.device = "auto") -> MemoryManager:
-    """The one manager of a device. Raises RuntimeError as `refuse_fork`."""
+    """Return the one manager of a device. Raises RuntimeError as `refuse_fork`."""
     refuse_fork()
     found = resolve_device(device)
     with _managers_lock:
@@ -73,12 +73,12 @@ def managers() -> list[MemoryManager]:
 
 
 def _all_units() -> list[ManagedModel]:
-    """The units of all managers, whose copies share the RAM."""
+    """Return the units of all managers, whose copies share the RAM."""
     return [unit for each in managers() for unit in each._books.units()]
 
 
 def _tidy() -> float | None:
-    """Let go of what nobody asks for any more. Returns in how many seconds to look again; None if nothing is left."""
+    """Drop copies that nobody asks for. Return the seconds until the next look, or None if nothing is left."""
     if not _lock.acquire(blocking=False):
         return _SOON_SECONDS  # somebody is at it
     try:
@@ -139,7 +139,7 @@ class MemoryManager:
         return self._residents.device_bytes_in
 
     def claim(self, key: Hashable, make: Callable[[], ManagedModel], owner: object) -> ManagedModel:
-        """The unit of a model that is known by `key`; made where there is none, with that key.
+        """Return the unit of a model that is known by `key`; made where there is none, with that key.
 
         It is the owner's, among others, for as long as the owner lives, and a cached copy afterwards. A cached copy of
         the same model is taken over from the manager of another device.
@@ -195,7 +195,7 @@ class MemoryManager:
         unit.pinned = pinned
 
     def wear(self, unit: ManagedModel, worn: Worn) -> None:
-        """Let a unit run with these adapters and no others from now on; it leaves the device where they are new to it.
+        """Set the adapters that a unit runs with from now on. It leaves the device if they are new to it.
 
         RuntimeError while it is leased, unless only their strengths change.
         """
@@ -215,7 +215,7 @@ class MemoryManager:
                 self._residents.keep_made(unit)
 
     def schedule(self, units: Sequence[ManagedModel] | None, host_roles: Sequence[Role] | None = None) -> None:
-        """The units that will run, in order, as far as the graph tells; None when it is not known.
+        """Return the units that will run, in order, as far as the graph tells; None when it is not known.
 
         `host_roles` are those of the host's own models that will run. Each `use` strikes its unit from the front.
         """
@@ -225,7 +225,7 @@ class MemoryManager:
 
     @contextmanager
     def use(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> Iterator[nn.Module]:
-        """A lease: the unit's module, in place and ready to run under inference mode, until the block ends.
+        """Yield a lease: the unit's module, in place and ready to run under inference mode, until the block ends.
 
         `strategy` names a placement, or leaves the choice to the manager; with `alone` every other unit that may leave
         does so first. The unit stays in place afterwards, free to be evicted; if the block raises, it leaves.
@@ -308,7 +308,7 @@ class MemoryManager:
         ram: int | None = None,
         then: Sequence[ManagedModel] | None = None,
     ) -> Iterator[None]:
-        """A graph step: each unit comes when its module is called, and all are gone when the block ends.
+        """Run a graph step: each unit comes when its module is called, and all are gone when the block ends.
 
         Stages run one at a time, whatever thread they are of (see `calling`). A call that runs out of memory is tried
         again in less (see `ladder`); DoesNotFitError when there are none left.
@@ -327,7 +327,7 @@ class MemoryManager:
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
-        """Holds until the stages of other threads are done, and keeps them waiting until the block ends."""
+        """Wait until the stages of other threads are done, and keep them waiting until the block ends."""
         return self._stage_lock
 
     def calling(self) -> AbstractContextManager[None]:
@@ -352,7 +352,7 @@ class MemoryManager:
         return self._residents.take_turns(units)
 
     def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
-        """Let what is on the device keep the budget that is in force now, for a stage of these units.
+        """Make the weights on the device keep the present budget, for a stage of these units.
 
         Before it calls any of them the stage holds `idle_bytes`.
         """
@@ -361,7 +361,7 @@ class MemoryManager:
 
     @property
     def work(self) -> WorkBook:
-        """What the units do, and what that takes beside their weights."""
+        """The workload of the units, and the memory that it takes beside their weights."""
         return self._residents.work
 
     def strike(self, unit: ManagedModel) -> None:
@@ -382,12 +382,12 @@ class MemoryManager:
     # What the host asks for, from any thread
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Let pieces of a unit leave that do not run. Returns the bytes really freed, which may be fewer, or none."""
+        """Evict pieces of a unit that do not run. Return the bytes really freed, which may be fewer, or none."""
         with self._lock:
             return self._residents.shrink(unit, bytes)
 
     def grow(self, unit: ManagedModel, bytes: int) -> int:
-        """Let up to so many bytes more of a unit's pieces stay. Returns the bytes taken."""
+        """Keep up to `bytes` more of a unit's pieces. Return the bytes taken."""
         with self._lock:
             return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
 
@@ -401,7 +401,7 @@ class MemoryManager:
                 self.evict(unit)
 
     def unload(self) -> None:
-        """Let copies in RAM that nobody refers to go as soon as no prompt runs, and those that come to be so then.
+        """Drop copies in RAM that nobody refers to, now and later, as soon as no prompt runs.
 
         Returns at once, and may be called from any thread.
         """
@@ -469,7 +469,7 @@ class MemoryManager:
             )
 
     def _tell_host(self, unit: ManagedModel) -> None:
-        """Let the host count a unit that is on its device."""
+        """List a unit that is on the host's device with the host."""
         if not (unit.resident_bytes and host.lists_units(self.device)):
             return
         # Patchers of units that were shared end here and nowhere else: their end changes the host's list, which must

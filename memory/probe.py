@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def rates(device: torch.device, disk: int | None = None) -> Rates:
-    """How fast weights come to a device, from the disk of a device number too, and how fast it computes.
+    """Return how fast weights come to a device, from the disk of a device number too, and how fast it computes.
 
     The first call for a kind of CUDA, ROCm or XPU device takes up to 2 s and 500 MB of its memory. Where pinned memory
     turns out to be no faster, nothing is pinned from then on.
@@ -61,7 +61,10 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
 
 
 def card_of(device: torch.device) -> str:
-    """What measurements of a device are kept under: this machine, what tells the device from others, and torch."""
+    """Return what measurements of a device are kept under.
+
+    This machine, what tells the device from others, and torch.
+    """
     name = Accelerator(device).identity
     if device.type == simulated.DEVICE_TYPE:
         card = simulated_card.card
@@ -71,7 +74,7 @@ def card_of(device: torch.device) -> str:
 
 
 def known_rates(device: torch.device, disk: int | None = None) -> Rates:
-    """What `rates` tells, without measuring: assumed where that was not done yet."""
+    """Return what `rates` tells, without measuring: assumed where that was not done yet."""
     if device.type == simulated.DEVICE_TYPE:
         return rates(device)
     found = speeds.remembered(card_of(device), [key for key in _KEYS if key != "pinned"])
@@ -145,7 +148,7 @@ def _measure(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], accelerator: Accelerator) -> float:
-    """The least of three, after one that warms up."""
+    """Return the least of three, after one that warms up."""
     best = math.inf
     for attempt in range(4):
         accelerator.synchronize()

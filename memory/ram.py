@@ -54,7 +54,7 @@ def _machine() -> tuple[int, int]:
 
 
 def limits(membership: Path, root: Path, machine_bytes: int) -> list[tuple[int, int]]:
-    """The limits that hold for a process, and the bytes used below each without the cache that goes first.
+    """Return the limits that hold for a process, and the bytes used below each without the cache that goes first.
 
     `membership` is its /proc/self/cgroup, `root` is where control groups are mounted. Of cgroup v1 and v2 alike each
     group on the way up counts. What cannot be read sets no limit, nor does one that is above the machine's RAM.
@@ -69,7 +69,7 @@ def limits(membership: Path, root: Path, machine_bytes: int) -> list[tuple[int, 
 
 
 def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
-    """The groups that a process is in, with those above them, and the names of their files."""
+    """Yield the groups that a process is in, with those above them, and the names of their files."""
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -85,7 +85,7 @@ def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[st
 
 
 def _number(file: Path) -> int | None:
-    """What a file says; None where there is none, or it says "max"."""
+    """Return what a file says; None where there is none, or it says "max"."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 

@@ -78,11 +78,11 @@ class Readings:
         self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), kind)
 
     def incoming(self, unit: ManagedModel) -> Incoming:
-        """What is on its way to RAM of a unit."""
+        """Return what is on its way to RAM of a unit."""
         return Incoming(unit.reading, self._times.get(unit), self._progress.get(unit) or self.progress(unit))
 
     def held_in(self, unit: ManagedModel) -> int | None:
-        """The RAM that there was for a unit of which only pieces were brought there."""
+        """Return the RAM that there was for a unit of which only pieces were brought there."""
         return self._held_in.get(unit)
 
     def ram_for(self, unit: ManagedModel) -> tuple[int, int]:
@@ -148,7 +148,7 @@ class Readings:
             progress.end()
 
     def looking(self, unit: ManagedModel, nbytes: int, doing: Doing = "reading") -> Look:
-        """What is to be called while so many bytes are read: lets the user stop it, and tells how far it is."""
+        """Return what is to be called while so many bytes are read: lets the user stop it, and tells how far it is."""
         progress = self.progress(unit, nbytes, doing)
 
         def look(read: int) -> None:
@@ -158,7 +158,7 @@ class Readings:
         return look
 
     def progress(self, unit: ManagedModel, nbytes: int = 0, doing: Doing = "reading") -> Progress:
-        """What is to be told while a unit is read, of which so many bytes of files go to RAM."""
+        """Return what is to be told while a unit is read, of which so many bytes of files go to RAM."""
         told, wanted = -1, weakref.ref(unit)
 
         def tell(read: int, total: int) -> None:
@@ -188,16 +188,16 @@ class Readings:
         return True
 
     def _missing(self, coming_bytes: int) -> int:
-        """What is missing of RAM for so many bytes more, when all copies that may be dropped now have been."""
+        """Return what is missing of RAM for so many bytes more, when all copies that may be dropped now have been."""
         return self._copies.fixed_bytes() + coming_bytes - self._budget.ram_bytes
 
     def _take_ram(self, unit: ManagedModel, coming_bytes: int) -> None:
-        """Let others give up what a unit takes more in RAM, those on the device last."""
+        """Make others give up the RAM that a unit needs, those on the device last."""
         self._give_ram(unit, self._missing(coming_bytes))
         self._copies.keep_budget(unit, coming_bytes)
 
     def _hold(self, unit: ManagedModel, kind: str, pieces: Pieces) -> None:
-        """Let RAM hold what it can of a unit, and what it is best to."""
+        """Hold in RAM as much of a unit as fits, the best pieces first."""
         self._held_in[unit], spare = self.ram_for(unit)
         chosen, wanted = pieces(spare)
         if dropped := unit.keep(chosen):

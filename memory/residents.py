@@ -116,7 +116,7 @@ class Residents:
         self._fitted_for[unit] = self._fit_of(unit)
 
     def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
-        """Let a stage of these units begin within its budget, whatever runs before it have left on the device.
+        """Make room for a stage of these units to begin within its budget, whatever earlier runs have left.
 
         Before it calls any of them it holds `idle_bytes`.
         """
@@ -157,7 +157,7 @@ class Residents:
         self.readings.ran(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Let pieces of a unit leave that do not run. Returns the bytes really freed."""
+        """Evict pieces of a unit that do not run. Return the bytes really freed."""
         if unit.placement is None or unit.pinned or (unit.leases and not isinstance(unit.placement, Streamed)):
             return 0
         freed = unit.placement.shrink(bytes)
@@ -181,11 +181,11 @@ class Residents:
         self.timeline.record("evict", unit, left)
 
     def leave_soon(self, unit: ManagedModel) -> None:
-        """Let a unit leave as soon as it does not run."""
+        """Evict a unit as soon as it does not run."""
         self._leaving.add(unit)
 
     def is_leaving(self, unit: ManagedModel) -> bool:
-        """Whether a unit is to leave as soon as it does not run."""
+        """Return whether a unit is to leave as soon as it does not run."""
         return unit in self._leaving
 
     def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
@@ -206,7 +206,7 @@ class Residents:
         return sorted(free, key=lambda unit: unit.last_use)
 
     def tidy(self) -> None:
-        """Let cached units leave the device, and host copies leave RAM that others want by now."""
+        """Evict cached units from the device, and drop copies from RAM that others want by now."""
         for unit in self.books.cached():
             if unit.placement and not (unit.leases or unit.pinned):
                 self.evict(unit)
@@ -215,7 +215,7 @@ class Residents:
         self.copies.keep_budget()
 
     def _lies_wrong(self, unit: ManagedModel) -> bool:
-        """Whether a unit that is in place has less in RAM than there could be, or more, or cannot run on.
+        """Return whether a unit that is in place has less in RAM than there could be, or more, or cannot run on.
 
         Where no RAM budget was stated, what is in RAM already stays there.
         """
@@ -281,7 +281,7 @@ class Residents:
                 return
 
     def _give_ram(self, wanted: ManagedModel, missing_bytes: int) -> None:
-        """Let others leave the device, so that their copies may go, as far as so much RAM is missing."""
+        """Evict others, so that their copies may be dropped, until `missing_bytes` of RAM can be had."""
         for other in [u for u in self.evictable(wanted) if u.host_bytes and u.reloadable]:
             if missing_bytes > 0:
                 missing_bytes -= other.host_bytes
@@ -316,7 +316,7 @@ class Residents:
         trim_made(unit.made_file.parent, {other.made_file for other in self.units() if other.made_file})
 
     def _room_bytes(self, unit: ManagedModel) -> int:
-        """What a unit could have once everything that may leave has left."""
+        """Return what a unit could have once everything that may leave has left."""
         partners = self._partners(unit)
         return self._free_room(unit, *partners) - self._held_bytes(partners) - self._left_to_partners(unit)
 
@@ -329,7 +329,7 @@ class Residents:
         return sum(unit.resident_bytes for unit in units)
 
     def _partners(self, unit: ManagedModel | None) -> list[ManagedModel]:
-        """The units that take turns with one and do not leave for it."""
+        """Return the units that take turns with one and do not leave for it."""
         return [other for other in self._beside if other is not unit] if unit in self._beside else []
 
     def _left_to_partners(self, unit: ManagedModel) -> int:
@@ -355,7 +355,7 @@ class Residents:
         return self.work.demand(unit, self.budget.live_bytes)
 
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
-        """What a unit wants, with the RAM that there was for it where that does not hold all, or is `short` now."""
+        """Return the demand of a unit, with the RAM that it had if that does not hold all, or is `short` now."""
         demand = self._wants(unit)
         ram_bytes = None if unit.in_ram and not short else self.readings.held_in(unit)
         return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
@@ -388,7 +388,7 @@ class Residents:
                     self.evict(other)
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
-        """Let more of a unit's pieces stay, or be decoded for good, or fewer, as the room and the work now want it."""
+        """Keep more or fewer of a unit's pieces, or of them dequantized, as the room and the work now want it."""
         if isinstance(unit.placement, Resident):
             unit.placement.refit(self._weights(unit, "resident"))
         if isinstance(unit.placement, Streamed):
@@ -430,7 +430,7 @@ class Residents:
         return self.timeline.record(kind, unit, came).peak_bytes
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
-        """Whether a unit sits otherwise than `strategy` wants, or than it could by now, or is divided otherwise."""
+        """Return whether a unit is placed or divided otherwise than `strategy` wants, or than it now could be."""
         if unit.placement is None or self.accelerator.is_cpu:
             return False
         if unit.placement.calls != unit.calls:

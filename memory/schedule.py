@@ -20,7 +20,7 @@ class Schedule:
         self._stage: _Refs | None = None
 
     def set(self, units: Sequence[ManagedModel] | None) -> None:
-        """What is coming, or None when that is not known any more."""
+        """Set the units that are coming, or None when that is not known any more."""
         self._told = None if units is None else _refs(units)
 
     @contextmanager
@@ -46,7 +46,7 @@ class Schedule:
                 return
 
     def uses(self, working_bytes: Callable[[ManagedModel], int]) -> list[Use] | None:
-        """What is coming and still there, as the policy looks at it; None when it is not known.
+        """Return what is coming and still there, as the policy looks at it; None when it is not known.
 
         `working_bytes` tells what a unit takes beside its weights.
         """
@@ -55,7 +55,7 @@ class Schedule:
         return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in self.units()]
 
     def units(self) -> list[ManagedModel]:
-        """What is coming and still there, in order; nothing where that is not known."""
+        """Return what is coming and still there, in order; nothing where that is not known."""
         return [unit for ref in [*(self._stage or []), *(self._told or [])] if (unit := ref()) is not None]
 
 

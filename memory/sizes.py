@@ -28,7 +28,10 @@ def parse_bytes(value: int | float | str) -> int:
 
 
 def format_bytes(size: int, up: bool = False) -> str:
-    """A size for people, to three figures: `"0 B"`, `"12.3 MB"`, `"8.00 GB"`. With `up` it is never rounded down."""
+    """Return a size for people, to three figures: `"0 B"`, `"12.3 MB"`, `"8.00 GB"`.
+
+    With `up` it is never rounded down.
+    """
     value, unit = float(size), "B"
     for larger in ("KB", "MB", "GB", "TB"):
         if value < 1000:

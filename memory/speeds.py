@@ -1,4 +1,4 @@
-"""What was measured of this machine's speed, kept in the user's cache directory."""
+"""Measured speeds of this machine, kept in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _pieces: dict[tuple[Path, str], Any] = {}  # as well, by file and key
 
 
 def remembered(key: str, names: Sequence[str]) -> dict[str, float] | None:
-    """What was noted under a key, if all these numbers are there."""
+    """Return what was noted under a key, if all these numbers are there."""
     with _lock:
         return _known.get(key) or _in_file(key, names)
 
@@ -54,7 +54,7 @@ def disk_rate(disk: int | None, otherwise: float = ASSUMED.disk_bytes_per_second
 
 
 def pieces(key: str) -> Any:
-    """What was noted of the pieces or runs of a model under a key, as plain data; None if nothing was.
+    """Return what was noted of the pieces or runs of a model under a key, as plain data; None if nothing was.
 
     It may be damaged.
     """

@@ -35,7 +35,7 @@ log = logging.getLogger("ballast")
 
 
 class Device(Protocol):
-    """What a stage asks of the manager of its device, which says what each of these does."""
+    """The members that a stage asks of its device's manager, which documents them."""
 
     device: torch.device
     accelerator: Accelerator
@@ -194,7 +194,7 @@ class _Calls:
             self.manager.release(self.unit, failed=failed)
 
     def _keep_pace(self) -> None:
-        """Let less of a unit stay where its calls are much slower than planned: the device may page silently."""
+        """Keep less of a unit if its calls are much slower than planned: the device may page silently."""
         unit, manager, attempt = self.unit, self.manager, self.attempt
         seconds = self.pace.seconds() if self.pace else None
         if self.pace is None or seconds is None or unit.placement is None or not unit.in_ram:

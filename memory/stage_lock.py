@@ -48,7 +48,7 @@ class StageLock:
             self._calling_since = None
 
     def is_owned(self) -> bool:
-        """Whether this thread holds it."""
+        """Return whether this thread holds it."""
         if not self._lock.acquire(blocking=False):
             return False
         self._lock.release()

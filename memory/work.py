@@ -1,4 +1,4 @@
-"""What units do in the stages of a graph, and what that was seen to take of the device beside their weights."""
+"""The workloads of units in the stages of a graph, and the memory that they were seen to take beside weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .units.unit import ManagedModel
 
 @dataclass(frozen=True)
 class Work:
-    """What a unit does in one stage.
+    """The workload of a unit in one stage.
 
     `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
     take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass
 class _Seen:
-    """What calls of one unit took, in bytes, by kind of work."""
+    """The bytes that calls of one unit took, by kind of work."""
 
     most: dict[Hashable, int] = field(default_factory=dict)
     above: dict[Hashable, int] = field(default_factory=dict)  # how far the first call was above its forecast
@@ -57,7 +57,7 @@ class WorkBook:
         self._seen: weakref.WeakKeyDictionary[ManagedModel, _Seen] = weakref.WeakKeyDictionary()
 
     def of(self, unit: ManagedModel) -> Work:
-        """What a unit does."""
+        """Return what a unit does."""
         return self._now.get(unit, Work())
 
     def begin(self, unit: ManagedModel, work: Work) -> None:
@@ -93,7 +93,7 @@ class WorkBook:
             self._now[unit] = replace(work, forecast=replace(work.forecast, turns=1))
 
     def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
-        """What a unit's present work takes beside its weights, on top of what its stage holds there by now.
+        """Return what a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
         0 if it is not known. With `placing` what of it is there already when it is called.
         """
@@ -120,7 +120,7 @@ class WorkBook:
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
     def overheads(self, units: Iterable[ManagedModel]) -> Overhead:
-        """What a stage of these units is to take beyond their forecasts."""
+        """Return what a stage of these units is to take beyond their forecasts."""
         return functools.reduce(Overhead.over, (self.of(unit).overhead for unit in units), Overhead())
 
     def took_in_all(self, units: Iterable[ManagedModel], seen: Overhead) -> None:
@@ -156,13 +156,13 @@ class WorkBook:
         return measured_loads(sizes_of(unit).loads(work.forecast, work.rates), work.measured)
 
     def call_seconds(self, unit: ManagedModel, kind: str, weights_bytes: int) -> float:
-        """What a call is planned to take with so many bytes of weights on the device; 0 if that is not known."""
+        """Return what a call is planned to take with so many bytes of weights on the device; 0 if that is not known."""
         work = self.of(unit)
         known = work.forecast is not None and work.rates.source != "assumed"
         return self.demand(unit).call_seconds(kind, weights_bytes) if known else 0.0
 
     def demand(self, unit: ManagedModel, held_bytes: int = 0) -> Demand:
-        """What a unit wants of the device for its present work, on top of what its stage holds beside weights."""
+        """Return the demand of a unit for its present work, on top of what its stage holds beside weights."""
         work, sizes = self.of(unit), sizes_of(unit)
         return Demand(
             unit.name,

@@ -131,7 +131,7 @@ class LoadModelFiles(io.ComfyNode):
 
 
 def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[io.Input]:
-    """A list of files for each part. The first entry is none: the order of a folder says nothing."""
+    """Return a list of files for each part. The first entry is none: the order of a folder says nothing."""
     made: list[io.Input] = []
     for part, (_, tooltip) in parts.items():
         nothing = _CHOOSE if part == "transformer" else NONE
@@ -141,7 +141,7 @@ def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[i
 
 
 def _offered(part: str) -> dict[str, Path]:
-    """What there is to choose from for a part, by name."""
+    """Return what there is to choose from for a part, by name."""
     kind = _ALL[part][0]
     if kind == _FOLDERS:
         return {name: path for name, path in find_pipelines().items() if name != DEMO}
@@ -149,7 +149,7 @@ def _offered(part: str) -> dict[str, Path]:
 
 
 def _found(part: str, name: str) -> Path | None:
-    """The file or folder that is chosen for a part; None if none is. ValueError if it is gone."""
+    """Return the file or folder that is chosen for a part; None if none is. ValueError if it is gone."""
     if name in (_CHOOSE, NONE):
         return None
     if (path := _offered(part).get(name)) is None:

@@ -87,7 +87,7 @@ class LoadNewbie(io.ComfyNode):
 
 
 def offered(name: str, files: list[str]) -> list[str]:
-    """The files to choose from. The first one, which the page preselects, is the best match by name, else none.
+    """Return the files to choose from. The first one, which the page preselects, is the best match by name, else none.
 
     The order of a folder says nothing: any text encoder may come before Gemma.
     """

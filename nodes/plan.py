@@ -167,7 +167,7 @@ class VramPlan(io.ComfyNode):
 
 
 def _choices(pipeline: Any, budgets: list[int | None], asked: dict[str, Any]) -> str:
-    """What each choice of weights would take and gain, a table for each budget."""
+    """Return what each choice of weights would take and gain, a table for each budget."""
     from ..pipelines.planning.choices import CHOICES, compare_weights
 
     if not isinstance(pipeline, PipelineReference):

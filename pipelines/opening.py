@@ -139,7 +139,7 @@ def _given(
     tokenizers: Mapping[str, str | Path] | Iterable[tuple[str, str | Path]],
     image_encoder: str | Path | None,
 ) -> GivenFiles:
-    """The files of parts of a model. FileNotFoundError or ValueError for what is no single file."""
+    """Return the files of parts of a model. FileNotFoundError or ValueError for what is no single file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder, which needs no base. Leave base out, or give a transformer's file.")
     encoders = tuple(placed(each) for each in text_encoders)

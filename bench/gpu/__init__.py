@@ -69,7 +69,7 @@ def run(dry: bool, seconds: float, only: Collection[str] | None, out: Path | Non
 
 
 def _section(name: str, allowed: float, dry: bool, log: Path) -> dict[str, Any]:
-    """What a section found, with the seconds that it took; its error, if it broke or had no time."""
+    """Return what a section found, with the seconds that it took; its error, if it broke or had no time."""
     job, begun = jobs.JOBS[name], time.monotonic()
     if allowed < job.least and not dry:
         return {

@@ -1,4 +1,4 @@
-"""What the card is, and how fast it copies and computes: what all other figures are to be read with."""
+"""Facts of the card, and how fast it copies and computes, to read all other figures with."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _products(meter: Meter, width: int) -> Sequence[tuple[str, float, Callable[[
 
 
 def _link(dry: bool) -> str | None:
-    """The driver, and the PCIe generation and width that it tells of each card; None where it tells nothing."""
+    """Return the driver, and the PCIe generation and width that it tells of each card; None where it tells nothing."""
     if dry:
         return "simulated"
     command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]

@@ -49,7 +49,7 @@ JOBS: dict[str, Job] = {
 
 
 def chosen(only: Collection[str] | None) -> list[str]:
-    """The sections to run. What the card is belongs to all. Raises ValueError for a name that is not known."""
+    """Return the sections to run. What the card is belongs to all. Raises ValueError for a name that is not known."""
     if unknown := set(only or ()) - set(JOBS):
         raise ValueError(f"--only has {', '.join(sorted(unknown))}. Known are {', '.join(JOBS)}.")
     return [name for name in JOBS if not only or name in only or name == "card"]

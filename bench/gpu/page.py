@@ -26,7 +26,7 @@ def write() -> None:
 
 
 def fill(text: str, path: Path, results: Path) -> str:
-    """The text of a page, with what the results say between its marks."""
+    """Return the text of a page, with what the results say between its marks."""
     found = list(read(results))
     names = ", ".join(f"`{one['device']}`" for _, one in found) or "`none`"
     text = _between(text, "cards", names)
@@ -34,7 +34,7 @@ def fill(text: str, path: Path, results: Path) -> str:
 
 
 def read(results: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results of cards in a folder, by their names. A dry run has none."""
+    """Yield the results of cards in a folder, by their names. A dry run has none."""
     for file in sorted(results.glob("*.json")):
         found = json.loads(file.read_text("utf-8"))
         if found.get("bench") == "gpu" and not found["dry"]:

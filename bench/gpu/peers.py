@@ -58,7 +58,7 @@ def _as_large(to: Section, field: Field, other: dict[str, Any]) -> None:
 
 
 def _told(to: Section, row: dict[str, Any]) -> dict[str, Any]:
-    """The row, once it is told. RuntimeError for one that has only an error."""
+    """Return the row, once it is told. RuntimeError for one that has only an error."""
     if "error" in row:
         raise RuntimeError(row["error"])
     to.row(**row)

@@ -11,7 +11,7 @@ from .. import charts
 
 
 def draw(found: Mapping[str, Any]) -> Image.Image:
-    """The pictures of the sections that have rows, one below the other."""
+    """Return the pictures of the sections that have rows, one below the other."""
     parts = list(_parts(found)) or [charts.nothing(f"{found['device']}: nothing was measured")]
     whole = Image.new("RGB", (parts[0].width, sum(part.height for part in parts)), "white")
     top = 0

@@ -75,7 +75,7 @@ class _Runs:
             )  # fmt: skip
 
     def _driver(self, call: Any) -> tuple[Any, int | None]:
-        """What a call returns, and the most that the driver counted meanwhile."""
+        """Return what a call returns, and the most that the driver counted meanwhile."""
         self.meter.accelerator.empty_cache()
         with self.meter.driver_peak() as used:
             made = call()

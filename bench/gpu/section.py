@@ -1,4 +1,4 @@
-"""What the sections share, each a process of its own: rows in a file that is written anew after each of them."""
+"""Code of all sections, each a process of its own: rows in a file that is written anew after each of them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Section:
 
     @property
     def kind(self) -> str:
-        """Of the device: a real card, or the simulated one."""
+        """The kind of the device: a real card, or the simulated one."""
         return simulated.DEVICE_TYPE if self.dry else "cuda"
 
     def meter(self) -> Meter:
-        """Of the card, which is there and warm from then on, and told what it is."""
+        """Return a meter of the card, which is there and warm from then on, and told what it is."""
         meter = Meter(find_device(self.kind))
         torch.ones(1, device=meter.device).add_(1)
         if meter.is_sim:
@@ -72,7 +72,7 @@ class Section:
         self._write()
 
     def attempt(self, what: str, seconds: float, call: Callable[..., _T], *of: Any) -> _T | None:
-        """What a call returns. None where it fails, or where fewer `seconds` are left: then a note says so.
+        """Return what a call returns. None where it fails, or where fewer `seconds` are left: then a note says so.
 
         A dry run has the time that it takes.
         """
@@ -108,7 +108,7 @@ class Section:
 
 
 def run(argv: Sequence[str], measure: Callable[[Section], None]) -> None:
-    """The `main` of a section's process: `argv` has the request as JSON, and the file for the answer."""
+    """Run a section as the `main` of its process: `argv` has the request as JSON, and the file for the answer."""
     Section(json.loads(argv[0]), Path(argv[1])).run(measure)
 
 

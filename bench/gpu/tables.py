@@ -35,7 +35,7 @@ COLUMNS: dict[str, dict[str, str]] = {
 
 
 def cell(name: str, row: Mapping[str, Any]) -> str:
-    """A figure in words; resident rows have no share."""
+    """Return a figure in words; resident rows have no share."""
     value = row.get(name)
     if isinstance(value, bool):
         return "yes" if value else "NO"
@@ -58,5 +58,5 @@ def text(found: Mapping[str, Any]) -> str:
 
 
 def lines(one: Mapping[str, Any]) -> list[str]:
-    """What a section says beside its rows: what broke it, what it left out."""
+    """Return what a section says beside its rows: what broke it, what it left out."""
     return [*one.get("notes", []), *([one["error"]] if "error" in one else [])]

@@ -47,7 +47,7 @@ def _measure(to: Section) -> None:
 
 
 def outcomes(said: str) -> Iterator[dict[str, Any]]:
-    """What became of each test that pytest tells of in `said`, and why where it did not pass.
+    """Yield what became of each test that pytest tells of in `said`, and why where it did not pass.
 
     The one that ran when pytest was stopped has no outcome of its own: it was stopped.
     """

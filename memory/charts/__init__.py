@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def drawn(draw: Callable[[], Image.Image], width: int, height: int) -> Image.Image:
-    """What `draw` returns; without matplotlib, a blank picture that says what to install, as the log does."""
+    """Return what `draw` returns; without matplotlib, a blank picture that says what to install, as the log does."""
     from PIL import Image, ImageDraw, ImageFont
 
     try:

@@ -1,4 +1,4 @@
-"""What charts share: a figure of exact pixels, axes of bytes, stages as bands, the budget, the legend, and the colours.
+"""The parts of all charts: a figure of exact pixels, axes of bytes, stages as bands, the budget, legend and colours.
 
 matplotlib's Agg canvas draws them, without pyplot and whatever the global settings are: any thread may draw.
 """
@@ -39,7 +39,7 @@ _GAP, _TICK = 12, 22  # the least pixels between two labels, side by side and on
 
 
 def new_figure(width: int, height: int) -> Figure:
-    """A white figure of so many pixels."""
+    """Return a white figure of so many pixels."""
     figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor=PAPER)
     figure.set_layout_engine("none")
     FigureCanvasAgg(figure)
@@ -68,7 +68,7 @@ def write(
 
 
 def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) -> None:
-    """A legend below so many pixels from the bottom, in as few rows as there is room for."""
+    """Return a legend below so many pixels from the bottom, in as few rows as there is room for."""
     look: dict[str, Any] = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "labelcolor": INK}
     look |= {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.4, "prop": {"family": FONT, "size": SMALL}}
     place: dict[str, Any] = {"loc": "upper left", "bbox_transform": IdentityTransform()}
@@ -82,7 +82,7 @@ def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) 
 
 
 def to_image(figure: Figure) -> Image.Image:
-    """The figure as an RGB picture."""
+    """Return the figure as an RGB picture."""
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     canvas.draw()
@@ -90,7 +90,7 @@ def to_image(figure: Figure) -> Image.Image:
 
 
 def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
-    """A colour for each unit by its role."""
+    """Return a colour for each unit by its role."""
     counts, colours = dict.fromkeys(_HUES, 0), {}
     for name, role in roles.items():
         colours[name] = _HUES[role][counts[role] % len(_HUES[role])]
@@ -130,16 +130,16 @@ class ByteChart:
             heading.set_fontsize(size)
 
     def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
-        """A line at so many bytes."""
+        """Draw a line at a number of bytes."""
         line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "marker": ""}
         self.axes.plot((start, end), (size, size), **line, zorder=4, clip_on=False)
 
     def pixel(self, x: float) -> float:
-        """How far from the left a point of the time axis is."""
+        """Return how far from the left a point of the time axis is."""
         return self.left + (self.right - self.left) * x / self.edges[-1]
 
     def stages(self, names: Sequence[str], facts: Sequence[str], failed: Sequence[bool] = ()) -> None:
-        """The name of each stage above it, in red if it failed, with the facts where there is room."""
+        """Draw the name of each stage above it, in red if it failed, with the facts where there is room."""
         words = [f"{name}  {fact}" for name, fact in zip(names, facts, strict=True)]
         for at, (start, end) in enumerate(pairwise(map(self.pixel, self.edges))):
             text = write(self.figure, 0, 0, words[at], size=LARGE)
@@ -179,7 +179,7 @@ class ByteChart:
 
 
 def _round_step(ceiling: float, parts: int) -> int:
-    """A round number of bytes, by whole units of 1024, that divides the axis into no more parts."""
+    """Return a round number of bytes, by whole units of 1024, that divides the axis into no more parts."""
     unit = 1
     while unit * 1024 <= ceiling / 4:
         unit *= 1024

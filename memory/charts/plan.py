@@ -41,7 +41,7 @@ class Plan:
 
 
 def draw_plan(plan: Plan, width: int, height: int) -> Image.Image:
-    """An RGB picture of `width` by `height` pixels."""
+    """Return an RGB picture of `width` by `height` pixels."""
     parts, shares = plan.parts, _shares([part.seconds for part in plan.parts])
     starts = [0.0, *accumulate(shares)]
     edges = [starts[at] for at, part in enumerate(parts) if not at or part.stage != parts[at - 1].stage] + starts[-1:]
@@ -75,7 +75,7 @@ def draw_plans(plans: Sequence[Plan], width: int, height: int) -> Image.Image:
 
 
 def _shares(times: Sequence[float]) -> list[float]:
-    """The share of the axis that each part gets: the times as they are, unless short ones would vanish."""
+    """Return the share of the axis that each part gets: the times as they are, unless short ones would vanish."""
     whole = sum(times)
     true = [time / whole if whole else 1 / len(times) for time in times]
     least = min(_LEAST_SHARE, 0.7 / len(times))

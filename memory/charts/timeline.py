@@ -45,7 +45,7 @@ class Stage:
 
 
 def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int) -> Image.Image:
-    """An RGB picture of `width` by `height` pixels, of our own bytes, with guests above them. Time between stages is
+    """Draw a picture of `width` by `height` pixels, of our own bytes, with guests above them. Time between stages is
     left out.
 
     `roles` has the role of each unit. Where the stages are of several runs, a line parts these.
@@ -98,7 +98,7 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
 def _columns(
     stages: Sequence[Stage], edges: Sequence[float], names: Mapping[str, str], count: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """The weights of each unit, those of guests, and the peak in each of `count` columns.
+    """Return the weights of each unit, those of guests, and the peak in each of `count` columns.
 
     Of what falls into one column the highest shows.
     """

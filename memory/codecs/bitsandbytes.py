@@ -41,7 +41,10 @@ class LlmInt8(Scaled):
 
 
 def layers(header: Header, notes: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, Recognised]:
-    """The quantised weights of a file, by name, which become `dtype`. Raises ValueError in one line that names them."""
+    """Return the quantised weights of a file, by name, which become `dtype`.
+
+    Raises ValueError in one line that names them.
+    """
     found = {}
     for name in header:
         if name.endswith(_SCALES) and not name.endswith(".nested_absmax"):

@@ -1,4 +1,4 @@
-"""What all codecs share: which bytes a weight is stored as, what decoding takes, and the one call that decodes.
+"""The base of all codecs: the bytes that a weight is stored as, the cost of decoding, and the call that decodes.
 
 A codec is plain data about one weight, known from a file's header or when the weight is encoded: its stored bytes may
 then lie anywhere. It imports no other room, holds no tensor, and no tensor subclass is made or met.
@@ -57,7 +57,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """What is stored, in the order in which `decode` takes it."""
+        """Return the stored parts, in the order in which `decode` takes them."""
 
     @property
     def stored_bytes(self) -> int:
@@ -85,13 +85,13 @@ class Codec(ABC):
         return None
 
     def of_rows(self: C, rows: int) -> C:
-        """The codec of so many of the rows. ValueError where rows do not lie apart."""
+        """Return the codec of so many of the rows. ValueError where rows do not lie apart."""
         if self.row_parts is None:
             raise ValueError(f"{self.name} of {self.shape} has no rows that lie apart.")
         return replace(self, shape=(rows, *self.shape[1:]))
 
     def taken(self: C, begin: int, end: int) -> tuple[C, tuple[slice, ...]]:
-        """The codec of the rows from `begin` to `end`, and which elements of each part are theirs.
+        """Return the codec of the rows from `begin` to `end`, and which elements of each part are theirs.
 
         ValueError where these rows do not lie apart from the others.
         """
@@ -121,10 +121,13 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """The same with flat tensors that were checked, and at least one weight."""
+        """Return the same with flat tensors that were checked, and at least one weight."""
 
     def fitted(self: C, shape: tuple[int, ...], dtype: torch.dtype) -> C:
-        """The same stored bytes as a parameter of a module takes them. ValueError if they are not that parameter's."""
+        """Return the same stored bytes as a parameter of a module takes them.
+
+        ValueError if they are not that parameter's.
+        """
         with suppress(ValueError):
             fitted = replace(self, shape=tuple(shape), dtype=dtype)
             if fitted.parts == self.parts:
@@ -136,7 +139,7 @@ Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # what encoding gives: the cod
 
 
 def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """A matrix in parts of at most a chunk: some whole rows, or some of one row."""
+    """Yield a matrix in parts of at most a chunk: some whole rows, or some of one row."""
     high = max(1, CHUNK_WEIGHTS // columns)
     wide = min(columns, CHUNK_WEIGHTS)
     for row in range(0, rows, high):
@@ -145,13 +148,13 @@ def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def chunks(count: int, step: int = CHUNK_WEIGHTS) -> Iterator[slice]:
-    """So many elements, a step at a time."""
+    """Yield slices over `count` elements, a step at a time."""
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
 
 
 def pair_table(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Of two tables of 16 entries one of 256, so that one lookup decodes two weights: [256, 2] of their type.
+    """Combine two tables of 16 entries to one of 256, so that one lookup decodes two weights: [256, 2] of their type.
 
     At each byte it has the entry of the first at the byte's low half, and that of the second at its high half.
     """
@@ -159,7 +162,10 @@ def pair_table(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def table_of(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A multiple of 8 int8 values as a tensor on a device, by fills: to copy a list there makes the host wait."""
+    """Return a multiple of 8 int8 values as a tensor on a device, by fills.
+
+    To copy a list there makes the host wait.
+    """
     eights = struct.unpack(f"<{len(values) // 8}q", struct.pack(f"<{len(values)}b", *values))
     return torch.cat([torch.full((1,), eight, dtype=torch.int64, device=device) for eight in eights]).view(torch.int8)
 
@@ -183,7 +189,7 @@ _FLOAT8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits of the mantissa
 
 
 def _values_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The value of each byte in float32, [256]. Made by integers, since a device may flush what is subnormal."""
+    """Return the value of each byte in float32, [256]. Made by integers, since a device may flush what is subnormal."""
     bits = _FLOAT8[dtype]
     bias, codes = 2 ** (6 - bits) - 1, torch.arange(256, dtype=torch.int32, device=device)
     mantissa, exponent = codes & (2**bits - 1), (codes & 127) >> bits

@@ -37,14 +37,17 @@ _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # that the metad
 def layers(
     header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes], dtype: torch.dtype
 ) -> dict[str, Recognised]:
-    """The quantised weights of a file, by name, which become `dtype`. Raises ValueError in one line that names them."""
+    """Return the quantised weights of a file, by name, which become `dtype`.
+
+    Raises ValueError in one line that names them.
+    """
     told = _told(header, metadata, notes)
     _check_scaled(header, told)
     return {f"{layer}.weight": _layer(header, layer, config, dtype) for layer, config in told.items()}
 
 
 def _told(header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-    """What is told of each quantised layer: by the metadata, by its note, or by its having a scale."""
+    """Return what is told of each quantised layer: by the metadata, by its note, or by its having a scale."""
     told: dict[str, dict[str, Any]] = {}
     for layer, config in _of_metadata(header, metadata.get(METADATA)):
         told[layer] = config
@@ -78,7 +81,7 @@ def _check_scaled(header: Header, told: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def _part(name: str) -> str:
-    """The prefix of the model that a name belongs to."""
+    """Return the prefix of the model that a name belongs to."""
     found = _PART.match(name)
     return found[0] if found else ""
 
@@ -97,7 +100,7 @@ def _of_metadata(header: Header, text: str | None) -> Iterator[tuple[str, dict[s
 
 
 def _layer(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtype) -> Recognised:
-    """A quantised weight, all of whose parts are there and of the sizes that its codec says."""
+    """Return a quantised weight, all of whose parts are there and of the sizes that its codec says."""
     name, kind = f"{layer}.weight", config.get("format")
     if name not in header:
         raise ValueError(f"{name}: it is told to be {kind}, and is not there. Download the file again.")

@@ -1,4 +1,4 @@
-"""What decoding takes of a device: the eager decoder's kernels and the bytes that each moves, counted on shapes."""
+"""The cost of decoding on a device: the eager decoder's kernels and the bytes of each, counted on shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cost:
         return sum(nbytes * count for nbytes, count in self.kernels)
 
     def seconds(self, bytes_per_second: float, least_seconds: float = 4e-6) -> float:
-        """The time on a device of that memory bandwidth, on which no kernel takes less than `least_seconds`.
+        """Return the time on a device of that memory bandwidth, on which no kernel takes less than `least_seconds`.
 
         An upper bound: what one kernel leaves in the cache for the next is counted as read from memory.
         """
@@ -38,7 +38,7 @@ class Cost:
 
 @lru_cache(maxsize=1024)
 def cost_of(codec: Codec) -> Cost:
-    """What decoding a weight once costs. Nothing is allocated for it."""
+    """Return what decoding a weight once costs. Nothing is allocated for it."""
     with torch.inference_mode(False), torch.no_grad():  # in inference mode a cast looks like a view
         parts = [torch.empty(part.count, dtype=part.dtype, device="meta") for part in codec.parts]
         out = torch.empty(codec.shape, dtype=codec.dtype, device="meta")

@@ -87,7 +87,7 @@ def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
 
 
 def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:
-    """A weight on the CPU as this codec stores it; raw if it is not of bf16, or would not shrink.
+    """Return a weight on the CPU as this codec stores it; raw if it is not of bf16, or would not shrink.
 
     Any bits come back as they are. `threads` share the work; what calls this from several threads leaves it at 1.
     """
@@ -153,7 +153,10 @@ class _Encoder:
 
 
 def _commonest(bits: np.ndarray) -> np.ndarray:
-    """The 15 commonest exponents [16, the last unused]: of all weights, or in a large tensor of runs all over it."""
+    """Return the 15 commonest exponents [16, the last unused].
+
+    Of all weights, or in a large tensor of runs all over it.
+    """
     if len(bits) > 2 * _SAMPLES * _SAMPLE:
         starts = [run * (len(bits) - _SAMPLE) // (_SAMPLES - 1) for run in range(_SAMPLES)]
         bits = np.concatenate([bits[start : start + _SAMPLE] for start in starts])

@@ -88,7 +88,7 @@ class FourBit(Codec):
                 torch.mul(plain[whole:count], scales[-1:], out=result[whole:])
 
     def _scales(self, parts: Sequence[torch.Tensor], begin: int, end: int) -> torch.Tensor:
-        """The scales of the blocks from `begin`, with which a block of scales begins, to `end`, in float32."""
+        """Return the scales of the blocks from `begin`, with which a block of scales begins, to `end`, in float32."""
         scales = parts[1][begin:end]
         if self.offset is None:
             return scales

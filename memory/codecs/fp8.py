@@ -27,12 +27,15 @@ class Fp8(Scaled):
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """What `encode` makes of a weight whose values are finite: a scale for each row, or raw where that is no gain."""
+    """Return what `encode` makes of a weight whose values are finite.
+
+    A scale for each row, or raw where that is no gain.
+    """
     gains = scaled.gains(shape, dtype)
     return Fp8(shape, dtype, torch.float8_e4m3fn, shape[0]) if gains else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """A weight on the CPU in e4m3 with a scale for each row, by which its largest value is 448."""
+    """Return a weight on the CPU in e4m3 with a scale for each row, by which its largest value is 448."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.to(torch.float8_e4m3fn))

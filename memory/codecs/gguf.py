@@ -105,7 +105,10 @@ class Gguf(Codec):
 
 
 def codec_of(kind: BlockType, shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """The codec of a weight of a type, as `dtype` (plain tensors keep their own). ValueError if there is none."""
+    """Return the codec of a weight of a type, as `dtype` (plain tensors keep their own).
+
+    ValueError if there is none.
+    """
     if kind.plain is not None:
         return Raw(shape, kind.plain, kind.plain)
     if kind.decode is None:

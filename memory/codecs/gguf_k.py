@@ -20,7 +20,10 @@ def q2_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """A bit of each weight, 4 less without it; 2 bits of each; 16 scales of 6 bits, less 32; the scale of these."""
+    """Return a bit of each weight, 4 less without it.
+
+    2 bits of each; 16 scales of 6 bits, less 32; the scale of these.
+    """
     low = shifted(blocks[:, 96:104], 4, 1).bitwise_and_(15).view(-1, 16)
     high = shifted(blocks[:, 104:108], 2, 1).bitwise_and_(3).view(-1, 16)
     scale = half(blocks, 108) * (low | high << 4).to(torch.float32).sub_(32)
@@ -30,7 +33,7 @@ def q3_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale and a minimum; 8 sub-blocks' scales and minima of 6 bits; 4 bits a weight."""
+    """Return a scale and a minimum; 8 sub-blocks' scales and minima of 6 bits; 4 bits a weight."""
     scale, least = _scales_and_minima(blocks)
     values = shifted(blocks[:, 16:], 4, 4).bitwise_and_(15)
     return _scaled(values, scale).sub_(least).view(-1, 256)
@@ -53,7 +56,7 @@ def q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale; 8 scales of 6 bits, less 32: 2 high bits, 4 low bits; 256 places in the table of 16 values."""
+    """Return a scale; 8 scales of 6 bits, less 32: 2 high bits, 4 low bits; 256 places in the table of 16 values."""
     high = shifted(blocks[:, 2:4], 2, 2).bitwise_and_(3).view(-1, 8)
     low = shifted(blocks[:, 4:8], 4, 4).bitwise_and_(15).view(-1, 8)
     scale = half(blocks, 0) * (low | high << 4).to(torch.float32).sub_(32)

@@ -14,37 +14,37 @@ NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 
 
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, 32 integers of 8 bits."""
+    """Return a scale, 32 integers of 8 bits."""
     return blocks[:, 2:].view(torch.int8).to(torch.float32).mul_(half(blocks, 0))
 
 
 def q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, 32 integers of 4 bits, less 8."""
+    """Return a scale, 32 integers of 4 bits, less 8."""
     return _nibbles(blocks[:, 2:]).to(torch.float32).sub_(8).mul_(half(blocks, 0))
 
 
 def q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, an offset, 32 integers of 4 bits."""
+    """Return a scale, an offset, 32 integers of 4 bits."""
     return _nibbles(blocks[:, 4:]).to(torch.float32).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, 32 fifth bits, 32 integers of 4 bits, less 16."""
+    """Return a scale, 32 fifth bits, 32 integers of 4 bits, less 16."""
     return _with_fifth_bits(blocks[:, 2:]).to(torch.float32).sub_(16).mul_(half(blocks, 0))
 
 
 def q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, an offset, 32 fifth bits, 32 integers of 4 bits."""
+    """Return a scale, an offset, 32 fifth bits, 32 integers of 4 bits."""
     return _with_fifth_bits(blocks[:, 4:]).to(torch.float32).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    """A scale, 32 places in the table of 16 values."""
+    """Return a scale, 32 places in the table of 16 values."""
     return nonlinear(_nibbles(blocks[:, 2:])).mul_(half(blocks, 0))
 
 
 def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at a byte of each block, [n, 1] in float32."""
+    """Return the float16 at a byte of each block, [n, 1] in float32."""
     return blocks[:, at : at + 2].view(torch.float16).to(torch.float32)
 
 
@@ -58,7 +58,7 @@ def shifted(values: torch.Tensor, step: int, groups: int) -> torch.Tensor:
 
 
 def nonlinear(places: torch.Tensor) -> torch.Tensor:
-    """The value of the table at each place 0-15, in float32."""
+    """Return the value of the table at each place 0-15, in float32."""
     table = table_of(NONLINEAR, places.device).to(torch.float32)
     return table.index_select(0, places.reshape(-1).to(torch.int32)).view(places.shape)
 

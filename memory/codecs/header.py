@@ -1,4 +1,4 @@
-"""What the header of a safetensors file says of its tensors, and what the layouts of quantised files share."""
+"""The header of a safetensors file, and the code that the layouts of quantized files share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recognised:
 
 
 def matched(header: Header, name: str, codec: Codec, sources: tuple[str, ...]) -> Recognised:
-    """A weight whose stored tensors are of the sizes that its codec says. ValueError, which names it, if not."""
+    """Return a weight whose stored tensors are of the sizes that its codec says. ValueError, which names it, if not."""
     for part, source in zip(codec.parts, sources, strict=True):
         if (held := _nbytes(header[source])) != part.nbytes:
             raise ValueError(
@@ -40,7 +40,7 @@ def matched(header: Header, name: str, codec: Codec, sources: tuple[str, ...]) -
 
 
 def parse(name: str, text: bytes) -> dict[str, Any]:
-    """The JSON object that a note or the metadata holds. ValueError, which names it, for anything else."""
+    """Return the JSON object that a note or the metadata holds. ValueError, which names it, for anything else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def expect(entry: Mapping[str, Any], *kinds: str) -> None:
 
 
 def count_of_scales(scale: Mapping[str, Any]) -> int:
-    """How many scales there are: one, or one for each row. ValueError where they run along another dimension."""
+    """Return how many scales there are: one, or one for each row. ValueError where they run along another dimension."""
     shape = tuple(scale["shape"])
     if any(size != 1 for size in shape[1:]):
         raise ValueError(f"its scale is of shape {list(shape)}, which is not one for each row.")
@@ -65,7 +65,7 @@ def count_of_scales(scale: Mapping[str, Any]) -> int:
 
 
 def scale_type(scale: Mapping[str, Any]) -> torch.dtype:
-    """The type of a tensor of scales. ValueError for one that scales are not stored in."""
+    """Return the type of a tensor of scales. ValueError for one that scales are not stored in."""
     if scale["dtype"] not in _SCALES:
         raise ValueError(f"its scale is stored as {scale['dtype']}.")
     return _SCALES[scale["dtype"]]

@@ -60,12 +60,15 @@ class RotatedInt8(Scaled):
 
 
 def is_group(size: int) -> bool:
-    """Whether there is a regular Hadamard matrix as Kitchen makes it: of 4, 16, 64, 256, 1024 or 4096."""
+    """Return whether there is a regular Hadamard matrix as Kitchen makes it: of 4, 16, 64, 256, 1024 or 4096."""
     return size in (4, 16, 64, 256, 1024, 4096)
 
 
 def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """A regular, symmetric Hadamard matrix of ones and minus ones, float32: its square is `size` times the identity."""
+    """Return a regular, symmetric Hadamard matrix of ones and minus ones, float32.
+
+    Its square is `size` times the identity.
+    """
     four = 1 - 2 * torch.eye(4, device=device).flip(0)
     matrix = four
     while len(matrix) < size:
@@ -74,11 +77,14 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """What `encode` makes of a weight whose values are finite: a scale for each row, or raw where that is no gain."""
+    """Return what `encode` makes of a weight whose values are finite.
+
+    A scale for each row, or raw where that is no gain.
+    """
     return Int8(shape, dtype, torch.int8, shape[0]) if scaled.gains(shape, dtype) else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """A weight on the CPU with a scale for each row, by which its largest value is 127."""
+    """Return a weight on the CPU with a scale for each row, by which its largest value is 127."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.round_().to(torch.int8))

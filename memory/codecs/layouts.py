@@ -29,7 +29,7 @@ _STRANGERS = {  # by the ends of names that only they write
 
 
 def is_encoded(header: Header) -> bool:
-    """Whether a file holds weights in another form than plain tensors of 16 bits and more."""
+    """Return whether a file holds weights in another form than plain tensors of 16 bits and more."""
     if any(name.endswith(_SIGNS) for name in header):
         return True
     # Of bytes only weights tell it: models hold masks, places and their tokenizer as such too.
@@ -40,7 +40,7 @@ def is_encoded(header: Header) -> bool:
 def recognise(
     header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes], dtype: torch.dtype
 ) -> dict[str, Recognised]:
-    """The codec of every weight of a file, by name; scales and notes are no weights.
+    """Return the codec of every weight of a file, by name; scales and notes are no weights.
 
     `notes` are the bytes of the tensors that end in `NOTES`. Quantised weights become `dtype`, plain ones keep their
     own. Raises ValueError, one line that begins with the weight's name, for what is damaged, contradicts itself, or is

@@ -12,7 +12,7 @@ from .codec import Codec, Encoded
 
 
 class Maker(NamedTuple):
-    """What a weight of a shape and a type is going to be stored as, about, and the call that stores one.
+    """The approximate stored form of a weight of a shape and a type, and the call that stores one.
 
     `quality` says in words how far its values are from the plain ones: the root mean square of the difference, as a
     share of that of the values, of Gaussian weights and of ones with outliers (Student's t of 4 degrees).
@@ -31,7 +31,10 @@ MAKERS = {
 
 
 def maker_of(weights: str) -> Maker | None:
-    """The maker that a word asks for; None for "auto", which leaves weights as they are. ValueError for another."""
+    """Return the maker that a word asks for; None for "auto", which leaves weights as they are.
+
+    ValueError for another.
+    """
     if weights != "auto" and weights not in MAKERS:
         raise ValueError(f"unknown weights {weights!r}. Use auto, {', '.join(MAKERS)}.")
     return MAKERS.get(weights)

@@ -79,7 +79,7 @@ class _Microscaled(Codec):
             result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
 
     def _scaled(self, values: torch.Tensor, tiles: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Some rows in float32, and padded. The first is one of the first tile's."""
+        """Return padded rows in float32, scaled. The first row is one of the first tile's."""
         rows, columns = len(values), self.padded[1]
         # Row 32 j + i of a tile lies at [i, j].
         straight = tiles.permute(0, 3, 2, 1, 4).reshape(len(tiles) * _TILE_ROWS, -1)

@@ -39,5 +39,5 @@ class Raw(Codec):
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """A plain weight as what a codec would store of it: itself, flat."""
+    """Return a plain weight as what a codec would store of it: itself, flat."""
     return Raw(tuple(weight.shape), weight.dtype, weight.dtype), (weight.detach().reshape(-1),)

@@ -50,7 +50,7 @@ class Scaled(Codec):
         return (self.count // self.rows, int(self.scales > 1)) if self.shape and self.rows > 1 else None
 
     def of_rows(self: S, rows: int) -> S:
-        """So many of the rows, with their scales."""
+        """Return the codec of `rows` of the rows, with their scales."""
         return replace(self, shape=(rows, *self.shape[1:]), scales=rows if self.scales > 1 else 1)
 
     @property
@@ -70,7 +70,7 @@ class Scaled(Codec):
 
 
 def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether 8 bits and a scale for each row make a weight smaller: a floating matrix, or one of more dimensions."""
+    """Return whether 8 bits and a scale a row make a weight smaller: a floating matrix, or one of more dimensions."""
     count = prod(shape)
     return dtype.is_floating_point and len(shape) > 1 and count + 4 * shape[0] < count * dtype.itemsize
 
@@ -78,7 +78,7 @@ def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def encode(
     weight: torch.Tensor, planned: Codec, largest: float, quantize: Callable[[torch.Tensor], torch.Tensor]
 ) -> Encoded:
-    """A weight on the CPU as it is planned: each row divided by its own scale, by which its largest value is `largest`.
+    """Encode a weight on the CPU as planned: each row is divided by its scale, so that its largest value is `largest`.
 
     Raw where that is planned, or where a value is not finite. `quantize` takes a float32 tensor, which it may change,
     to what is stored.

@@ -56,7 +56,10 @@ class ShiftedInt8(Scaled):
 
 
 def layers(header: Header, metadata: Mapping[str, str], dtype: torch.dtype) -> dict[str, Recognised]:
-    """The quantised weights of a file, by name, which become `dtype`. Raises ValueError in one line that names them."""
+    """Return the quantised weights of a file, by name, which become `dtype`.
+
+    Raises ValueError in one line that names them.
+    """
     found = {}
     for part in header:
         layer, _, end = part.rpartition(".")

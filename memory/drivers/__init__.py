@@ -1,1 +1,1 @@
-"""What the drivers of cards tell, asked of their own libraries."""
+"""The figures of card drivers, asked of their own libraries."""

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver counts for this process on a card, as far as its library (NVML) tells."""
+"""The memory that NVIDIA's driver counts for this process on a card, by its library (NVML)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the installed ComfyUI asks its model patchers for, read from its source as text."""
+"""The members that the installed ComfyUI asks its model patchers for, read from its source as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KNOWN_MEMBERS = frozenset(
 
 
 def version(root: Path) -> str | None:
-    """The version of the ComfyUI in a folder, read without importing it."""
+    """Return the version of the ComfyUI in a folder, read without importing it."""
     file = root / "comfyui_version.py"
     if not file.is_file():
         return None

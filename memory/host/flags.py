@@ -1,4 +1,4 @@
-"""What ComfyUI's command line says about memory, and what it means for a unit."""
+"""ComfyUI's command-line flags about memory, and their meaning for a unit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostFlags:
     graphs: bool = False
 
     def strategy(self, wanted: str, role: Role) -> str:
-        """The strategy for a unit of that role. What the user chose in the graph counts more than a flag."""
+        """Return the strategy for a unit of that role. What the user chose in the graph counts more than a flag."""
         if wanted != "auto":
             return wanted
         if (self.encoders_on_cpu and role == "text_encoder") or (self.vae_on_cpu and role == "vae"):
@@ -41,12 +41,12 @@ class HostFlags:
         return wanted
 
     def keeps(self, wanted: bool) -> bool:
-        """Whether the units of a stage stay when it ends."""
+        """Return whether the units of a stage stay when it ends."""
         return (wanted or self.keeps_all) and not self.keeps_none
 
 
 def host_flags() -> HostFlags:
-    """The flags of the ComfyUI that this process is."""
+    """Return the flags of the ComfyUI that this process is."""
     options = getattr(sys.modules.get("comfy.cli_args"), "args", None)
 
     def said(name: str) -> bool:
@@ -65,5 +65,5 @@ def host_flags() -> HostFlags:
 
 
 def _captured() -> bool:
-    """Whether the host has made a stream to capture graphs on; where that cannot be seen, it may have."""
+    """Return whether the host has made a stream to capture graphs on; where that cannot be seen, it may have."""
     return bool(getattr(sys.modules.get("comfy.model_prefetch"), "GRAPH_CAPTURE_STREAMS", True))

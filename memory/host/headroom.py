@@ -35,12 +35,15 @@ class Headroom:
 
 
 def has_dynamic_vram() -> bool:
-    """Whether the host moves the weights of its models page by page, as they are used."""
+    """Return whether the host moves the weights of its models page by page, as they are used."""
     return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
 
 
 def headroom() -> Headroom | None:
-    """The control of it; None where the host has no dynamic VRAM, or one whose headroom is fixed when it starts."""
+    """Return the control of it.
+
+    None where the host has no dynamic VRAM, or one whose headroom is fixed when it starts.
+    """
     control = sys.modules.get("comfy_aimdo.control")
     if not has_dynamic_vram() or control is None:
         return None
@@ -53,7 +56,7 @@ def headroom() -> Headroom | None:
 
 
 def _held_by(library: Any) -> int:
-    """The value in a library that has no function to tell it."""
+    """Return the value in a library that has no function to tell it."""
     try:
         return ctypes.c_int64.in_dll(library, _NAME).value
     except ValueError:  # it does not export it, as on Windows

@@ -38,12 +38,12 @@ class HostModel:
 
 
 def model_management() -> ModuleType | None:
-    """The host's memory manager, if this process is a ComfyUI."""
+    """Return the host's memory manager, if this process is a ComfyUI."""
     return sys.modules.get("comfy.model_management")
 
 
 def device() -> torch.device | None:
-    """The device that the host runs models on."""
+    """Return the device that the host runs models on."""
     mm = model_management()
     return mm.get_torch_device() if mm else None
 
@@ -55,7 +55,7 @@ def reserve_bytes(on: torch.device) -> int | None:
 
 
 def _manager_of(on: torch.device) -> ModuleType | None:
-    """The host's memory manager, if that is its device."""
+    """Return the host's memory manager, if that is its device."""
     mm = model_management()
     return mm if mm and _is_same(on, mm.get_torch_device()) else None
 
@@ -127,7 +127,7 @@ def page_bytes(patcher: Any) -> int:
 
 
 def is_dynamic(patcher: Any) -> bool:
-    """Whether the host moves this model's weights page by page. Older hosts have no such models."""
+    """Return whether the host moves this model's weights page by page. Older hosts have no such models."""
     return bool(getattr(patcher, "is_dynamic", bool)())
 
 
@@ -163,7 +163,7 @@ def evict(patchers: Collection[Any]) -> None:
 
 
 def known_models(on: torch.device) -> list[HostModel]:
-    """The host's own models that it has loaded for a device, wherever their weights are now."""
+    """Return the host's own models that it has loaded for a device, wherever their weights are now."""
     mm = model_management()
     found = []
     for entry in list(mm.current_loaded_models) if mm else []:
@@ -182,7 +182,7 @@ def model_ram_bytes(patcher: Any) -> int:
 
 
 def model_pinned_bytes(patcher: Any) -> int:
-    """Of that, what is pinned."""
+    """Return the bytes of that which are pinned."""
     if is_dynamic(patcher):
         return int(getattr(patcher, "pinned_memory_size", int)())
     pinned = getattr(patcher, "pinned", ())
@@ -218,7 +218,7 @@ def ram_bytes() -> tuple[int, int] | None:
 
 
 def lists_units(on: torch.device) -> bool:
-    """Whether our units on a device are to be in the host's list. Says once why not."""
+    """Return whether our units on a device are to be in the host's list. Says once why not."""
     mm = _manager_of(on)
     if mm is None or on.type == "cpu":
         return False
@@ -239,7 +239,7 @@ def _why_unfit(mm: ModuleType) -> str:
 
 
 def replaced_by() -> str | None:
-    """The module that has put its own `load_models_gpu` in the place of the host's, as some packs do."""
+    """Return the module that has put its own `load_models_gpu` in the place of the host's, as some packs do."""
     mm = model_management()
     owner = getattr(getattr(mm, "load_models_gpu", None), "__module__", None)
     return owner if mm and owner != mm.__name__ else None
@@ -263,7 +263,7 @@ def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
 
 
 def is_busy() -> bool:
-    """Whether the host is working on a prompt, or has yet to obey a request to unload."""
+    """Return whether the host is working on a prompt, or has yet to obey a request to unload."""
     server = getattr(sys.modules.get("server"), "PromptServer", None)
     queue = getattr(getattr(server, "instance", None), "prompt_queue", None)
     return bool(getattr(queue, "currently_running", False) or getattr(queue, "flags", False))
@@ -291,7 +291,7 @@ def pin_memory(tensor: torch.Tensor) -> bool | None:
 
 
 def _sparing(pin: Callable[..., Any]) -> dict[str, bool]:
-    """The argument that spares the pins of a model that is running, where a version has it."""
+    """Return the argument that spares the pins of a model that is running, where a version has it."""
     return {"evict_active": False} if "evict_active" in inspect.signature(pin).parameters else {}
 
 
@@ -308,6 +308,6 @@ def throw_if_interrupted() -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an error is the host's word that the user pressed stop; in older versions that is an Exception."""
+    """Return whether an error is the host's word that the user pressed stop; in older versions that is an Exception."""
     mm = model_management()
     return bool(mm) and isinstance(error, getattr(mm, "InterruptProcessingException", ()))

@@ -15,6 +15,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+# [Note: Host shrink during a call]
+# The host frees memory by calling `partially_unload` on the models in its list, from any thread, also while a unit of
+# ours computes and while another allocation is failing. It holds its own lock, and expects an answer at once.
+# - The answer is the bytes that are free when the method returns. A piece that runs is freed when its call ends, and
+#   is not counted, so that the host goes on to other models for the rest.
+# - Freeing means dropping references to device memory: weights have their truth in RAM or in files, and nothing is
+#   copied back.
+# - The engine takes its lock only to change its lists. It does not hold it while it waits for reads or copies, so the
+#   host is never kept waiting for the disk.
+# - Nothing raises. An exception here would leave the host's list half changed: `_never_raises` logs it, and the host
+#   hears that nothing was freed.
+
 log = logging.getLogger("ballast")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -55,7 +67,7 @@ AnyUnit = TypeVar("AnyUnit", bound=Listed, contravariant=True)
 
 
 class Counter(Protocol):
-    """What counts the memory of a device."""
+    """A counter of a device's memory."""
 
     def free_bytes(self) -> int:
         """Memory that an allocation could get now."""
@@ -72,7 +84,7 @@ class Mover(Protocol[AnyUnit]):
         """Free so many bytes of a unit, or as many as can be. Returns those freed."""
 
     def grow(self, unit: AnyUnit, bytes: int) -> int:
-        """Let up to so many bytes more of a unit stay. Returns those taken."""
+        """Keep up to `bytes` more of a unit. Return the bytes taken."""
 
     def let_go(self, unit: AnyUnit) -> None:
         """Take a unit off the device, as soon as it does not run."""
@@ -106,12 +118,12 @@ class HostPatcher(Generic[Unit]):
     # Sizes
 
     def model_size(self) -> int:
-        """What the unit shall hold; nothing once it has left, or as long as the host would make room for it."""
+        """Return what the unit shall hold; nothing once it has left, or as long as the host would make room for it."""
         return max(self.target_bytes, self.loaded_size()) if self.loaded_size() else 0
 
     @_never_raises(0)
     def loaded_size(self) -> int:
-        """What it holds."""
+        """Return what it holds."""
         unit = self.unit
         return unit.resident_bytes if unit and not self.is_being_listed else 0
 
@@ -131,7 +143,7 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def partially_load(self, device: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        """Let up to so many bytes more stay, or so many fewer if negative. Returns the bytes added."""
+        """Keep up to `extra_memory` bytes more, or fewer if negative. Return the bytes added."""
         manager, unit = self._manager(), self.unit
         if manager is None or unit is None or self.is_being_listed:
             return 0
@@ -141,7 +153,7 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def partially_unload(self, device: torch.device | None, memory_to_free: float = 0, *_: Any, **__: Any) -> int:
-        """Free so many bytes in whole pieces, as far as they are not running. Returns the bytes really freed."""
+        """Free whole pieces that do not run. Return the bytes freed. See [Note: Host shrink during a call]."""
         manager, unit = self._manager(), self.unit
         if manager is None or unit is None:
             return 0

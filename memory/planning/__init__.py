@@ -1,1 +1,1 @@
-"""What to do with memory: sizes and budgets in, plans out. Pure functions, plain data, and dry runs."""
+"""Decide what to do with memory: sizes and budgets in, plans out. Pure functions, plain data, and dry runs."""

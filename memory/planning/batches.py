@@ -14,7 +14,7 @@ _GAIN = 1.05  # times as long is as good: a smaller batch is there sooner
 
 
 def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch:
-    """The smallest batch of which a picture takes hardly longer than of any other that fits.
+    """Return the smallest batch of which a picture takes hardly longer than of any other that fits.
 
     `stage_of` gives the plan of sampling so many pictures at once.
     """
@@ -30,7 +30,7 @@ def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch:
 
 
 def scaled(forecast: Forecast, pictures: int) -> Forecast:
-    """The forecast of one picture for several at once: as many operations, and no more bytes than that."""
+    """Return the forecast of one picture for several at once: as many operations, and no more bytes than that."""
     units = {name: _work(work, pictures) for name, work in forecast.units.items()}
     return replace(forecast, idle_bytes=forecast.idle_bytes * pictures, units=units)
 

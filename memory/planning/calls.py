@@ -1,4 +1,4 @@
-"""What calls of a module take and give, as dry runs have seen it: so that each kind of call is run on shapes once."""
+"""The calls of a module as dry runs have seen them, so that each kind of call is run on shapes once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OBJECT = Leaf(-1, 0, (), (), "uint8")
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gives: a tree of tensors, which have shapes only, and of plain values.
+    """The result of a call: a tree of tensors, which have shapes only, and of plain values.
 
     The tensors lie in `storages` of so many bytes. Whatever else it holds is a tensor of as many bytes, or None.
     """
@@ -45,7 +45,7 @@ class Given:
 
     @classmethod
     def of(cls, result: Any) -> Given:
-        """What this is. RuntimeError if it cannot be told again."""
+        """Return what this is. RuntimeError if it cannot be told again."""
         found, structure = tree_flatten(result)
         places: dict[int, int] = {}
         storages: list[int] = []
@@ -67,7 +67,10 @@ class Given:
         return cls(treespec_dumps(structure), tuple(storages), tuple(leaves))
 
     def with_objects(self, nbytes: int) -> tuple[Given, int]:
-        """The same, where the first thing that is no tensor holds so many bytes. Returns those that nothing holds."""
+        """Return the same, where the first thing that is no tensor holds so many bytes.
+
+        Returns those that nothing holds.
+        """
         leaves = list(self.leaves)
         objects = [i for i, leaf in enumerate(leaves) if leaf == _OBJECT]
         for i in objects:
@@ -78,7 +81,7 @@ class Given:
         return replace(self, leaves=tuple(leaves), storages=(*self.storages, nbytes)), 0
 
     def make(self) -> Any:
-        """The result, on the card of a dry run."""
+        """Return the result, on the card of a dry run."""
         leaves: list[Any] = []
         with _disable_current_modes():  # else small ones would have values
             made = [torch.empty(size, dtype=torch.uint8, device="meta") for size in self.storages]
@@ -110,7 +113,7 @@ class Call:
 
 
 def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
-    """What makes two calls alike save for their number of tokens, and that number, 0 where there is none.
+    """Return what makes two calls alike save for their number of tokens, and that number, 0 where there is none.
 
     Of ids and masks the values do not count, but whether there is a zero among them does: where there is none, models
     leave the mask out.
@@ -144,7 +147,10 @@ class KnownCalls:
         return sum(map(len, self._calls.values()))
 
     def find(self, kind: str, tokens: int) -> Call | None:
-        """The call of this kind; by those with somewhat fewer and somewhat more tokens if it was not seen itself."""
+        """Return the call of this kind.
+
+        By those with somewhat fewer and somewhat more tokens if it was not seen itself.
+        """
         seen = self._calls.get(kind, {})
         if tokens in seen:
             return seen[tokens]
@@ -164,7 +170,7 @@ class KnownCalls:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KnownCalls:
-        """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         known = cls()
         for kind, seen in data.items():
             for tokens, facts in seen.items():
@@ -207,7 +213,7 @@ def _has_room(given: Given) -> bool:
 
 
 def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
-    """A call between two whose numbers of tokens are `whole` apart, with `part` more than the first.
+    """Return a call between two whose numbers of tokens are `whole` apart, with `part` more than the first.
 
     A peak is the largest of sums that grow with the tokens and with their square: a chord of it is never below it.
     """

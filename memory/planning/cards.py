@@ -1,4 +1,4 @@
-"""What is left for each of several cards that draw one picture: of the computing, and of the RAM of their machine."""
+"""The share of each of several cards that draw one picture: of the computing, and of their machine's RAM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from .forecast import Forecast
 
 
 def divided(forecast: Forecast, cards: int) -> Forecast:
-    """The forecast of a stage for each of so many cards that share its work: of the operations, and at most its bytes.
+    """Return the forecast of a stage for each of so many cards that share its work.
 
+    Of the operations, and at most its bytes.
     Each of them is brought all weights.
     """
     units = {

@@ -57,7 +57,7 @@ class Decoded:
 def decoded_for_good(
     pieces: Sequence[Decodable], room_bytes: int, placing_room_bytes: float = math.inf, spared_bytes: int = 0
 ) -> tuple[frozenset[int], int]:
-    """The pieces to decode once rather than at each call, and the bytes that they take more than stored.
+    """Return the pieces to decode once rather than at each call, and the bytes that they take more than stored.
 
     Those first that decoding moves most bytes for, for each byte that they take more. Never more than the room, nor,
     while they are decoded, than the `placing_room_bytes`; and of less room, the same ones up to some point. All have
@@ -86,12 +86,15 @@ def decoded_for_good(
 
 
 def moment_bytes(codecs: Iterable[Codec]) -> int:
-    """What decoding tensors for good takes beside the results, one after the other: until its stored bytes leave."""
+    """Return what decoding tensors for good takes beside the results, one after the other.
+
+    Until its stored bytes leave.
+    """
     return max((part_spans(codec)[1] + codec.workspace_bytes for codec in codecs), default=0)
 
 
 def placing_bytes(pieces: Sequence[Decodable]) -> int:
-    """What decoding these for good, one after the other, takes at most beyond what they take when all are decoded."""
+    """Return the peak of dequantizing these for good, one after the other, beyond their bytes when all are done."""
     most = later = 0
     for piece in reversed(pieces):
         most = max(most, moment_bytes(piece.codecs) - later)
@@ -100,7 +103,10 @@ def placing_bytes(pieces: Sequence[Decodable]) -> int:
 
 
 def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:
-    """The encoded pieces, those first that save most seconds for each byte more; alike ones lie evenly in a call."""
+    """Return the encoded pieces, those first that save most seconds for each byte more.
+
+    Alike ones lie evenly in a call.
+    """
     alike: dict[float, list[int]] = {}
     for i, piece in enumerate(pieces):
         if piece.decode_seconds:

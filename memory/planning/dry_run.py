@@ -96,7 +96,7 @@ def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
 
 @dataclass(frozen=True)
 class _Inside:
-    """What happens inside a call, see `UnitForecast`."""
+    """The inside of a call, see `UnitForecast`."""
 
     operations: Operations
     modules: ModuleOperations
@@ -107,7 +107,7 @@ class _Inside:
 
 @dataclass
 class _Peaks:
-    """What has been seen of one unit."""
+    """The peaks that were seen of one unit."""
 
     live: int
     peak: int = 0
@@ -142,7 +142,7 @@ class _Book:
         self.last: _Peaks | None = None
 
     def close_interval(self) -> int:
-        """The peak since this was last called."""
+        """Return the peak since this was last called."""
         peak = self.card.take_interval_peak()
         if self.last is None:
             self.idle = max(self.idle, peak)
@@ -156,7 +156,7 @@ class _Book:
         return self.close_interval()
 
     def enter(self, name: str) -> tuple[_Peaks, int]:
-        """A unit is called. Returns its peaks, and what is held now."""
+        """Note the call of a unit. Return its peaks, and the bytes held now."""
         self.close_interval()
         held = self.card.allocated_bytes()
         called = self.units.setdefault(name, _Peaks(held))
@@ -206,7 +206,7 @@ class _Structure:
         self.forward = getattr(module, method)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
-        """The result of a call, and what happened inside."""
+        """Return the result of a call, and what happened inside."""
         before = done_by(self.card)
         with self.watch.watching():
             result = self.forward(*args, **kwargs)
@@ -299,7 +299,7 @@ class _Shape:
 
 
 def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """What makes two calls alike: shapes, dtypes, and the values of masks and ids."""
+    """Return what makes two calls alike: shapes, dtypes, and the values of masks and ids."""
     leaves, structure = tree_flatten((args, kwargs))
     return (str(structure), *map(_kind, leaves))
 

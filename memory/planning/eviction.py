@@ -30,7 +30,7 @@ def choose_shrinks(
     future: Sequence[Use] | None = None,
     cached: Set[Key] = frozenset(),
 ) -> dict[Key, int]:
-    """The bytes that units must give up so that `wanted` fits.
+    """Return the bytes that units must give up so that `wanted` fits.
 
     `resident` maps the units that may leave, wholly or in part, to their bytes, least recently used first;
     `capacity_bytes` is what they and `wanted` may hold together. `future` is what runs after `wanted`, in order, or

@@ -17,7 +17,7 @@ from .solver import Arrangement, Loads
 
 @dataclass(frozen=True)
 class Beside:
-    """What a first call brings beside what any does, in bytes.
+    """The bytes that a first call brings beside those of any call.
 
     That is all that is outside the pieces, `rest_bytes`; tables, if they are read; and each of the pieces, without
     gaps. Of pieces RAM is to hold those in `ram`, None for all, and has those that are `there`, None for all weights.

@@ -29,7 +29,7 @@ _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = we
 
 @dataclass(frozen=True)
 class Demand:
-    """What a unit wants of a device: its weights, and what its work takes beside them.
+    """The demand of a unit on a device: its weights, and the memory of its work beside them.
 
     `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
     good; `spared_bytes` are none where all are. Of the pieces that could stay, a `share` may; `loads` are the pieces
@@ -47,16 +47,19 @@ class Demand:
     once: bool = False
 
     def least_weights(self, kind: str) -> int:
-        """The least weights on the device in a placement. One that is asked to stream may have nothing to stream."""
+        """Return the least weights on the device in a placement.
+
+        One that is asked to stream may have nothing to stream.
+        """
         least: dict[str, int] = {"cpu": 0, "streamed": self.sizes.resident_bytes}
         return (least | dict(least_weights(self.sizes)))[kind]
 
     def need_bytes(self, kind: str) -> int:
-        """The least that a placement takes on the device, weights and what is known of the work together."""
+        """Return the least that a placement takes on the device, weights and what is known of the work together."""
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
     def call_seconds(self, kind: str, weights_bytes: int) -> float:
-        """What a call is planned to take in a placement with so many bytes of weights on the device, all in RAM."""
+        """Return the planned seconds of a call with `weights_bytes` of weights on the device, and all in RAM."""
         if kind == "resident":
             decoded = decoded_for_good(self.sizes.pieces, weights_bytes - self.least_weights(kind))[0]
             return self.loads.compute_seconds - sum(self.loads.pieces[i].decode_seconds for i in decoded)
@@ -65,7 +68,7 @@ class Demand:
         return arrange(self.loads, weights_bytes - self.sizes.fixed_bytes).step_seconds
 
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
-        """The weights that a placement is to hold on the device.
+        """Return the weights that a placement is to hold on the device.
 
         Streaming takes its share of the room that the work leaves, and the least as long as the work is not known; so
         does what is resident, as far as there is something to decode for good.
@@ -82,7 +85,7 @@ class Demand:
 
 
 def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: int) -> Turns:
-    """How a unit takes turns, where its work leaves so many bytes for the weights of all."""
+    """Return how a unit takes turns, where its work leaves so many bytes for the weights of all."""
     least = {str(name): nbytes for name, nbytes in least_weights(sizes).items()}
     if strategy != "auto":
         kind = meant_by(strategy, sizes)
@@ -104,7 +107,7 @@ def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
-    """The weights of a unit as the planner looks at them."""
+    """Return the weights of a unit as the planner looks at them."""
     known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes, unit.in_ram)
     if known is None or known[0] != made_by:
         places = list(slots(unit.module))
@@ -136,7 +139,7 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
 
 
 def _dtype_of(places: Iterable[Slot]) -> str:
-    """What most of the weights are in where they are computed with, as safetensors names it."""
+    """Return what most of the weights are in where they are computed with, as safetensors names it."""
     elements: Counter[torch.dtype] = Counter()
     for slot in places:
         plain = slot.tensor if slot.shown is None else slot.shown
@@ -146,7 +149,7 @@ def _dtype_of(places: Iterable[Slot]) -> str:
 
 
 def _is_estimate(slot: Slot) -> bool:
-    """Whether how a weight is going to be stored follows from its shape alone."""
+    """Return whether how a weight is going to be stored follows from its shape alone."""
     encoding = slot.encoding
     if encoding is None or encoding.maker is None or not slot.tensor.is_meta:
         return False
@@ -154,13 +157,13 @@ def _is_estimate(slot: Slot) -> bool:
 
 
 def reads_pieces(unit: ManagedModel) -> bool:
-    """Whether a unit can run from disk: from its files, or from the one that its encoded weights are going to have."""
+    """Return whether a unit can run from disk: from its files, or from the file that its encoded weights will have."""
     runs_so = unit.placement is not None and not unit.in_ram  # what is on the device has no source meanwhile
     return runs_so or unit.source() is not None or unit.unmade_bytes > 0
 
 
 def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:
-    """Of so much RAM, what the weights of a unit may take there.
+    """Return the part of `room_bytes` of RAM that the weights of a unit may take.
 
     That is no more than windows where the device's memory is the system's, and they can be read from disk: a copy
     would be held twice, and streamed from RAM to RAM.

@@ -1,4 +1,4 @@
-"""What a stage will take beside its weights: bytes and operations, as plain data. `dry_run` finds them out."""
+"""The forecast of a stage beside its weights: bytes and operations, as plain data. `dry_run` makes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..units.pieces import CallOrder
 
 @dataclass(frozen=True)
 class Operations:
-    """Those of products and convolutions, and those of attention in one kernel.
+    """Operations of products and convolutions, and of attention in one kernel.
 
     Attention that a card has no kernel for is made of products, and counted as such.
     """
@@ -27,7 +27,7 @@ class Operations:
         return self.products + self.attention
 
     def seconds(self, rates: Rates, dtype: str) -> float:
-        """How long they take in a type, named as in safetensors."""
+        """Return how long they take in a type, named as in safetensors."""
         return self.products / rates.operations_in(dtype) + self.attention / rates.attention_in(dtype)
 
     def __add__(self, other: Operations) -> Operations:
@@ -85,7 +85,7 @@ class UnitForecast:
         return self.calls > self.turns
 
     def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
-        """The same where the call of each of these modules takes so many bytes first; "" is that of the unit."""
+        """Return the same where the call of each of these modules takes so many bytes first; "" is that of the unit."""
         held = {"": 0, **dict(self.held)}
         most = max((held.get(path, self.working_bytes) + nbytes for path, nbytes in decoding), default=0)
         first_bytes, working_bytes = max(self.first_bytes, most), max(self.working_bytes, most)
@@ -93,7 +93,7 @@ class UnitForecast:
 
     @property
     def called_bytes(self) -> int:
-        """What is there when the unit is called, at most."""
+        """The most bytes that are there when the unit is called."""
         return self.live_bytes + dict(self.held).get("", 0)
 
     @property
@@ -126,7 +126,7 @@ class Forecast:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Forecast:
-        """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
             numbers = {"turns": facts["turns"]}  # earlier versions kept none
@@ -138,7 +138,10 @@ class Forecast:
 
 
 def operations_from(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file tells of operations, and of the modules inside. KeyError, TypeError or ValueError for others."""
+    """Return what a file tells of operations, and of the modules inside.
+
+    KeyError, TypeError or ValueError for others.
+    """
     operations = Operations.from_dict(facts["operations"])
     modules = tuple((str(path), Operations.from_dict(done)) for path, done in facts["modules"])
     held = tuple((str(path), int(nbytes)) for path, nbytes in facts["held"])

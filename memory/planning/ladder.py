@@ -1,4 +1,4 @@
-"""What to give up, and in which order, when a call runs out of memory. Pure functions.
+"""Decide what to give up, and in which order, when a call runs out of memory. Pure functions.
 
 Others leave first, then the call's own resident pieces, by halves and then all; then the batch of classifier-free
 guidance is run in parts. The call that failed is made again, so the steps before it are kept.
@@ -26,7 +26,7 @@ _HELPS = 0.8  # of the seconds before that a call must at most take for the room
 
 
 def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
-    """What to try after an attempt that ran out of memory; None when there is nothing left to give up.
+    """Return what to try after an attempt that ran out of memory; None when there is nothing left to give up.
 
     `streams` is whether the unit can be streamed, `batch` how many parts its call could be run in.
     """
@@ -40,8 +40,9 @@ def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
 
 
 def next_share(share: float, seconds: float, planned: float, before: float | None = None) -> float | None:
-    """The share to try after a call that took so many seconds though nothing failed; None to go on with this one.
+    """Return the share to try after a call that took so many seconds though nothing failed.
 
+    None to go on with this one.
     A device that pages silently is slow as long as too much lies there. `before` are the seconds of the call for which
     the share was lowered last: where that was of no use, all of it comes back.
     """
@@ -53,7 +54,7 @@ def next_share(share: float, seconds: float, planned: float, before: float | Non
 
 
 def is_slow(seconds: float, planned: float) -> bool:
-    """Whether a call took much longer than planned; of one that was to take no time nothing can be told."""
+    """Return whether a call took much longer than planned; of one that was to take no time nothing can be told."""
     return seconds > _SLOW * planned > 0
 
 
@@ -62,7 +63,7 @@ def _less(share: float) -> float:
 
 
 def describe(attempt: Attempt) -> str:
-    """An attempt in words, for a message."""
+    """Return an attempt in words, for a message."""
     if attempt.share == 1:
         how = "with everything else gone"
     else:

@@ -1,4 +1,4 @@
-"""What runs were measured to take, kept from run to run for each card (see `probe.card_of`), model and shape."""
+"""Measurements of runs, kept from run to run for each card (see `probe.card_of`), model and shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .planner import UnitSizes
 
 
 def recall(card: str, sizes: UnitSizes, work: UnitForecast) -> Measured | None:
-    """What the pieces were measured to compute, in this process or an earlier one; None if they were not."""
+    """Return what the pieces were measured to compute, in this process or an earlier one; None if they were not."""
     try:
         return Measured.from_dict(speeds.pieces(_key(card, sizes, work)))
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -25,7 +25,7 @@ def keep(card: str, sizes: UnitSizes, work: UnitForecast, measured: Measured | N
 
 
 def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, outside_bytes: int = 0) -> Overhead:
-    """What runs took beyond their forecast, in this process or an earlier one, and at least `outside_bytes` outside.
+    """Return what runs took beyond their forecast, in any process, and at least `outside_bytes` outside.
 
     Of a card on which others ran, what the driver counts outside is known also for what did not run there yet.
     """
@@ -34,7 +34,7 @@ def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, outside_byt
 
 
 def recall_outside(card: str) -> int:
-    """What the driver was seen to count of a card for a process, beside the allocator."""
+    """Return what the driver was seen to count of a card for a process, beside the allocator."""
     return _overhead(_outside_key(card)).outside_bytes
 
 

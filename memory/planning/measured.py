@@ -1,4 +1,4 @@
-"""What runs were measured to compute, in place of what was forecast, and to take beyond it. Pure functions."""
+"""Measured seconds in place of forecast ones, and memory beyond the forecast. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measured:
-        """What `to_dict` gave, to four digits. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return what `to_dict` gave, to four digits. Raises KeyError, TypeError or ValueError for anything else."""
         before, *seconds = map(float, data["seconds"])
         return cls(tuple(map(int, data["sizes"])), tuple(seconds), before)
 
 
 def measured_loads(loads: Loads, measured: Measured | None) -> Loads:
-    """The loads with seconds that were measured in place of their own; as they are, if those cannot be theirs."""
+    """Return the loads with seconds that were measured in place of their own.
+
+    As they are, if those cannot be theirs.
+    """
     if measured is None or not _fits(loads, measured):
         return loads
     pairs = zip(loads.pieces, measured.seconds, strict=True)
@@ -52,7 +55,7 @@ def measured_loads(loads: Loads, measured: Measured | None) -> Loads:
 
 
 def spread(loads: Loads, seconds: float) -> Measured | None:
-    """The seconds of a whole call, over its pieces as the loads have them; None where these tell of none."""
+    """Return the seconds of a whole call, over its pieces as the loads have them; None where these tell of none."""
     if not 0 < loads.compute_seconds < math.inf:
         return None
     times = seconds / loads.compute_seconds
@@ -61,7 +64,7 @@ def spread(loads: Loads, seconds: float) -> Measured | None:
 
 
 def differs(loads: Loads, measured: Measured) -> bool:
-    """Whether what was measured says something else than the loads: by 5 % of the computing, pieces taken apart.
+    """Return whether what was measured says something else than the loads: by 5 % of the computing, pieces taken apart.
 
     Of a device that computes in no time, as a simulated one does without a clock, there is nothing to learn.
     """
@@ -92,11 +95,11 @@ class Overhead:
     outside_bytes: int = 0
 
     def driver_bytes(self, tensor_bytes: int) -> int:
-        """What the driver counts where at most so many bytes are in tensors, workspaces included."""
+        """Return what the driver counts where at most so many bytes are in tensors, workspaces included."""
         return tensor_bytes + self._spare_at(tensor_bytes) + self.outside_bytes
 
     def tensors_within(self, budget_bytes: int) -> int:
-        """The most in tensors for which the driver counts no more than so many bytes; 0 if there is none."""
+        """Return the most in tensors for which the driver counts no more than so many bytes; 0 if there is none."""
         room = max(0, budget_bytes - self.outside_bytes)
         if not self.spare_bytes or room <= self.at_bytes + self.spare_bytes:
             return max(0, room - self.spare_bytes)
@@ -109,7 +112,7 @@ class Overhead:
         return -(-self.spare_bytes * tensor_bytes // self.at_bytes)
 
     def on(self, work: UnitForecast) -> UnitForecast:
-        """The forecast with the workspaces of its kernels."""
+        """Return the forecast with the workspaces of its kernels."""
         more = self.workspace_bytes
         return replace(work, working_bytes=work.working_bytes + more, first_bytes=work.first_bytes + more)
 
@@ -118,11 +121,11 @@ class Overhead:
         return replace(self, workspace_bytes=self.workspace_bytes * pictures)
 
     def outside(self, outside_bytes: int) -> Overhead:
-        """The same where the driver counts at least so much besides."""
+        """Return the same where the driver counts at least so much besides."""
         return replace(self, outside_bytes=max(self.outside_bytes, outside_bytes))
 
     def over(self, other: Overhead) -> Overhead:
-        """The more of both, for units that take turns."""
+        """Return the more of both, for units that take turns."""
         spare = max(self, other, key=lambda each: each.spare_bytes)
         return Overhead(
             max(self.workspace_bytes, other.workspace_bytes),
@@ -132,7 +135,7 @@ class Overhead:
         )
 
     def seen_again(self, newer: Overhead) -> Overhead:
-        """What to expect after one run more."""
+        """Return what to expect after one run more."""
         found = self.over(newer)
         if abs(newer.at_bytes - self.at_bytes) > _OTHER * self.at_bytes:
             return replace(found, spare_bytes=newer.spare_bytes, at_bytes=newer.at_bytes)
@@ -144,7 +147,7 @@ class Overhead:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Overhead:
-        """What `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         numbers = {name: data[name] for name in cls.__dataclass_fields__}
         if not all(type(n) is int and 0 <= n < 2**63 for n in numbers.values()):
             raise ValueError("an overhead has bytes that are not numbers from 0 up")

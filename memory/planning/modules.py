@@ -22,7 +22,7 @@ from .forecast import HeldBytes, ModuleOperations, Operations
 
 
 def done_by(card: Card) -> Operations:
-    """What the card of a dry run has done so far: it does one operation a second."""
+    """Return what the card of a dry run has done so far: it does one operation a second."""
     stats = card.stats()
     return Operations(stats.product_seconds, stats.attention_seconds)
 
@@ -72,7 +72,7 @@ class ModuleWatch:
 
     @property
     def held(self) -> HeldBytes:
-        """What is there, beyond what was when watching began, when each module is called, at most."""
+        """The most bytes at the call of each module beyond those when watching began."""
         return tuple(self._held.items())
 
     @property
@@ -150,7 +150,7 @@ class _Readers(TorchDispatchMode):
 
 
 def _common(first: str, second: str) -> str:
-    """The path of the smallest module that holds both."""
+    """Return the path of the smallest module that holds both."""
     shared = []
     for one, other in zip(first.split("."), second.split("."), strict=False):
         if one != other:

@@ -39,14 +39,14 @@ class PieceSize:
     plain_bytes: int = 0
 
     def decode_seconds(self, rates: Rates) -> float:
-        """What decoding takes of a call."""
+        """Return what decoding takes of a call."""
         if not self.codecs:
             return 0
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
     def decoding(self, rates: Rates) -> tuple[float, int, int]:
-        """The seconds that it saves to stay decoded, what that takes more, and for the moment when it is decoded."""
+        """Return the seconds saved by staying dequantized, the bytes that it costs, and those while it is done."""
         return self.decode_seconds(rates), self.plain_bytes - self.held_bytes, moment_bytes(self.codecs)
 
 
@@ -74,17 +74,17 @@ class UnitSizes:
 
     @property
     def resident_bytes(self) -> int:
-        """What is on the device if all is that can be."""
+        """Bytes on the device if all that can be is there."""
         return self.total_bytes - self.table_bytes + self.decoded_bytes
 
     @property
     def most_bytes(self) -> int:
-        """What is there if, besides, all is decoded for good."""
+        """Bytes on the device if, besides, all is dequantized for good."""
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
         return self.resident_bytes + more + max((moment_bytes(piece.codecs) for piece in self.pieces), default=0)
 
     def decoding_beside(self, decoded: Collection[int] = ()) -> HeldBytes:
-        """`decoding` where, of the pieces, just these are decoded for good."""
+        """Return `decoding` where just these pieces are dequantized for good."""
         most, done = dict(self.decoding).get("", 0), {path for i in decoded for path in self.pieces[i].paths}
         outside = most - sum(piece.held_bytes for piece in self.pieces)  # which come after what is in none
         placing = max(outside, placing_bytes([self.pieces[i] for i in sorted(decoded)]))
@@ -92,7 +92,7 @@ class UnitSizes:
         return (("", placing), *calls) if placing > 0 else tuple(calls)
 
     def spared_bytes(self, work: UnitForecast) -> int:
-        """What it takes less to have all pieces decoded for good than none, besides what these weigh."""
+        """Return what it takes less to have all pieces decoded for good than none, besides what these weigh."""
         of_pieces = {path for piece in self.pieces for path in piece.paths}
         others = tuple(each for each in self.decoding_beside() if each[0] not in of_pieces)
         return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
@@ -104,7 +104,7 @@ class UnitSizes:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (of frozen data; budgets share it)
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
-        """The pieces with the seconds that they compute in one call, as far as that is known, and their rates.
+        """Return the pieces with the seconds that they compute in one call, as far as that is known, and their rates.
 
         Of a unit that is called once before its weights leave none is to be decoded for good.
         """
@@ -133,13 +133,13 @@ class UnitSizes:
         return held_in_ram([piece.packed_bytes for piece in self.pieces], found.copied, found.from_disk, ram_bytes)
 
     def beside(self, ram: frozenset[int] | None, there: frozenset[int] | None) -> Beside:
-        """What the first call brings, where RAM is to hold some pieces, None for all, and some are there by now."""
+        """Return what the first call brings. RAM is to hold some pieces, None for all; some are there by now."""
         rest_bytes = self.fixed_bytes - self.decoded_bytes
         held = tuple(piece.held_bytes for piece in self.pieces)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
     def ram_bytes(self, pieces: Iterable[int]) -> int:
-        """What these of the pieces take in RAM."""
+        """Return what these of the pieces take in RAM."""
         return sum(self.pieces[i].packed_bytes for i in pieces)
 
 
@@ -210,12 +210,12 @@ class Candidate:
         return f"streamed, {stays:.0%} of the weights stay{where}"
 
     def beginning_with(self, call_seconds: float, calls_per_step: float) -> Candidate:
-        """The same with a first call that takes so long, in which the weights come."""
+        """Return the same with a first call that takes so long, in which the weights come."""
         others = self.step_seconds * (calls_per_step - 1) / calls_per_step
         return replace(self, first_step_seconds=max(self.step_seconds, call_seconds + max(0.0, others)))
 
     def coming_back(self, turn_bytes: float, turn_seconds: float, turns_per_step: float) -> Candidate:
-        """The same where its weights come back for each turn, with so many bytes and seconds more than they stayed."""
+        """Return the same where the weights come back for each turn, at the cost of these bytes and seconds."""
         seconds = turn_seconds * turns_per_step
         return replace(
             self,
@@ -241,7 +241,7 @@ class Plan(Candidate):
     fits: bool = True
 
     def taking_turns(self, others: str, more_bytes: int, idle_bytes: int) -> Plan:
-        """The same for a unit that takes turns with `others`, which hold so many bytes more than it was planned for."""
+        """Return the same for a unit that takes turns with `others`, which hold `more_bytes` more than planned."""
         if not self.fits:
             return self
         how = f"beside {others}, with which it takes turns"
@@ -270,7 +270,7 @@ def comparable(seconds: float) -> float:
 
 
 def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
-    """The least weights on the device at a time for each placement, best placement first."""
+    """Return the least weights on the device at a time for each placement, best placement first."""
     least: dict[PlacementName, int] = {"resident": sizes.resident_bytes}
     if sizes.least_streamed_bytes < sizes.resident_bytes:
         least["streamed"] = sizes.least_streamed_bytes
@@ -278,14 +278,17 @@ def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
 
 
 def meant_by(strategy: str, sizes: UnitSizes) -> str:
-    """The placement that a strategy other than auto means for a unit: what cannot be streamed is resident instead."""
+    """Return the placement that a strategy other than auto means for a unit.
+
+    What cannot be streamed is resident instead.
+    """
     if strategy not in ("streamed", "leafwise"):
         return strategy
     return "streamed" if "streamed" in least_weights(sizes) else "resident"
 
 
 def window_bytes(sizes: UnitSizes, placement: str) -> int:
-    """The RAM that a placement takes where the weights come straight from disk."""
+    """Return the RAM that a placement takes where the weights come straight from disk."""
     if placement == "streamed" and sizes.pieces:
         return WINDOWS * max(piece.packed_bytes for piece in sizes.pieces)
     return WINDOWS * min(BATCH_BYTES, sizes.tensor_bytes)
@@ -310,7 +313,7 @@ def make_plan(
     overhead: Overhead | None = None,
     ram_stated: bool = True,
 ) -> Plan:
-    """The best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
+    """Return the best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
@@ -408,7 +411,7 @@ def make_plan(
 def _rooms(
     placement: PlacementName, least: int, sizes: UnitSizes, work: UnitForecast, budget_bytes: int, strategy: str
 ) -> list[int]:
-    """The bytes of weights to consider: all that the budget leaves, and the least."""
+    """Return the bytes of weights to consider: all that the budget leaves, and the least."""
     if placement == "resident" or strategy == "leafwise":
         return [least]
     most = min(budget_bytes - work.peak_bytes, sizes.most_bytes)
@@ -456,7 +459,7 @@ def _candidate(
 def _short_of_ram(
     candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Arrangement, ram_bytes: int, calls_per_step: float
 ) -> Candidate:
-    """The same where RAM does not hold all."""
+    """Return the same where RAM does not hold all."""
     held = sizes.ram_bytes(sizes.ram_pieces(found, ram_bytes))
     read = found.read_bytes / rates.disk_bytes_per_second * calls_per_step
     return replace(

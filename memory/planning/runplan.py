@@ -74,7 +74,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class BestBatch:
-    """So many pictures at once, and the seconds of sampling that each then takes."""
+    """A number of pictures at once, and the seconds of sampling that each then takes."""
 
     pictures: int
     seconds: float
@@ -82,7 +82,7 @@ class BestBatch:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will take: bytes, seconds, and why. `str()` of it is a table with the reasons."""
+    """The plan of a run: bytes, seconds, and why. `str()` of it is a table with the reasons."""
 
     model: str
     device: str
@@ -108,7 +108,7 @@ class RunPlan:
 
     @property
     def samples(self) -> bool:
-        """Whether sampling fits the budget."""
+        """Return whether sampling fits the budget."""
         return all(plan.fits for plan in self._sample.units)
 
     @property
@@ -148,7 +148,7 @@ class RunPlan:
 
     @property
     def ram_bytes(self) -> int:
-        """What the largest unit holds in RAM."""
+        """Bytes of RAM that the largest unit holds."""
         return max(plan.ram_bytes for stage in self.stages for plan in stage.units)
 
     @property
@@ -185,7 +185,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits the budget."""
+        """Return whether every stage fits the budget."""
         return all(plan.fits for stage in self.stages for plan in stage.units)
 
     def __str__(self) -> str:
@@ -225,14 +225,14 @@ class RunPlan:
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
 
     def brief(self) -> str:
-        """A shorter line: the budget, what becomes of the transformer, the peak, and the time."""
+        """Return a shorter line: the budget, what becomes of the transformer, the peak, and the time."""
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
         took = took if self.is_timed else _UNTIMED
         peak = f"peak {self._peak_words}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def batch_words(self) -> str:
-        """What sampling takes a picture, and in which batch it takes least."""
+        """Return what sampling takes a picture, and in which batch it takes least."""
         if not self.is_timed:
             words = "The time of sampling, and with it the best batch, is not predicted on the simulated card."
             return f"{words} It samples {self.at_once} at once." if self.pictures > 1 else words
@@ -316,7 +316,7 @@ def compare(plans: Sequence[RunPlan]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time as people say it: "0.41 s", "3.2 min"."""
+    """Return a time as people say it: "0.41 s", "3.2 min"."""
     if not value:
         return "0 s"
     if value >= 90:

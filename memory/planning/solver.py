@@ -77,18 +77,18 @@ class Loads:
 
     @functools.cached_property
     def compute_seconds(self) -> float:
-        """What a call computes in all."""
+        """Seconds that a call computes in all."""
         return self.before_seconds + sum(piece.seconds for piece in self.pieces)
 
     def computing(self, seconds: float) -> Loads:
-        """The same for a call that computes so long in all, in the same proportions."""
+        """Return the same for a call that computes so long in all, in the same proportions."""
         times = seconds / self.compute_seconds if self.compute_seconds else 0.0
         pieces = tuple(replace(piece, seconds=piece.seconds * times) for piece in self.pieces)
         return replace(self, pieces=pieces, before_seconds=self.before_seconds * times)
 
     @classmethod
     def even(cls, pieces: Iterable[HasSizes]) -> Loads:
-        """Of pieces that compute for as long as they are copied: what to go by when nothing is known."""
+        """Return loads of pieces that compute for as long as they are copied, for when nothing is known."""
         return cls(tuple(PieceLoad(p.packed_bytes, p.held_bytes, float(p.packed_bytes)) for p in pieces))
 
 
@@ -113,18 +113,21 @@ class Arrangement:
 
 
 def least_bytes(pieces: Sequence[PieceLoad]) -> int:
-    """The least on the device that pieces can be run in: a ring of the two largest, or all of them if that is less."""
+    """Return the least on the device that pieces can be run in.
+
+    A ring of the two largest, or all of them if that is less.
+    """
     return min(least_ring_bytes(pieces), sum(piece.held_bytes for piece in pieces))
 
 
 def least_ring_bytes(pieces: Sequence[PieceLoad]) -> int:
-    """The smallest ring: copies to it still overlap with computing."""
+    """Return the smallest ring: copies to it still overlap with computing."""
     return RINGS[0] * max((piece.packed_bytes for piece in pieces), default=0)
 
 
 @functools.lru_cache(maxsize=256)
 def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arrangement:
-    """The fastest arrangement of pieces that takes at most `room_bytes` on the device; of equally fast ones that which
+    """Find the fastest arrangement of pieces in at most `room_bytes` on the device; of equally fast ones that which
     reads least, then that which copies least.
 
     Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that, and less
@@ -206,7 +209,7 @@ class _Option:
 def _choices(
     pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int], rings: tuple[int, ...]
 ) -> dict[int, tuple[_Choice, ...]]:
-    """Sets of pieces to stream through each ring, those with fewer bytes first; they do not depend on the room."""
+    """Return the sets of pieces to stream through each ring, fewest bytes first. They do not depend on the room."""
     if len(pieces) <= _FEW:
         few = _sets(pieces, np.array(list(itertools.product((False, True), repeat=len(pieces))), bool))
         return dict.fromkeys(rings, tuple(few))
@@ -230,7 +233,7 @@ def _sets(pieces: Sequence[PieceLoad], rows: Sets) -> list[_Choice]:
 
 
 def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Sets:
-    """Of ever more seconds of copying, spread so that there is always computing to hide the next copy behind."""
+    """Yield sets of ever more seconds of copying, spread so that each copy has computing to hide behind."""
     transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
     total = sum(transfer)
     # What computes next to nothing can hide no copy, and streams last.
@@ -240,7 +243,7 @@ def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Sets:
 
 
 def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, rings: Sequence[int]) -> Sets:
-    """What is hidden behind computing where a piece may come as long before its call as a ring has room for it.
+    """Return what is hidden behind computing where a piece may come as long before its call as a ring has room for it.
 
     So what computes long makes up for what comes after it. For each ring, `_HIDDEN` rows of ever more copying for each
     second of computing.
@@ -252,7 +255,7 @@ def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, rings: Sequenc
 
 
 def _with_disk_last(pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]) -> Iterator[Sets]:
-    """Of what is in RAM ever more, while all else stays; then of the rest too."""
+    """Yield sets of ever more pieces in RAM, while all else stays; then of the rest too."""
     if not on_disk:
         return
     in_ram = [replace(piece, packed_bytes=0) if i in on_disk else piece for i, piece in enumerate(pieces)]
@@ -264,7 +267,7 @@ def _with_disk_last(pieces: Sequence[PieceLoad], bytes_per_second: float, on_dis
 
 
 def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:
-    """How many times its computing each piece is to stream, of its copy at most, for ever more seconds in all."""
+    """Yield how many times its computing each piece is to stream, of its copy at most, for ever more seconds in all."""
     ratios = sorted((t / c, t, c) for t, c in zip(transfer, compute, strict=True))
     whole, rest, k = 0.0, sum(compute), 0  # copies that stream whole, and the computing of the other pieces
     for level in range(_LEVELS + 1):
@@ -275,7 +278,7 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
 
 
 def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement | None) -> Iterator[Arrangement]:
-    """An option with each set of pieces that may come from disk, where RAM holds `ram_bytes` of those that stream.
+    """Combine an option with each set of pieces to come from disk, where RAM holds `ram_bytes` of those that stream.
 
     Yields each that may be better than the best so far.
     """

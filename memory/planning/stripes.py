@@ -10,7 +10,7 @@ _LEAST_SHARE = 16  # fewer rows on the device than one in so many are not worth 
 
 
 def stripe_height(rows: int, budget_bytes: int, peak_bytes: Callable[[int], int], grain: int = 1) -> int:
-    """The height of the stripes that a map of `rows` rows is made in, within `budget_bytes`.
+    """Return the height of the stripes that a map of `rows` rows is made in, within `budget_bytes`.
 
     `peak_bytes` says what making so many rows takes at most, halo and result included, and does not fall as they grow.
     Stripes are as few as the budget allows and then as equal as can be, in multiples of `grain` where that many rows
@@ -50,13 +50,16 @@ def stripes(rows: int, height: int) -> list[tuple[int, int]]:
 
 
 def device_rows(rows: int, row_bytes: int, spare_bytes: int) -> int:
-    """How many rows of a map that is kept stay on the device, where so many bytes are spare; the others lie in RAM."""
+    """Return how many rows of a map that is kept stay on the device, where so many bytes are spare.
+
+    The others lie in RAM.
+    """
     fitting = min(rows, max(0, spare_bytes) // max(1, row_bytes))
     return fitting if fitting * _LEAST_SHARE >= rows else 0
 
 
 def is_cheaper_made(operations: float, later: float, moved_bytes: float, operations_per_byte: float) -> bool:
-    """Whether making a map again takes less than moving so many bytes of it to RAM in one pass, and back in the next.
+    """Return whether making a map again takes less time than moving it to RAM in one pass, and back in the next.
 
     Computing and copies go on at once: what hides behind the `operations` that make the map, or behind those `later`
     of what follows from it, costs nothing. `operations_per_byte`: how many a device does in the time that a byte takes
@@ -69,7 +72,7 @@ def is_cheaper_made(operations: float, later: float, moved_bytes: float, operati
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over a map takes: operations, and bytes to the device and from it. All three go on at once.
+    """The costs of one pass over a map: operations, and bytes to the device and from it. All three overlap.
 
     `exposed_bytes` of them nothing overlaps with: what the first stripe is made from, and what the last one leaves.
     """
@@ -80,7 +83,7 @@ class Pass:
     exposed_bytes: float = 0.0
 
     def scaled(self, times: float) -> Pass:
-        """So many of them."""
+        """Return the costs of `times` passes."""
         return Pass(*(times * each for each in astuple(self)))
 
     def seconds(self, operations_per_second: float, bytes_per_second: float) -> float:
@@ -90,5 +93,5 @@ class Pass:
 
 
 def seconds(passes: Iterable[Pass], operations_per_second: float, bytes_per_second: float) -> float:
-    """How long passes take one after the other."""
+    """Return how long passes take one after the other."""
     return sum(one.seconds(operations_per_second, bytes_per_second) for one in passes)

@@ -30,7 +30,7 @@ def windows_bytes(sizes: Sequence[int]) -> int:
 
 
 def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Sets of pieces to read, such that the others are in RAM, and no piece more would be; those of less bytes first.
+    """Yield sets of pieces to read, fewest bytes first. RAM holds the others, and could hold no piece more.
 
     `copied` are the bytes of each piece that streams, by index, of which RAM may hold `ram_bytes`; `seconds` is how
     long each of all pieces takes. Of more than a few pieces the first set is in that of less RAM; the others, which
@@ -90,7 +90,7 @@ def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[in
 
 
 def spread(indices: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """The indices in such an order that any number of them, from the first, lies evenly in a step.
+    """Return the indices in such an order that any number of them, from the first, lies evenly in a step.
 
     By the low-discrepancy sequence of van der Corput, of the times at which the pieces run.
     """

@@ -41,7 +41,10 @@ class Turns:
 
 
 def beside_each_other(units: Mapping[Key, Turns]) -> dict[Key, int]:
-    """The weights that each unit holds at least while others of these run; empty where they had better take turns."""
+    """Return the weights that each unit holds at least while others of these run.
+
+    Empty where they had better take turns.
+    """
     if len(units) < 2:
         return {}
     room = min(unit.room_bytes for unit in units.values())

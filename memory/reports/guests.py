@@ -10,14 +10,14 @@ from .timeline import OnDevice
 
 
 def guests_on(device: torch.device) -> tuple[OnDevice, ...]:
-    """The host's models that are on a device now, in the order of their roles and names."""
+    """Return the host's models that are on a device now, in the order of their roles and names."""
     found = [model for model in host.known_models(device) if model.bytes]
     found.sort(key=lambda model: (model.role, model.name))
     return tuple(OnDevice(_name(model), model.role, model.bytes, host.page_bytes(model.patcher)) for model in found)
 
 
 def guest_reports(device: torch.device) -> tuple[UnitReport, ...]:
-    """The state of each of the host's models that runs on a device, whether it is there now or in RAM."""
+    """Return the state of each of the host's models that runs on a device, whether it is there now or in RAM."""
     return tuple(_reported(model) for model in host.known_models(device))
 
 

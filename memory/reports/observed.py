@@ -59,7 +59,7 @@ def _most(event: Event) -> int:
 
 
 def _records(events: Sequence[Event]) -> dict[str, UnitRecord]:
-    """What became of each model that was on the device."""
+    """Return what became of each model that was on the device."""
     held = [{resident.name: resident.bytes for resident in event.residents} for event in events]
     found = {}
     for name in dict.fromkeys(name for each in held for name in each):

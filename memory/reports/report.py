@@ -1,4 +1,4 @@
-"""What the manager says of itself: the units, where they are, and the budget."""
+"""The manager's report: the units, where they are, and the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnitReport:
 
     @classmethod
     def of(cls, unit: ManagedModel) -> UnitReport:
-        """The state of a unit now."""
+        """Return the state of a unit now."""
         return cls(
             name=unit.name,
             label=unit.label,

@@ -1,4 +1,4 @@
-"""What happened to the memory of one device: events, a record of each stage, and the picture drawn from them."""
+"""The history of one device's memory: events, a record of each stage, and the picture drawn from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Event:
     total_bytes: int = 0
 
     def own_peak_bytes(self, before: Event) -> int:
-        """The most of ours since the event before. Others only leave meanwhile: they never come while a stage runs."""
+        """Return the most of ours since the event before.
+
+        Others only leave meanwhile: they never come while a stage runs.
+        """
         return max(self.peak_bytes - before.other_bytes, self.allocated_bytes - self.other_bytes, 0)
 
 
@@ -73,7 +76,7 @@ Watcher = Callable[[Event, ManagedModel], None]
 
 @dataclass
 class UnitRecord:
-    """What one stage did with one unit."""
+    """The record of one unit in one stage."""
 
     name: str
     tier_before: Tier
@@ -112,7 +115,7 @@ class StageRecord:
 
     @property
     def overhead(self) -> Overhead:
-        """What it took beyond tensors."""
+        """The memory that it took beyond tensors."""
         spare = max(0, self.reserved_peak_bytes - self.peak_bytes)
         return Overhead(spare_bytes=spare, at_bytes=self.peak_bytes, outside_bytes=self.outside_bytes)
 
@@ -157,7 +160,7 @@ class StageRecord:
 
     @property
     def has_others(self) -> bool:
-        """Whether other models held more than what an allocator rounds."""
+        """Return whether other models held more than what an allocator rounds."""
         return self.other_bytes * 100 > self.own_peak_bytes
 
     def summary(self) -> str:
@@ -269,11 +272,11 @@ class Timeline:
 
     @property
     def is_in_stage(self) -> bool:
-        """Whether a stage of ours is running."""
+        """Return whether a stage of ours is running."""
         return self._stage is not None
 
     def moment(self) -> Event:
-        """This moment, to all models alike, of a stage that is not ours. It is not recorded; the peak starts anew."""
+        """Return the event of this moment in a stage that is not ours. It is not recorded; the peak starts anew."""
         models = (*self._residents(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
@@ -281,7 +284,7 @@ class Timeline:
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
     def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0, total_bytes: int = 0) -> None:
-        """Let the watcher know how far something is. That is no event to keep: the peak goes to the next one."""
+        """Tell the watcher how far something is. The event is not kept: the peak goes to the next one."""
         if self._watcher is not None:
             allocated = self._accelerator.allocated_bytes()
             self._watcher(
@@ -321,7 +324,7 @@ class Timeline:
         self.stages.clear()
 
     def newest(self, stages: int = _MAX_STAGES, runs: int | None = None) -> list[StageRecord]:
-        """The newest stages; with `runs`, only those of so many of the newest runs."""
+        """Return the newest stages; with `runs`, only those of so many of the newest runs."""
         found = list(self.stages)
         if runs:
             kept = list(dict.fromkeys(stage.run for stage in reversed(found)))[:runs]
@@ -329,7 +332,10 @@ class Timeline:
         return found[-stages:]
 
     def table(self, stages: int = _MAX_STAGES, runs: int | None = None) -> str:
-        """A row for each unit of each of the newest stages: tiers, bytes brought in, budget, peaks, plan, seconds."""
+        """Return a row for each unit of each of the newest stages.
+
+        Tiers, bytes brought in, budget, peaks, plan, seconds.
+        """
         found = self.newest(stages, runs)
         others = any(stage.has_others for stage in found)
         driver = any(stage.driver_bytes > stage.peak_bytes for stage in found)
@@ -399,6 +405,6 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
 
 
 def names_of_runs(stages: Sequence[StageRecord]) -> list[str]:
-    """The name of each stage's run: the last one is "this", those before it count backwards."""
+    """Return the name of each stage's run: the last one is "this", those before it count backwards."""
     runs = list(dict.fromkeys(stage.run for stage in reversed(stages)))
     return [f"{back} before" if (back := runs.index(stage.run)) else "this" for stage in stages]

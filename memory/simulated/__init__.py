@@ -80,7 +80,7 @@ def _why_not_here() -> str | None:
 
 
 def is_enabled() -> bool:
-    """Whether `enable` has been called in this process, with success."""
+    """Return whether `enable` has been called in this process, with success."""
     return _enabled
 
 
@@ -177,7 +177,7 @@ def watch(fn: Callable[[Transfer], None]) -> Iterator[None]:
 
 @contextmanager
 def fail_after(n_allocations: int) -> Iterator[None]:
-    """Let the n-th allocation from now (1 is the next), and only it, raise torch.OutOfMemoryError."""
+    """Make the n-th allocation from now (1 is the next), and only it, raise torch.OutOfMemoryError."""
     if n_allocations < 1:
         raise ValueError(f"allocations are counted from 1, not from {n_allocations}")
     card = state.card
@@ -190,7 +190,7 @@ def fail_after(n_allocations: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What `torch.sim.get_device_properties()` tells."""
+    """The properties that `torch.sim.get_device_properties()` returns."""
 
     name: str
     total_memory: int
@@ -250,7 +250,7 @@ def _stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def _backend() -> types.ModuleType:
-    """The module `torch.sim`, with the functions that torch, accelerate and diffusers look for."""
+    """Return the module `torch.sim`, with the functions that torch, accelerate and diffusers look for."""
     module = types.ModuleType("torch.sim", __doc__)
     functions: dict[str, Any] = {
         "is_available": lambda: True,

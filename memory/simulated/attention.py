@@ -12,15 +12,15 @@ Fuses = Callable[..., bool]
 
 
 def never(*tensors: Any, **options: Any) -> bool:
-    """A card that has no fused kernel."""
+    """Return False: a card without fused kernels."""
     return False
 
 
 def by_parts(*args: Any, **kwargs: Any) -> Any:
-    """What torch does without a fused kernel, operator by operator, on whatever device."""
+    """Run attention without a fused kernel, operator by operator, on any device."""
     return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **kwargs)[0]
 
 
 def softmax_by_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The softmax of that, which has several matrices more for a moment: so has a real card."""
+    """Return the softmax of that, which has several matrices more for a moment: so has a real card."""
     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)

@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a card has done since its counters were last reset. Times in seconds of the virtual clock.
+    """The counters of a card since they were last reset. Times are in seconds of the virtual clock.
 
     `clock_seconds` is the time of the last thing to finish, host or device. `h2d_seconds` and `d2h_seconds`
     are how long the copy engines were busy, `attention_seconds` how long kernels of attention ran, `product_seconds`
@@ -73,7 +73,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a card takes beyond tensors, and how much longer than by its stated rate it computes.
+    """The memory of a card beyond tensors, and its computing time beyond its stated rate.
 
     The driver counts `context_bytes` from the start, `library_bytes` from the first large kernel on, and the
     allocator's pool, which is a share of `fragmentation` larger than the tensors that lay in it since it was last
@@ -227,11 +227,11 @@ class Card:
         self._driver_peak = max(self._driver_peak, self._pool + self.outside_bytes())
 
     def _gone_bytes(self) -> int:
-        """What no tensor of this process can have."""
+        """Return what no tensor of this process can have."""
         return self.reserved_bytes + self.outside_bytes()
 
     def outside_bytes(self) -> int:
-        """What the driver counts for this process beside the allocator's pool."""
+        """Return what the driver counts for this process beside the allocator's pool."""
         return self.overhead.context_bytes + self._library
 
     def _driver_bytes(self) -> int:
@@ -241,7 +241,7 @@ class Card:
         return self._pool if self.overhead.fragmentation else self._allocated
 
     def pool_bytes(self) -> int:
-        """What the allocator has of the driver: no more than tensors, where a card has no fragmentation."""
+        """Return what the allocator has of the driver: no more than tensors, where a card has no fragmentation."""
         with self.lock:
             self._settle()
             return self._pool_now()
@@ -297,7 +297,7 @@ class Card:
             return peak
 
     def stats(self) -> Stats:
-        """A snapshot of all counters."""
+        """Return a snapshot of all counters."""
         with self.lock:
             self._settle()
             return Stats(
@@ -373,7 +373,7 @@ class Card:
             self.latest = max(self.latest, end)
 
     def _paging_seconds(self, spans: list[Span]) -> float:
-        """What a kernel waits for those of its bytes that lie in the system's memory, evenly spread over all."""
+        """Return what a kernel waits for those of its bytes that lie in the system's memory, evenly spread over all."""
         self._settle()
         if self.pages_above is None or self._allocated <= self.pages_above:
             return 0.0
@@ -394,7 +394,7 @@ class Card:
         span.allocation.spans[span[1:]] = Times(written, max(times.used, end))
 
     def wait_until(self, when: float) -> None:
-        """Let the host wait for a moment of the virtual clock."""
+        """Wait on the host for a moment of the virtual clock."""
         with self.lock:
             self.host = max(self.host, when)
             self.latest = max(self.latest, when)
@@ -409,7 +409,7 @@ class Span(NamedTuple):
 
 
 def span_of(tensor: Any) -> Span:
-    """The bytes that a simulated tensor lies in."""
+    """Return the bytes that a simulated tensor lies in."""
     raw = tensor.raw
     if not raw.numel():
         return Span(tensor.allocation, 0, 0)

@@ -44,20 +44,20 @@ class Stream:
         copies.join(self, stream.tail)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that happens when all work queued so far is done."""
+        """Return an event that happens when all work queued so far is done."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether all queued work is done at the host's present time."""
+        """Return whether all queued work is done at the host's present time."""
         done = self.ready <= state.card.host
         if done:
             copies.force(self.tail)
         return done
 
     def synchronize(self) -> None:
-        """Let the host wait for all queued work."""
+        """Wait on the host for all queued work."""
         state.card.wait_until(self.ready)
         copies.force(self.tail)
 
@@ -90,14 +90,14 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether it has happened at the host's present time. True if never recorded."""
+        """Return whether it has happened at the host's present time. True if never recorded."""
         done = self.time is None or self.time <= state.card.host
         if done:
             copies.force(self.tail)
         return done
 
     def synchronize(self) -> None:
-        """Let the host wait for the event."""
+        """Wait on the host for the event."""
         if self.time is not None:
             state.card.wait_until(self.time)
             copies.force(self.tail)
@@ -115,17 +115,17 @@ state.card.timed = False  # until there is a second stream
 
 
 def current_stream() -> Stream:
-    """The stream that this thread queues work on."""
+    """Return the stream that this thread queues work on."""
     return getattr(_local, "stream", default_stream)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Let this thread queue work on a stream from now on; None means the default stream."""
+    """Set the stream on which this thread queues work; None means the default stream."""
     _local.stream = stream or default_stream
 
 
 def read_from_disk(nbytes: int, after: Event | None = None) -> Event | None:
-    """The event that a file's bytes have come to RAM, one read after the other, begun when `after` has happened.
+    """Return the event that a file's bytes have come to RAM, one read after the other, begun when `after` has happened.
 
     None where the disk takes no time.
     """

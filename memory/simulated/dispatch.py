@@ -47,7 +47,7 @@ def _plain(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A composite operator that is run as one; it may hand back its argument."""
+    """Run a composite operator as one. It may return its argument."""
     raws = [raw_of(arg, func) for arg in args]
     result = _run(func, raws, {key: raw_of(value, func) for key, value in kwargs.items()})
     if result is raws[0]:
@@ -67,14 +67,14 @@ def _attention(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def calls_others(handler: Handler, args: tuple, kwargs: dict) -> bool:
-    """Whether a handler runs operators of its own on these arguments."""
+    """Return whether a handler runs operators of its own on these arguments."""
     if handler is _attention:
         return state.card.fuses is not None and not state.card.fuses(*args, **kwargs)
     return handler in (composite, softmax_by_parts)
 
 
 def _mutating(func: Any) -> Handler:
-    """A handler for an operator that writes to arguments, as its schema says."""
+    """Return a handler for an operator that writes to arguments, as its schema says."""
     arguments = func._schema.arguments
     written = [(at, a.name) for at, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
 
@@ -171,7 +171,7 @@ def _to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def read_item(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The number in a tensor of one element: a copy that the host waits for."""
+    """Return the number in a tensor of one element: a copy that the host waits for."""
     copies.force(current_stream().tail)
     value = shapes.known(args[0].raw, func).item()
     state.card.transfer("d2h", args[0], args[0], True, current_stream())
@@ -179,12 +179,12 @@ def read_item(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def data_may_be_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `tensor.data = value` works: SimTensor has a setter, other tensors take no SimTensor."""
+    """Return whether `tensor.data = value` works: SimTensor has a setter, other tensors take no SimTensor."""
     return type(tensor) is SimTensor
 
 
 def _synchronous(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator whose result's shape or value the host waits for."""
+    """Run an operator whose result's shape or value the host waits for."""
     result = _plain(func, args, kwargs)
     current_stream().synchronize()
     return result
@@ -198,12 +198,12 @@ def _index(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _moved(indices: Any) -> list:
-    """Indices, and only they, may lie on the CPU: as on a real card they are copied over."""
+    """Copy indices to the card. Only they may lie on the CPU, as with a real card."""
     return [wrap(i.clone()) if isinstance(i, torch.Tensor) and type(i) is not SimTensor else i for i in indices]
 
 
 def _counted(index: Any, func: Any) -> tuple:
-    """A mask as the places that it picks, which tell the shape of the result even of data that is not known."""
+    """Return a mask as the places that it picks, which tell the shape of the result even of data that is not known."""
     if type(index) is not SimTensor or index.raw.dtype not in (torch.bool, torch.uint8):
         return (index,)
     return tuple(wrap(places) for places in shapes.known(index.raw, func).nonzero(as_tuple=True))

@@ -34,7 +34,7 @@ one_at_a_time = threading.RLock()  # who puts another card in the place of the o
 
 @contextmanager
 def dry_card(fuses: Fuses | None = None) -> Iterator[state.Card]:
-    """Let what this thread makes on `meta` be tensors of a simulated card, which is counted and has no cap.
+    """Turn `meta` tensors that this thread makes into tensors of a simulated card, counted and without a cap.
 
     Small tensors keep their values there, large ones have shapes only (see `shapes`). The card's seconds of compute
     are operations. `fuses` tells which attention the real card has a fused kernel for, by default all. One at a time

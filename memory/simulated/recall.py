@@ -25,7 +25,7 @@ class _Made(NamedTuple):
 
 
 class _UnfitError(Exception):
-    """What cannot be remembered."""
+    """A call that cannot be remembered."""
 
 
 def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -40,7 +40,7 @@ def make(func: Any, args: Any, kwargs: dict) -> torch.Tensor:
 
 
 def moved(source: torch.Tensor) -> torch.Tensor:
-    """What a tensor of the host becomes on the device."""
+    """Return what a tensor of the host becomes on the device."""
     return _shape_of(source) if source.untyped_storage().nbytes() > KEPT_BYTES else source.clone()
 
 
@@ -54,7 +54,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def valued(raw: torch.Tensor) -> torch.Tensor:
-    """The tensor, or zeros on the CPU for one of floats without values."""
+    """Return the tensor, or zeros on the CPU for one of floats without values."""
     if not raw.is_meta:
         return raw
     if not _is_measure(raw):
@@ -63,7 +63,7 @@ def valued(raw: torch.Tensor) -> torch.Tensor:
 
 
 def known(raw: torch.Tensor, func: Any) -> torch.Tensor:
-    """The tensor; RuntimeError if it has no values."""
+    """Return the tensor; RuntimeError if it has no values."""
     if raw.is_meta:
         raise _no_value(func)
     return raw

@@ -46,7 +46,7 @@ class SimTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type, data: torch.Tensor, requires_grad: bool = False, **_: Any) -> Any:
-        """What code means that re-creates a parameter as `type(parameter)(data, requires_grad=...)`."""
+        """Return what code means that re-creates a parameter as `type(parameter)(data, requires_grad=...)`."""
         # Parameters on the device are SimTensors by type, so this must serve data on any device.
         return torch.nn.Parameter(data, requires_grad)
 
@@ -150,7 +150,7 @@ def wrap_all(result: Any) -> Any:
 
 
 def raw_of(value: Any, func: Any) -> Any:
-    """The tensors inside; raises RuntimeError for a tensor elsewhere, save a scalar on the CPU."""
+    """Return the tensors inside; raises RuntimeError for a tensor elsewhere, save a scalar on the CPU."""
     kind = type(value)
     if kind is SimTensor:
         return value.raw

@@ -1,4 +1,4 @@
-"""What stays on the device and has yet to come: it has its room there at once, and its weights when it is called."""
+"""Deferred uploads: a resident piece has its room on the device at once, and its weights when it is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Arrivals:
 
     @property
     def owes(self) -> bool:
-        """Whether there are copies to queue."""
+        """Return whether there are copies to queue."""
         return bool(self._owing)
 
     def take_bytes(self) -> tuple[int, int]:
@@ -52,7 +52,7 @@ class Arrivals:
             self._supply.await_ram([slot.tensor for slot, _ in piece.owed])
 
     def enter(self, piece: Piece) -> None:
-        """Let a piece be there for what is queued from now on."""
+        """Make work that is queued from now on wait for a piece."""
         if not piece.owed:
             return
         if not piece.sent:
@@ -80,7 +80,7 @@ class Arrivals:
         return True
 
     def before_disk(self, upcoming: list[Piece], current: Piece | None) -> list[Piece]:
-        """Of pieces that come through windows those that are called before the next one that is to stay and is on
+        """Return the pieces that come through windows and are called before the next one that is to stay and is on
         disk: it takes the windows, and what was read into them would be read again.
         """
         now = self._order[current] if current else -1
@@ -89,12 +89,12 @@ class Arrivals:
         return upcoming if upto is None else [piece for piece in upcoming if now < self._order[piece] < upto]
 
     def disk_copies(self) -> list[list[Copy]]:
-        """What is to come from disk, by piece, in the order of the calls."""
+        """Return what is to come from disk, by piece, in the order of the calls."""
         pieces = sorted(self._owing, key=self._order.__getitem__)
         return [copies for piece in pieces if (copies := self._copies(piece)[1])]
 
     def forget(self, piece: Piece) -> None:
-        """Let a piece come no more; its room may be given up then."""
+        """Cancel the upload of a piece. Its room may then be given up."""
         if piece.owed and piece.sent and piece.arrived:
             self._queues.finish()  # the copies into what is freed
         if piece in self._owing:
@@ -122,7 +122,7 @@ class Arrivals:
         self._owing.remove(piece)
 
     def _copies(self, piece: Piece) -> tuple[list[Copy], list[Copy]]:
-        """The copies that a piece takes, each once: from RAM, and from disk."""
+        """Return the copies that a piece takes, each once: from RAM, and from disk."""
         once = {id(target): (slot.tensor, target) for slot, target in piece.owed}.values()
         on_disk = [copy for copy in once if self._supply.reads(copy[0])]
         return [copy for copy in once if not self._supply.reads(copy[0])], on_disk

@@ -20,7 +20,7 @@ def make_placement(
     loads: Loads | None = None,
     incoming: Incoming = NOTHING,
 ) -> Placement:
-    """How a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device.
+    """Return how a unit is to sit; nothing is moved yet. `weights_bytes` may be on the device.
 
     What is not in RAM comes from disk, save what is `incoming`. `loads` say what its pieces compute.
     """

@@ -39,13 +39,13 @@ class Workspace:
         self._views.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the workspace."""
+        """Return whether a tensor lies in the workspace."""
         memory = self._memory
         return memory is not None and tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     @contextmanager
     def decoded(self, owner: Owner) -> Iterator[None]:
-        """Let a module hold its encoded weights decoded, from the bytes that are `here` of them.
+        """Show a module its encoded weights dequantized, from their bytes on the device (`here`).
 
         Those of which there are none here are decoded already.
         """
@@ -80,7 +80,7 @@ class Workspace:
 
 
 def decode(codec: Codec, here: torch.Tensor) -> nn.Parameter:
-    """An encoded parameter as a tensor of its own, on the device of its bytes."""
+    """Return an encoded parameter as a tensor of its own, on the device of its bytes."""
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty(codec.shape, dtype=codec.dtype, device=here.device)
         codec.decode(split(codec, here), made)

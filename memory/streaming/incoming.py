@@ -25,14 +25,14 @@ class DiskTimes:
         self._events: dict[int, Any] = {}
 
     def of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Those that are to be waited for before these are read."""
+        """Return the events to wait for before these tensors are read."""
         addresses = {address_of(tensor) for tensor in tensors}
         while self._left and any(self._wanted[address] for address in addresses):
             self._read_next()
         return [event for address in addresses if (event := self._events.get(address)) is not None]
 
     def read_all(self) -> None:
-        """Let the disk read all."""
+        """Make the simulated disk read everything."""
         while self._left:
             self._read_next()
 
@@ -94,18 +94,18 @@ class Incoming:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something is still being read."""
+        """Return whether something is still being read."""
         return self.reading is not None and not self.reading.done
 
     def begin(self) -> None:
-        """Let it be read now, if that has not begun."""
+        """Begin reading, if it has not begun."""
         if self.reading:
             self.reading.begin()
             if self.times:
                 self.times.read_all()
 
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these have come."""
+        """Return whether these have come."""
         return self.reading is None or self.reading.has(tensors)
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ class Incoming:
             self.progress.look(self.reading.so_far)
 
     def events(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """What a simulated device has to wait for before it copies these."""
+        """Return what a simulated device has to wait for before it copies these."""
         return self.times.of(tensors) if self.times else []
 
 

@@ -36,7 +36,7 @@ class Order(Generic[T]):
         self._answers.clear()
 
     def after(self, piece: T, count: int, kind: int = 0) -> list[T]:
-        """The next pieces of a kind, up to so many, once around at most."""
+        """Return the next pieces of a kind, up to so many, once around at most."""
         if (piece, kind) not in self._answers:
             found: list[T] = []
             following = piece

@@ -18,11 +18,11 @@ class Pace:
         self._called: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """A call begins, once what this thread has queued is done."""
+        """Begin timing a call when the work that this thread has queued is done."""
         self._begun = self._mark()
 
     def end(self) -> None:
-        """It ends, once what this thread has queued is done."""
+        """End the call when the work that this thread has queued is done."""
         if self._begun:
             self._called.append((self._begun, self._mark()))
             self._begun = None
@@ -33,7 +33,7 @@ class Pace:
         self._called.clear()
 
     def seconds(self) -> float | None:
-        """Of the last call that the device is done with, each told once; None if there is none."""
+        """Return the seconds of the last call that the device is done with, each once, or None."""
         done = None
         while self._called and self._called[0][1].query():
             begun, ended = self._called.pop(0)

@@ -104,15 +104,15 @@ class Placement:
         return self._supply.host_bytes
 
     def describe(self) -> str:
-        """How the unit sits, in words."""
+        """Return how the unit sits, in words."""
         return self.name
 
     def grow(self, bytes: int) -> int:
-        """Let up to so many bytes more of the pieces stay. Returns the bytes taken."""
+        """Keep up to `bytes` more of the pieces. Return the bytes taken."""
         return 0
 
     def shrink(self, bytes: int) -> int:
-        """Let whole pieces leave until so many bytes are free, or as many as can be. Returns the bytes freed."""
+        """Evict whole pieces until `bytes` are free, or as many as can be. Return the bytes freed."""
         return 0
 
     def complete(self) -> None:
@@ -131,7 +131,7 @@ class Placement:
         return taken
 
     def take_bytes_read(self) -> int:
-        """Those of them that were not in RAM."""
+        """Return the bytes of them that were not in RAM."""
         self._count()
         taken, self._bytes_read = self._bytes_read, 0
         return taken
@@ -141,7 +141,7 @@ class Placement:
         self._bytes_in, self._bytes_read = self._bytes_in + came, self._bytes_read + read
 
     def goes_with(self, unit: object) -> None:
-        """Let the module be taken away at once when the unit that it is of is deleted."""
+        """Remove the module from the device as soon as its unit is deleted."""
         self._last_resort = weakref.finalize(unit, self.remove)
         self._last_resort.atexit = False
 
@@ -165,7 +165,7 @@ class Placement:
     def _remove(self) -> None: ...
 
     def _place_tables(self) -> None:
-        """Let the rows of the tables be looked up in RAM, or in the files."""
+        """Look up the rows of the tables in RAM, or in the files."""
         for table in self._tables:
             self._undo.append(interpose(table.module, functools.partial(self._look_up, table)))
 
@@ -206,7 +206,7 @@ class Placement:
         self.resident_bytes += decode_for_good(self._rest) - nbytes_of([slot for slot, _ in encoded(self._rest)])
 
     def _decode_calls(self) -> None:
-        """Let the calls of modules with encoded weights see these decoded."""
+        """Show modules their encoded weights dequantized during their calls."""
         self._workspace.open()
         self.resident_bytes += self._workspace.nbytes
         for owner in self._encoded:
@@ -217,17 +217,17 @@ class Placement:
             return self._kept(forward(*args, **kwargs))
 
     def _kept(self, result: Any) -> Any:
-        """What a module gave, without views of its weights, which others will take the place of."""
+        """Return what a module gave, without views of its weights, which others will take the place of."""
         if isinstance(result, torch.Tensor):
             return result.clone() if self._passes(result) else result
         return tree_map_only(torch.Tensor, self._kept, result)
 
     def _passes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where other weights come to."""
+        """Return whether a tensor lies where other weights come to."""
         return self._workspace.holds(tensor)
 
     def _open_gates(self, pieces: Sequence[Piece]) -> None:
-        """Let the calls of these pieces' modules pass by `_gate`."""
+        """Pass the calls of these pieces' modules through `_gate`."""
         for piece in pieces:
             if piece not in self._gates:
                 gates = [(owner.module, functools.partial(self._gate, piece)) for owner in piece.owners]
@@ -242,12 +242,12 @@ class Placement:
         return forward(*args, **kwargs)
 
     def _bring(self, piece: Piece) -> None:
-        """Let a piece stay: the device has room for it from now on, and its weights when it is called."""
+        """Make a piece resident: its room is taken now, and its weights come when it is called."""
         self.resident_bytes += self._arrivals.expect(piece)
         piece.resident = True
 
     def _give_up(self, piece: Piece) -> None:
-        """Let a piece stay no longer."""
+        """Evict a resident piece."""
         self._arrivals.forget(piece)
         piece.restore()
         self.resident_bytes -= piece.resident_bytes

@@ -35,22 +35,22 @@ class Queues:
             return _copy_streams[self.device]
 
     def event(self, waited_for: bool = False) -> Any:
-        """A new event, None where there are none. One that the host waits for lets it sleep meanwhile."""
+        """Return a new event, None where there are none. One that the host waits for lets it sleep meanwhile."""
         if not self.copying:
             return None
         return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
 
     def timer(self) -> Any:
-        """A new event that tells the time to another such."""
+        """Return a new event that tells the time to another such."""
         return self.backend.Event(enable_timing=True) if self.copying else None
 
     def mark(self, event: Any) -> None:
-        """Let the event happen when what this thread has queued so far is done."""
+        """Record the event behind the work that this thread has queued."""
         if event:
             event.record(self.backend.current_stream(self.device))
 
     def wait(self, event: Any) -> None:
-        """Let what this thread queues from now on begin after the event."""
+        """Make work that this thread queues from now on wait for the event."""
         if event:
             self.backend.current_stream(self.device).wait_event(event)
 
@@ -68,7 +68,7 @@ class Queues:
             self.copying.query()  # or the driver may keep the copy back until more is queued
 
     def read(self, nbytes: int, after: Any) -> Any:
-        """The event that so many bytes have come from a simulated disk, begun when `after` has happened.
+        """Return the event that so many bytes have come from a simulated disk, begun when `after` has happened.
 
         None on a real device, whose files are read when they have been.
         """
@@ -76,11 +76,11 @@ class Queues:
         return simulated(nbytes, after) if simulated and self.copying and nbytes else None
 
     def mark_copy(self, event: Any) -> None:
-        """Let the event happen when the copies queued so far are done."""
+        """Record the event behind the copies that are queued."""
         if event:
             event.record(self.copying)
 
     def finish(self) -> None:
-        """Let the host wait for the copies under way."""
+        """Wait on the host for the copies under way."""
         if self.copying:
             self.copying.synchronize()

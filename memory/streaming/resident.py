@@ -47,7 +47,7 @@ class Resident(Placement):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all pieces are there, or have their room."""
+        """Return whether all pieces are there, or have their room."""
         return all(piece.resident for piece in self._pieces)
 
     @property
@@ -98,7 +98,7 @@ class Resident(Placement):
             self._arrive()
 
     def refit(self, weights_bytes: int) -> None:
-        """Let no more be decoded for good than so many bytes allow; what else was comes back as it is stored."""
+        """Keep no more dequantized for good than `weights_bytes` allow. The rest comes back as it is stored."""
         self._choose(weights_bytes)
         with outside_inference():
             coming = [piece for piece in self._to_decode if not piece.decoded]
@@ -142,7 +142,7 @@ class Resident(Placement):
         self._supply.settle()
 
     def _let_come(self) -> None:
-        """Let what has been brought come when it is called, or now."""
+        """Bring the expected pieces when they are called, or now."""
         self._supply.follow(self._arrivals.disk_copies())
         if self.calls.order:
             self._open_gates([piece for piece in self._pieces if piece.owed])
@@ -164,7 +164,7 @@ class Resident(Placement):
         return forward(*args, **kwargs)
 
     def _arrive(self) -> None:
-        """Let all that was brought be there, which needs no gates and no windows any more."""
+        """Make later work wait for all pieces, so that no gates and no windows are needed any more."""
         for piece in self._pieces:
             self._arrivals.enter(piece)
         self._close_gates()

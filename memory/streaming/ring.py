@@ -1,4 +1,4 @@
-"""What the streaming engine is made of: pieces, and the ring of bytes that they take turns in."""
+"""The parts of the streaming engine: pieces, and the ring of bytes that they take turns in."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ from ..units.hostbuffer import layout, pack, pin, place_of, unpin
 from ..units.pieces import PieceWeights
 from ..units.structure import Slot
 from .queues import Queues
+
+# [Note: Order of the ring]
+# Streamed pieces (weight groups) pass through one allocation on the device. Each has a fixed place in it, given by
+# `planning.ring.offsets`: one behind the other in the order of their calls, starting again at byte 0 where the next
+# would not fit. Places therefore overlap, and two pieces whose places overlap are never there at the same time.
+# For example, a ring of 100 MB gives pieces of 40 MB the bytes 0-40, 40-80, 0-40 (the third overlaps the first).
+#
+# Two events order the work, and the host waits for neither:
+# - A copy waits for the last use of the bytes that it overwrites (`Place.after`, collected by `Ring.claim`). Bytes and
+#   not places are tracked (`Ring._uses`), since a place may overwrite parts of several earlier ones.
+# - A call waits for its own copy (`Place.copied`).
+# So a copy can be queued as soon as its place overlaps no piece that is yet to run before it. `Streamed._fetch` queues
+# as many as that allows, also across the end of a step: the first pieces of the next step come while the last of this
+# one compute.
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, and to
 View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the piece runs
@@ -35,12 +49,12 @@ class Piece(PieceWeights):
 
     @property
     def resident_bytes(self) -> int:
-        """What it takes as long as it is resident."""
+        """Bytes that it takes on the device while it is resident."""
         return self.plain_bytes if self.decoded else self.held_bytes
 
     @classmethod
     def of(cls, weights: PieceWeights) -> Piece:
-        """The piece of these weights, not placed yet."""
+        """Return the piece of these weights, not placed yet."""
         return cls(**vars(weights))
 
     def pack(self, device: torch.device) -> None:
@@ -56,7 +70,7 @@ class Piece(PieceWeights):
             self.pin(device)
 
     def _pack_branches(self) -> list[torch.Tensor]:
-        """Those in a buffer of their own, so that weights stay where they are when LoRAs come and go."""
+        """Pack the branches in a buffer of their own, so that weights stay where they are when LoRAs come and go."""
         if not (tensors := self.branches()):
             return []
         host, views = pack(tensors)
@@ -72,7 +86,7 @@ class Piece(PieceWeights):
             self.unpin()
 
     def unpin(self) -> None:
-        """Let the system have the buffers' pages again. No copy from them may be under way."""
+        """Unpin the buffers' pages. No copy from them may be under way."""
         for host in self.hosts:
             unpin(host)
         self.pinned = False
@@ -106,7 +120,7 @@ class Place:
             begin += flat.nbytes
 
     def enter(self) -> None:
-        """Let the piece's parameters and buffers be views into the ring, until its `restore`."""
+        """Make the piece's parameters and buffers views into the ring, until its `restore`."""
         if self._views is None:
             self._views = self._make_views()
         for holder, key, view in self._views:
@@ -126,7 +140,7 @@ class Place:
 
 
 class Ring:
-    """Memory on the device that pieces pass through, each at a place of its own, in the order of their calls."""
+    """Memory on the device that pieces pass through, each at its place. See [Note: Order of the ring]."""
 
     def __init__(self, nbytes: int, queues: Queues) -> None:
         self.nbytes = nbytes
@@ -139,7 +153,7 @@ class Ring:
         self.most_at_a_time = 0  # of places, as they follow each other
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the ring."""
+        """Return whether a tensor lies in the ring."""
         return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
     def lay(self, pieces: Sequence[Piece], seldom: Iterable[Piece] = ()) -> None:
@@ -190,7 +204,7 @@ class Ring:
         self.places, self._uses = [], []
 
     def _room_after(self, first: int, count: int) -> int:
-        """How many of the first `count` places there are from one on before they overlap."""
+        """Return how many of the first `count` places there are from one on before they overlap."""
         taken: list[Place] = []
         for i in range(count):
             place = self.places[(first + i) % count]

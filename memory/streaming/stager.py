@@ -26,6 +26,19 @@ from ..units.weights import Stored
 from .queues import Queues
 from .ring import Piece, Place
 
+# [Note: Staging]
+# Weights in pageable RAM or in files cannot be copied to the device asynchronously. They come through a few pinned
+# windows instead: reader threads fill a window (a `_Fill`), one asynchronous copy takes it to the piece's place in the
+# ring, and the window is free again when that copy is done (`_Window.copied`).
+#
+# Copies must be queued in the order in which they were asked for, since all share one stream and a late read must not
+# let a later piece overtake: `_due` holds places until everything before them has been sent. Whichever thread comes
+# last queues them (`_send_due`), usually the reader that completed the first one.
+#
+# The host waits in two places only: `Stager.wait`, for a piece that runs before its copy is queued (the disk is the
+# bottleneck then), and `Stager.bring`, when no window is free. Windows are filled ahead for the pieces that come next
+# (`ahead`); a window that was read for later is taken back if a piece needs it now (`_taken_back`).
+
 _TAKEN_AWAY = "the model was taken off the device while it ran."
 
 Part = Extent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
@@ -33,7 +46,7 @@ Part = Extent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and
 
 @dataclass(eq=False)
 class _Fill:
-    """What a window holds, or will when its parts are read. One without a window is of a piece in pinned RAM."""
+    """The content of a window, now or when its parts are read. One without a window is of a piece in pinned RAM."""
 
     piece: Piece | None
     window: _Window | None
@@ -63,7 +76,7 @@ class _Chunk:
 
 
 class Stager:
-    """Windows of `nbytes` each, and the threads that fill them. `close` must follow.
+    """Windows of `nbytes` each, and the threads that fill them. `close` must follow. See [Note: Staging].
 
     One thread computes and calls this; the copies to places are queued in the order in which they were asked for, by
     whichever thread comes last, the copies of `bring` by its caller.
@@ -94,12 +107,12 @@ class Stager:
         return False
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece is in RAM or has been read, or there is a window for it."""
+        """Return whether a piece is in RAM or has been read, or there is a window for it."""
         with self._changed:
             return not piece.parts or self._fill_of(piece) is not None or bool(self._idle())
 
     def load(self, place: Place) -> None:
-        """Let a piece come to its place: now if it has been read, else as soon as it is."""
+        """Send a piece to its place: now if it has been read, else as soon as it is."""
         piece = place.piece
         with self._changed:
             self.forget(place)
@@ -116,7 +129,7 @@ class Stager:
                 self._send(fill)
 
     def forget(self, place: Place) -> None:
-        """Let nothing come to a place any more that has not been sent yet."""
+        """Cancel the copy to a place if it has not been sent yet."""
         with self._changed:
             if place.pending:
                 place.pending.place = place.pending = None
@@ -154,7 +167,7 @@ class Stager:
             pass
 
     def bringing(self, groups: Iterable[Sequence[tuple[Stored, torch.Tensor]]]) -> Generator[None, None, None]:
-        """The same group by group: one has come at each step, while what follows is read as far as windows are idle."""
+        """Bring groups one by one: one has come at each step, while others are read into idle windows."""
         under_way: deque[tuple[_Fill, _Chunk]] = deque()
         try:
             for targets in groups:
@@ -208,7 +221,7 @@ class Stager:
         return next((fill for fill in fills if fill and fill.piece is piece and not fill.error), None)
 
     def _idle(self) -> list[_Window]:
-        """The windows that may be filled anew: free ones first, then those that were read for later."""
+        """Return the windows that may be filled anew: free ones first, then those that were read for later."""
         free = [window for window in self._windows if window.fill is None]
         unwanted = (w for w in reversed(self._windows) if w.fill and not w.fill.taken)
         return free + [w for w in unwanted if w.fill and (w.fill.error or not w.fill.place)]
@@ -222,12 +235,12 @@ class Stager:
             self._send(fill)
 
     def _read(self) -> list[_Fill]:
-        """What has been read for places."""
+        """Return what has been read for places."""
         fills = [window.fill for window in self._windows]
         return [fill for fill in fills if fill and fill.place and not (fill.left or fill.error)]
 
     def _taken_back(self) -> list[_Window]:
-        """The window that was last filled for a place, which gets nothing now."""
+        """Return the window that was last filled for a place, which gets nothing now."""
         window = next(w for w in reversed(self._windows) if w.fill and w.fill.place)
         if window.fill and window.fill.place:
             window.fill.place.holds = False
@@ -350,7 +363,7 @@ class Stager:
 
 
 def parts_of(piece: Piece, found: Mapping[int, Source]) -> list[Part]:
-    """What makes up a piece: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
+    """Return what makes up a piece: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
 
     A piece that is packed already comes from its buffers in RAM.
     """
@@ -371,7 +384,7 @@ def parts_of(piece: Piece, found: Mapping[int, Source]) -> list[Part]:
 
 
 def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """What must be done to fill a window, each for one thread."""
+    """Yield what must be done to fill a window, each for one thread."""
     for part in parts:
         if not isinstance(part, Extent):
             yield partial(_copy, *part, memory)

@@ -21,25 +21,25 @@ class Stopwatch:
         self.start(None)
 
     def start(self, part: Hashable) -> None:
-        """A part begins, once what this thread has queued is done: copies that it waits for as well."""
+        """Begin a part when the work that this thread has queued is done, copies that it waits for included."""
         if self.runs:
             self._running = part, self._mark()
 
     def stop(self) -> None:
-        """The part that runs ends, once what this thread has queued is done."""
+        """End the running part when the work that this thread has queued is done."""
         if self._running:
             part, begun = self._running
             self._laps.append((part, begun, self._mark()))
             self._running = None
 
     def end(self) -> bool:
-        """The call has ended. False if it compiled something, so that it tells nothing."""
+        """End the call. Return False if it compiled something, so that its times tell nothing."""
         self.stop()
         self.runs = False
         return self._traces == _traces()
 
     def seconds(self) -> dict[Hashable, float] | None:
-        """Of each part, ahead of the first under None; None as long as the device has not done all of it."""
+        """Return the seconds of each part, before the first under None. None while the device has not done all."""
         if self.runs or not self._laps[-1][2].query():
             return None
         found: dict[Hashable, float] = {}

@@ -76,7 +76,7 @@ def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
 
 
 def _names(key: Any, device: torch.device) -> bool:
-    """Whether the key of a cached value names the device."""
+    """Return whether the key of a cached value names the device."""
     if isinstance(key, tuple):
         return any(_names(part, device) for part in key)
     return isinstance(key, torch.device | str) and str(key) == str(device)

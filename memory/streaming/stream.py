@@ -30,6 +30,18 @@ from .placement import Placement, decode_for_good, outside_inference
 from .ring import Piece, Place, Ring
 from .stopwatch import Stopwatch
 
+# [Note: Layout changes in mid-run]
+# The host, another model or a slow step may change what stays on the device while a call is under way, from any
+# thread. `Streamed._rearrange` computes the new arrangement at once. What moves, and when, follows three rules:
+# 1. The piece that runs (`_current`) never moves. If the new arrangement needs it to (`_is_held_up`), the ring stays
+#    as it is, the other pieces that are to leave do so now, and `_leave` settles the rest when the call of this piece
+#    ends (`_unsettled`).
+# 2. Memory is freed before it is taken: pieces leave, then the ring is laid anew, then pieces come (`_settle`).
+# 3. A wish for more room moves nothing while the running piece is in the way (`_more_bytes`). Otherwise pieces would
+#    leave at once for others that can come only when the call ends, and the device would hold less than before.
+# A wish for less room replaces a pending wish for more. When pieces come and memory runs out after all, the budget
+# becomes what the weights hold by then, and the arrangement is chosen again for it.
+
 _THROUGH = 1  # of the kinds of pieces: those that come through windows
 
 
@@ -87,7 +99,7 @@ class Streamed(Placement):
 
     @staticmethod
     def least_bytes(module: nn.Module, calls: CallOrder | None = None) -> int:
-        """The least `weights_bytes` that the module can be streamed in."""
+        """Return the least `weights_bytes` that the module can be streamed in."""
         return Streamed(module, torch.device("cpu"), calls=calls)._least_bytes()
 
     @property
@@ -150,8 +162,9 @@ class Streamed(Placement):
             return True
 
     def take_seconds(self) -> Measured | None:
-        """What the pieces of the timed call computed, once; None if none was timed, or the device is not done with it.
+        """Return what the pieces of the timed call computed, once.
 
+        None if none was timed, or the device is not done with it.
         A call that was disturbed, or did not come to each piece just so, is forgotten.
         """
         with self._lock:
@@ -309,7 +322,7 @@ class Streamed(Placement):
             self._bytes_read += place.piece.stored_bytes
 
     def _keep_decoded(self, piece: Piece) -> None:
-        """Let a piece that stays do so decoded."""
+        """Keep a resident piece dequantized."""
         try:
             decode_for_good(piece.slots)
         except BaseException:
@@ -321,12 +334,12 @@ class Streamed(Placement):
     # What streams and what stays
 
     def _located(self, loads: Loads) -> Loads:
-        """The loads, with which pieces are not in RAM."""
+        """Return the loads, with which pieces are not in RAM."""
         on_disk = frozenset(i for i, piece in enumerate(self._called) if self._supply.is_on_disk(piece))
         return replace(loads, on_disk=on_disk)
 
     def _choose(self, budget_bytes: int, keep_ring: bool = True) -> Arrangement:
-        """How the pieces must lie to keep a budget; a ring that is there stays, if it can."""
+        """Return how the pieces must lie to keep a budget; a ring that is there stays, if it can."""
         room, there = budget_bytes - self._fixed_bytes, self._ring.nbytes if self._ring and keep_ring else None
         found = arrange(self._loads, room, there)
         if self._loads.on_disk & set(found.copied) <= set(found.from_disk):
@@ -340,17 +353,17 @@ class Streamed(Placement):
         return [self._called[i] for i in (arrangement or self._arrangement).streamed]
 
     def _to_decode(self, arrangement: Arrangement | None = None) -> list[Piece]:
-        """What is to stay decoded, from the end of the call that it comes in."""
+        """Return what is to stay decoded, from the end of the call that it comes in."""
         return [self._called[i] for i in (arrangement or self._arrangement).decoded]
 
     def _planned_bytes(self, arrangement: Arrangement | None = None) -> int:
-        """What the weights take once everything is where it shall be."""
+        """Return what the weights take once everything is where it shall be."""
         return self._fixed_bytes + (arrangement or self._arrangement).device_bytes
 
     def _rearrange(self, more_bytes: int) -> int:
-        """Change the budget by so many bytes. Returns those by which the weights have grown at once.
+        """Change the budget by `more_bytes`. Return the bytes by which the weights have grown at once.
 
-        For more room nothing leaves before what takes its place can come; for less the wish to grow is given up.
+        See [Note: Layout changes in mid-run].
         """
         with self._lock, outside_inference():
             before, planned = self.resident_bytes, self._planned_bytes()
@@ -369,7 +382,7 @@ class Streamed(Placement):
             return self.resident_bytes - before
 
     def _is_held_up(self, arrangement: Arrangement) -> bool:
-        """Whether the piece that runs must end first, for the pieces to lie so.
+        """Return whether the piece that runs must end first, for the pieces to lie so.
 
         The ring cannot be laid anew under a piece that runs in it, nor can one that stays come into it, or be decoded
         for good while its modules see it decoded for their calls.
@@ -380,7 +393,7 @@ class Streamed(Placement):
         return piece.place is not None or leaves or piece.decoded is not (piece in self._to_decode(arrangement))
 
     def _settle(self) -> None:
-        """Move what is not running to where it shall be: first what frees memory, then what takes it."""
+        """Move all but the running piece to their new places. See [Note: Layout changes in mid-run]."""
         if self._watch and self._watch.runs:
             self._watch = None  # pieces move meanwhile
         with outside_inference():
@@ -414,7 +427,7 @@ class Streamed(Placement):
                 self._settle()
 
     def _lay(self, streaming: list[Piece]) -> None:
-        """Let just these pieces have places in a ring of the size that was chosen."""
+        """Give just these pieces places in a ring of the chosen size."""
         wanted = self._arrangement.ring_bytes
         if (
             self._ring

@@ -72,7 +72,7 @@ class Supply:
             self._stager, self.reach = None, 0
 
     def bring(self, wanted: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
-        """Those of the wanted tensors that are on disk, read to the device, by `id` of the wanted one."""
+        """Read the wanted tensors that are on disk to the device. Return them by the `id` of the wanted one."""
         fresh = {id(t): torch.empty_like(t, device=device) for t in wanted if id(t) in self._on_disk}
         try:
             self.fill([(t, fresh[id(t)]) for t in wanted if id(t) in fresh])
@@ -118,7 +118,7 @@ class Supply:
         self._awaited.clear()
 
     def _follow(self, wanted: int) -> None:
-        """Let groups come until one has."""
+        """Bring groups until a wanted one has come."""
         assert self._flow
         try:
             while wanted in self._awaited:
@@ -137,33 +137,33 @@ class Supply:
         self._incoming.wait(tensors)
 
     def begin(self) -> None:
-        """Let be read what goes to RAM."""
+        """Begin reading the weights that go to RAM."""
         self._incoming.begin()
 
     def await_disk(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let what is queued from now on wait for a simulated disk."""
+        """Make work that is queued from now on wait for a simulated disk."""
         for event in self._incoming.events(tensors):
             self._queues.wait(event)
 
     def events(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """What copies of these must wait for, where the disk is simulated."""
+        """Return what copies of these must wait for, where the disk is simulated."""
         return self._incoming.events(tensors)
 
     def in_ram(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether nothing of these is still being read to RAM."""
+        """Return whether nothing of these is still being read to RAM."""
         return self._incoming.has(tensors)
 
     @property
     def has_windows(self) -> bool:
-        """Whether there are windows."""
+        """Return whether there are windows."""
         return self._stager is not None
 
     def reads(self, tensor: torch.Tensor) -> bool:
-        """Whether one of the host's tensors is not in RAM, and comes from disk."""
+        """Return whether one of the host's tensors is not in RAM, and comes from disk."""
         return id(tensor) in self._on_disk
 
     def is_on_disk(self, piece: Piece) -> bool:
-        """Whether a piece's weights are not in RAM."""
+        """Return whether a piece's weights are not in RAM."""
         return bool(self._on_disk) and any(self.reads(slot.tensor) for slot in piece.slots)
 
     def prepare(self, pieces: list[Piece]) -> None:
@@ -190,7 +190,7 @@ class Supply:
         piece.pack(self._queues.device)
 
     def load(self, place: Place) -> None:
-        """Let a piece come to its place, behind those before it. `wait` must be asked before its `copied` event."""
+        """Send a piece to its place, behind those before it. `wait` must be asked before its `copied` event."""
         if events := self.events(place.piece.hosts):
             place.after = [*place.after, *events]
         if self._stager:
@@ -199,13 +199,13 @@ class Supply:
         place.receive(place.piece.hosts, self._queues)
 
     def has_room(self, piece: Piece) -> bool:
-        """Whether a piece can be on its way to the ring, without taking the way from another or waiting for RAM."""
+        """Return whether a piece can start for the ring without holding up another or waiting for RAM."""
         if not self.in_ram(piece.hosts):
             return False
         return self._stager is None or not piece.parts or self._stager.has_room(piece)
 
     def forget(self, place: Place) -> None:
-        """Let nothing come to a place any more that has not been sent yet."""
+        """Cancel the copy to a place if it has not been sent yet."""
         if self._stager:
             self._stager.forget(place)
 
@@ -242,7 +242,7 @@ class Supply:
 
 
 def _targets(source: Source, tensor: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
-    """What is read for a tensor, each with the part of it where that goes."""
+    """Yield what is read for a tensor, each with the part of it where that goes."""
     for stored, begin in extents(source):
         whole = isinstance(source, Stored)
         yield stored, tensor if whole else tensor[begin : begin + stored.shape[0]]

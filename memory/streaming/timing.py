@@ -23,24 +23,27 @@ class CallTimes(Generic[About]):
         self._timed: weakref.WeakKeyDictionary[ManagedModel, tuple[About, Stopwatch]] = weakref.WeakKeyDictionary()
 
     def begins(self, unit: ManagedModel, about: About) -> None:
-        """A call begins, once what this thread has queued is done."""
+        """Begin timing a call when the work that this thread has queued is done."""
         queues = Queues(self._device)
         if unit in self._warm and unit not in self._timed and queues.copying:
             self._timed[unit] = about, Stopwatch(queues)
 
     def ended(self, unit: ManagedModel, failed: bool) -> None:
-        """It ends. One that `failed` tells nothing, nor one that compiled something."""
+        """End the call. One that `failed`, or compiled something, is not timed."""
         if unit in self._timed and self._timed[unit][1].runs and (not self._timed[unit][1].end() or failed):
             del self._timed[unit]
         (self._warm.discard if failed else self._warm.add)(unit)
 
     def forget(self, unit: ManagedModel) -> None:
-        """The unit leaves, or is no longer whole."""
+        """Forget the unit, which leaves or is no longer whole."""
         self._warm.discard(unit)
         self._timed.pop(unit, None)
 
     def take(self, unit: ManagedModel) -> tuple[About, float] | None:
-        """What the call was about and its seconds, once; None if none was timed, or the device is not done with it."""
+        """Return what the call was about and its seconds, once.
+
+        None if none was timed, or the device is not done with it.
+        """
         if unit not in self._timed or self._timed[unit][1].runs:
             return None
         about, watch = self._timed[unit]

@@ -72,18 +72,18 @@ class _Attention(Map):
 
     @functools.cached_property
     def _is_at_once(self) -> bool:
-        """Whether a stripe of queries looks at all keys in one kernel: they lie on the device, or nearly so."""
+        """Return whether a stripe of queries looks at all keys in one kernel: they lie on the device, or nearly so."""
         wholes = self.inputs[1:3]
         if not self._fuses or any(one.heavy or any(one.needed(0, one.length)) for one in wholes):
             return False
         return self._wholes_bytes() <= self.room.free_bytes // _WHOLES_SHARE
 
     def _wholes_bytes(self) -> int:
-        """What keys and values take that do not lie on the device as the kernel wants them."""
+        """Return what keys and values take that do not lie on the device as the kernel wants them."""
         return sum(one.peak_bytes(one.length) for one in self.inputs[1:3])
 
     def _block(self, rows: int) -> int:
-        """How many keys are looked at together by so many queries."""
+        """Return how many keys are looked at together by so many queries."""
         room = min(_SCORE_BYTES, self.room.budget_bytes // _BUDGET_SHARE)
         return min(self.inputs[1].length, max(1, room // (4 * self._heads * rows)))
 

@@ -21,7 +21,7 @@ class NotStripedError(Exception):
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """A decorator: the function answers calls of torch's functions of these names.
+    """Return a decorator: the function answers calls of torch's functions of these names.
 
     It is called as that function is, with the function itself before the arguments and a Map for each map, and
     returns a Map, several in a list or tuple, or anything else as it is. It raises NotStripedError where it cannot.
@@ -36,7 +36,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def shape_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor of the shape and dtype that a call gives, found without making it."""
+    """Return a tensor of the shape and dtype that a call gives, found without making it."""
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     shapes = [stand_in(x.shape, x.dtype) if isinstance(x, Map | torch.Tensor) else x for x in leaves]
     stand_args, stand_kwargs = tree_unflatten(shapes, structure)
@@ -54,7 +54,7 @@ def local(
     ratio: tuple[int, int] = (1, 1),
     operations: int = 0,
 ) -> Map:
-    """The map of a call that makes each row from the same row of each map among its arguments.
+    """Return the map of a call that makes each row from the same row of each map among its arguments.
 
     `axis` is where the rows lie in the result; by default where they lie in the arguments, counted from the right as
     tensors are broadcast. Tensors among the arguments that have a row for each are cut as well.

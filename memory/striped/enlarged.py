@@ -78,7 +78,7 @@ class EnlargedConv(Map):
 
 
 def _kernels(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Of the four places (above or below, left or right) that a pixel may have among those that were one."""
+    """Return the kernels of the four places (above or below, left or right) of a pixel among those that were one."""
     found = []
     for down in _TAPS:
         rows = torch.stack([weight[:, :, list(taps)].sum(2) for taps in down], 2)
@@ -88,7 +88,10 @@ def _kernels(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def folded(input: Map, weight: torch.Tensor, bias: Any, shape: Sequence[int], plain: bool) -> Map | None:
-    """The convolution's map, where it is one of a map enlarged twofold; `plain`: stride 1, one row of padding."""
+    """Return the convolution's map, where it is one of a map enlarged twofold.
+
+    `plain`: stride 1, one row of padding.
+    """
     if not isinstance(input, Enlarged) or input.memory is not None or input.times != (2, 2) or not plain:
         return None
     if tuple(weight.shape[2:]) != (3, 3) or weight.dtype != torch.float32 or weight.shape[1] != input.shape[1]:

@@ -71,7 +71,7 @@ class InPieces:
             self.memory.add(Piece(start + count - staying, start + count, owned, Buffer(node.room, owned, True)))
 
     def relieve(self) -> bool:
-        """Let all lie in RAM from now on, where the device has less than was thought."""
+        """Put everything in RAM from now on, where the device has less room than was thought."""
         if not self._share:
             return False
         self._share = self._owed = 0.0
@@ -97,6 +97,6 @@ def _rows(node: Map, count: int, on_device: bool) -> Buffer:
 
 
 def owns_its_memory(tensor: torch.Tensor, node: Map) -> bool:
-    """Whether rows of a map may be kept as they are."""
+    """Return whether rows of a map may be kept as they are."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and not node.shares and node.memory is None

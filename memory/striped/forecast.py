@@ -1,4 +1,4 @@
-"""What a run in stripes will take, found out by a dry run on shapes: no device, no weights, no RAM for maps."""
+"""Forecast a run in stripes by a dry run on shapes: no device, no weights, no RAM for maps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StripedForecast:
     passes: tuple[Pass, ...] = ()
 
     def seconds(self, rates: Rates) -> float:
-        """How long that takes: in a pass, copies each way and computing in float32 go on at once."""
+        """Return how long that takes: in a pass, copies each way and computing in float32 go on at once."""
         return seconds(self.passes, rates.float32_operations_per_second, rates.pinned_bytes_per_second)
 
 

@@ -54,7 +54,7 @@ def _making(node: Map, known: dict[Map, tuple[float, int]] | None = None) -> tup
 
 
 def _staying(node: Map) -> int:
-    """How many rows of a map would lie on the device, were it kept."""
+    """Return how many rows of a map would lie on the device, were it kept."""
     room = node.room
     if not _is_picture(node):
         spared = max(room.budget_bytes // _SPARED, node.passing_bytes(min(_LEAST_ROWS, node.length)))
@@ -65,7 +65,7 @@ def _staying(node: Map) -> int:
 
 
 def _is_picture(node: Map) -> bool:
-    """Whether it may lie in pieces: nobody takes its rows for anything else."""
+    """Return whether it may lie in pieces: nobody takes its rows for anything else."""
     return len(node.shape) == 4 and node.axis == 2
 
 
@@ -103,7 +103,7 @@ def _kept(node: Map, with_moments: bool, as_one: bool) -> tuple[Rows, Moments | 
 
 
 def _whole(node: Map, with_moments: bool) -> tuple[Rows, Moments | None] | None:
-    """The map in memory, made at once on the device; None where that does not fit."""
+    """Return the map in memory, made at once on the device; None where that does not fit."""
     if stripe_bytes(node, node.length) > node.room.free_bytes:
         return None
     tally = Tally(node.axis) if with_moments else None
@@ -129,7 +129,10 @@ def _whole(node: Map, with_moments: bool) -> tuple[Rows, Moments | None] | None:
 
 
 def _filled(node: Map, staying: int, with_moments: bool, as_one: bool = False) -> tuple[Rows, Moments | None]:
-    """The map in memory, made stripe by stripe, `staying` rows on the device: of pictures a part of each stripe."""
+    """Return the map in memory, made stripe by stripe, `staying` rows on the device.
+
+    Of pictures a part of each stripe.
+    """
     tally = Tally(node.axis) if with_moments else None
     in_pieces = bool(staying) and not as_one and _is_picture(node)
     dying, spilled = (dying_sources(node), rejoined_sources(node)) if in_pieces else ([], [])
@@ -155,7 +158,7 @@ def find_moments(node: Map) -> Moments:
 
 
 def recut(node: Map, axis: int) -> Map:
-    """The same map, with its rows along another dimension."""
+    """Return the same map, with its rows along another dimension."""
     if node.axis == axis:
         return node
     keep(node, as_one=True)
@@ -190,7 +193,7 @@ def to_device(node: Map) -> torch.Tensor:
 
 
 def held_bytes(node: Map) -> int:
-    """What is kept for a map to be made from, itself included."""
+    """Return what is kept for a map to be made from, itself included."""
     found: dict[int, int] = {}
     seen: set[int] = set()
     waiting = [node]
@@ -209,7 +212,7 @@ def held_bytes(node: Map) -> int:
 
 
 def _inside(node: Map) -> list[Map]:
-    """A map and what it is made from, down to maps that are kept."""
+    """Return a map and what it is made from, down to maps that are kept."""
     found: dict[Map, None] = {}
     waiting = [node]
     while waiting:
@@ -221,12 +224,12 @@ def _inside(node: Map) -> list[Map]:
 
 
 def kept_sources(node: Map) -> list[Map]:
-    """The kept maps that a map is made from."""
+    """Return the kept maps that a map is made from."""
     return [one for one in _inside(node) if one.memory is not None and one is not node]
 
 
 def dying_sources(node: Map) -> list[Map]:
-    """Those of them that nothing else ever will be made from: their rows may go as it is made.
+    """Return the kept maps that nothing else will be made from. Their rows may go as this one is made.
 
     A map may yet be asked for while a tensor of the caller's is that map, or one that follows from it.
     """
@@ -237,7 +240,7 @@ def dying_sources(node: Map) -> list[Map]:
 
 
 def _only_here(one: Map, known: dict[Map, bool], inside: set[Map]) -> bool:
-    """Whether a map is asked for by maps `inside` only, each of which is too; `known` has what was found before."""
+    """Return whether only maps `inside` ask for a map, and for each of those too; `known` has earlier results."""
     if one not in known:
         followers = list(one.followers)
         known[one] = not one.is_held and all(each in inside and _only_here(each, known, inside) for each in followers)
@@ -245,7 +248,7 @@ def _only_here(one: Map, known: dict[Map, bool], inside: set[Map]) -> bool:
 
 
 def rejoined_sources(node: Map) -> list[Map]:
-    """Those that a skip connection started from which ends in this map, and that are not dying.
+    """Return the maps where a skip connection began that ends in this map, save dying ones.
 
     The caller has such a map at hand until it is given the block's result, and as a rule has no more use for it: its
     rows are better in RAM.

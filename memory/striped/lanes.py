@@ -45,7 +45,7 @@ class Lanes:
             return _streams[self.device]
 
     def fetch(self, source: torch.Tensor, after: Any) -> torch.Tensor:
-        """A copy of rows in RAM, contiguous, on the device once `land` was called. It begins behind an event."""
+        """Return a copy of rows in RAM, contiguous, on the device once `land` was called. It begins behind an event."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         if self._incoming is None:
             return target.copy_(source)
@@ -57,7 +57,7 @@ class Lanes:
         return target
 
     def land(self) -> None:
-        """Let what is computed from now on begin when all that was fetched has come."""
+        """Make later work wait until all that was fetched has come."""
         if self._incoming is not None:
             self._computing().wait_event(self._event(self._incoming))
 
@@ -79,7 +79,7 @@ class Lanes:
         return left
 
     def settle(self) -> None:
-        """Let go of what was copied to RAM, once that is done."""
+        """Free the memory of copies to RAM that are done."""
         for kind in list(self._leaving):
             self._settle(kind)
 
@@ -88,7 +88,7 @@ class Lanes:
             self._computing().wait_event(self._leaving.pop(kind)[1])
 
     def behind_reads(self) -> None:
-        """Let what is stored from now on begin when all that is being fetched has come."""
+        """Make later copies to RAM wait until all that is being fetched has come."""
         if self._incoming is not None:
             self._outgoing.wait_event(self._event(self._incoming))
 
@@ -131,7 +131,7 @@ class Pool:
         self._spare: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A piece of at least so many bytes: a spare one if one is of about that size."""
+        """Return a piece of at least so many bytes: a spare one if one is of about that size."""
         found = self._spare
         if found is not None and nbytes <= found.nbytes <= _WASTE * nbytes:
             self._spare = None
@@ -144,17 +144,17 @@ class Pool:
         return made
 
     def give(self, piece: torch.Tensor) -> None:
-        """A piece that is no longer wanted. It stays spare in the place of another."""
+        """Take back a piece that is no longer wanted. It stays spare, in place of another."""
         self.clear()
         self._spare = piece
 
     def clear(self) -> None:
-        """Let go of what is spare."""
+        """Free the spare pieces."""
         if self._spare is not None:
             self._finish()
             self._spare = None
 
 
 def view(piece: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a piece."""
+    """Return a tensor in a piece."""
     return piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

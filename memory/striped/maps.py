@@ -16,9 +16,26 @@ from .moments import Moments
 from .room import Buffer, Room, nbytes_of
 from .rows import Ahead, Piece, Rows
 
+# [Note: Stripe materialization]
+# A VAE's code runs unchanged on tensors whose data need not exist. Each operator returns a `Map`, which knows its
+# inputs and how to make any of its rows from rows of them. Rows are made when somebody reads them, such as the loop
+# that copies the picture to the CPU stripe by stripe.
+#
+# Making rows on demand alone would repeat work: a 3 x 3 convolution reads one more row on each side, and ten of them
+# in a chain ten. So a map that is read more than once is either kept (in memory on the device, the rest in RAM) or
+# made again, whichever takes less time (`keeping.settle`, `planning.stripes.is_cheaper_made`). At most two
+# convolutions in a row are made again. Kept maps bound the margin of a stripe, and the memory of a pass.
+#
+# Statistics over a whole map (group norm) need all rows before the first normalized row. They are summed while the
+# map is kept (`Moments`), so that no pass is made for them alone.
+#
+# Convolutions run by the stock kernels on the same values as without stripes, so no seam can show.
+
 
 class Map:
     """A tensor of `shape`, of which rows are made: slices along the dimension `axis`.
+
+    See [Note: Stripe materialization].
 
     `inputs` are the maps it follows from. `operations` says how many multiplications and additions one element takes;
     `shares` that its rows are views of its input's. `grain`: rows come cheapest in multiples of so many. `memory` has
@@ -71,7 +88,7 @@ class Map:
 
     @property
     def is_held(self) -> bool:
-        """Whether others than maps may ask for it."""
+        """Return whether others than maps may ask for it."""
         return any((tensor := each()) is not None and tensor.node is self for each in self.holders)
 
     @property
@@ -90,7 +107,7 @@ class Map:
 
     @property
     def heavy(self) -> bool:
-        """Whether making rows takes convolutions or products that are better not done twice."""
+        """Return whether making rows takes convolutions or products that are better not done twice."""
         if self.memory is not None or self.remade:
             return False
         return self.operations > 0 or any(source.heavy for source in self.inputs)
@@ -119,15 +136,18 @@ class Map:
         return Ahead(self.room).alone(self, start, stop) if found is None else found
 
     def fresh_bytes(self, rows: int) -> int:
-        """What so many rows, once made, take on the device, beside rows of maps in RAM."""
+        """Return what so many rows, once made, take on the device, beside rows of maps in RAM."""
         return 0 if self.memory is not None else self._fresh_bytes(rows)
 
     def peak_bytes(self, rows: int) -> int:
-        """The most that making so many rows takes on the device, beside rows of maps in RAM."""
+        """Return the most that making so many rows takes on the device, beside rows of maps in RAM."""
         return 0 if self.memory is not None else self._peak_bytes(rows)
 
     def passing_bytes(self, rows: int) -> int:
-        """The most that so many rows take that are asked for on their own: from RAM they come, and are put together."""
+        """Return the most that so many rows take that are asked for on their own.
+
+        From RAM they come, and are put together.
+        """
         start = max(0, (self.length - rows) // 2)
         come = sum((high - low) * one.row_bytes for one, low, high in self.needed(start, start + rows))
         return 2 * come + self.peak_bytes(rows)
@@ -141,7 +161,7 @@ class Map:
             yield self, start, stop
 
     def kind(self, start: int, stop: int) -> tuple:
-        """What tells these rows from others to make: those of one kind take the same steps, in as many bytes."""
+        """Return what tells these rows from others to make: those of one kind take the same steps, in as many bytes."""
         if self.memory is not None:
             return (stop - start,)
         sources = (source.kind(low, high) for source, low, high in self._sources(start, stop))
@@ -161,7 +181,7 @@ class Map:
         return [(source, start, stop) for source in self.inputs]
 
     def _phase(self, start: int, stop: int) -> tuple[int, ...]:
-        """How rows lie in what they are made from, beside how many of that there are."""
+        """Return how rows lie in what they are made from, beside how many of that there are."""
         return ()
 
     def _fresh_bytes(self, rows: int) -> int:
@@ -175,7 +195,7 @@ class Map:
 
 
 def kept_map(room: Room, tensor: torch.Tensor, axis: int, buffer: Buffer) -> Map:
-    """A map that lies in memory, all or a part of `buffer`."""
+    """Return a map that lies in memory, all or a part of `buffer`."""
     made = Map(room, tensor.shape, tensor.dtype, axis)
     made.keep_as(Rows(axis, [Piece(0, made.length, tensor, buffer)]))
     return made

@@ -11,14 +11,14 @@ _AT_ONCE_BYTES = 2**20  # of moments of stripes, that wait on the device
 
 @dataclass(frozen=True)
 class Moments:
-    """Of `count` values each: float64 on the CPU, of the dimensions that were not summed over."""
+    """Mean and variance of `count` values each: float64 on the CPU, in the dimensions that were not summed over."""
 
     count: int
     mean: torch.Tensor
     variance: torch.Tensor
 
     def narrow(self, dim: int, start: int, length: int) -> Moments:
-        """Those of a part of a dimension that was not summed over."""
+        """Return the moments of a part of a dimension that was not summed over."""
         return Moments(self.count, self.mean.narrow(dim, start, length), self.variance.narrow(dim, start, length))
 
     def merged(self, groups: int) -> Moments:
@@ -53,7 +53,7 @@ class Tally:
             self._parts = []
 
     def total(self) -> Moments:
-        """The moments of all."""
+        """Return the moments of all."""
         self._flush()
         parts = torch.cat(self._done).double()
         counts = torch.tensor(self._counts, dtype=torch.float64).reshape(-1, *[1] * (parts.dim() - 2))

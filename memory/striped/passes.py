@@ -71,7 +71,7 @@ def each_stripe(
 def _made(
     node: Map, start: int, stop: int, again: Sequence[Map], known: dict[tuple, tuple[float, int]]
 ) -> torch.Tensor:
-    """The rows of a stripe. A dry run makes one of each kind, and notes of the others what that took."""
+    """Make the rows of a stripe. A dry run makes one of each kind, and notes its costs for the others."""
     room = node.room
     if room.skips and (found := known.get(kind := node.kind(start, stop))):
         room.note(*found)
@@ -86,7 +86,7 @@ def _made(
 
 
 def stripe_bytes(node: Map, rows: int, copies: int = 0) -> int:
-    """The most that a pass takes on the device with stripes so high, beside what is kept there."""
+    """Return the most that a pass takes on the device with stripes so high, beside what is kept there."""
     start = (node.length - rows) // 2
     held = sum((high - low) * one.row_bytes for one, (low, high) in wanted_rows(node, start, start + rows).items())
     leaving = rows * node.row_bytes if copies else 0
@@ -109,7 +109,7 @@ def wanted_rows(node: Map, start: int, stop: int) -> Wanted:
 
 
 def _made_twice(node: Map) -> list[Map]:
-    """The maps that take convolutions to make, are not kept, and are asked for by more than one on the way to a map."""
+    """Return the maps on the way to a map that take convolutions, are not kept, and are asked for more than once."""
     times: dict[Map, int] = {}
     waiting = [node]
     while waiting:

@@ -53,7 +53,7 @@ def _same(function: Any, x: Map, *args: Any, **kwargs: Any) -> Map:
 
 @handles("clone")
 def _clone(function: Any, x: Map, **kwargs: Any) -> Map:
-    """A copy is made to be kept: by itself, if what it follows from takes more."""
+    """Keep a clone by itself if the maps that it follows from take more, since clones are made to be kept."""
     if x.nbytes < held_bytes(x):
         keep(x)
     return x
@@ -159,7 +159,7 @@ def _cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Map:
 
 
 def joined(parts: list[Any], dim: int) -> Map:
-    """Maps after each other. Parts that are made of much more than they are, are made now."""
+    """Join maps along a dimension. Parts that are made of far more than they are, are made now."""
     maps = [part for part in parts if isinstance(part, Map)]
     dim %= len(maps[0].shape)
     axis = maps[0].axis

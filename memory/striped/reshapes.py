@@ -23,7 +23,7 @@ def _reshaped(function: Any, x: Map, *args: Any, **kwargs: Any) -> Map:
 
 
 def reshaped(x: Map, shape: Sequence[int]) -> Map:
-    """The same elements in the same order. Raises NotStripedError where rows would be torn."""
+    """Return the same elements in the same order. Raises NotStripedError where rows would be torn."""
     if 0 in shape:  # as of the frames behind the first, where there are none
         raise NotStripedError
     before, inside = math.prod(x.shape[: x.axis]), math.prod(x.shape[x.axis + 1 :])

@@ -66,7 +66,7 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """What the budget leaves beside the maps that lie on the device."""
+        """Bytes that the budget leaves beside the maps on the device."""
         return max(0, self.budget_bytes - self.device_bytes)
 
     def ran_out(self, error: BaseException) -> None:
@@ -90,7 +90,7 @@ class Room:
             self._on_stripe()
 
     def steps(self, count: int, kind: Callable[[int], Hashable]) -> Iterator[int]:
-        """The blocks of a stripe, by number. A dry run does the first, one of each `kind`, and counts all."""
+        """Yield the blocks of a stripe, by number. A dry run does the first, one of each `kind`, and counts all."""
         kinds = [(index == 0, kind(index)) for index in range(count)] if self.skips else []
         times = Counter(kinds)
         for index in range(count):
@@ -106,7 +106,7 @@ class Room:
                 self.d2h_bytes += (more - 1) * (now[2] - before[2])
 
     def begin_noting(self) -> tuple[float, int]:
-        """Of a dry run: what `noted` is to be given."""
+        """Return the counters of a dry run for `noted`."""
         if not self.skips:
             return 0.0, 0
         state.card.take_interval_peak()
@@ -123,7 +123,10 @@ class Room:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """What is done meanwhile goes on at once: operations, and copies each way. Passes within one are part of it."""
+        """Overlap operations and copies each way until the block ends.
+
+        Passes within one are part of it.
+        """
         outer, self._in_pass = self._in_pass, True
         before = self.counted()
         if not outer:
@@ -144,7 +147,7 @@ class Room:
         return self.operations(), self.h2d_bytes, self.d2h_bytes
 
     def operations(self) -> float:
-        """Of a dry run, so far."""
+        """Return the operations of a dry run so far."""
         card = state.card
         return card.stats().compute_seconds * (card.flops or 0.0) + self._repeated_operations if self._dry else 0.0
 
@@ -212,5 +215,5 @@ def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that has a shape and nothing else, in a dry run too."""
+    """Return a tensor that has a shape and nothing else, in a dry run too."""
     return _SHAPES.new_empty(tuple(shape), dtype=dtype)

@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def is_whole(self) -> bool:
-        """Whether they are one tensor on the device."""
+        """Return whether they are one tensor on the device."""
         return len(self.pieces) == 1 and self.pieces[0].on_device
 
     def add(self, piece: Piece) -> None:
@@ -56,7 +56,7 @@ class Rows:
         self.pieces = sorted([*self.pieces, piece], key=lambda each: each.start)
 
     def release(self, start: int) -> None:
-        """Let go of what lies on the device above a row: nobody will ask for it again."""
+        """Free the rows on the device above a row: nobody will ask for them again."""
         self.pieces = [one for one in self.pieces if not one.on_device or one.stop > start]
 
     def spill(self, start: int, room: Room, short: bool = False) -> None:
@@ -75,14 +75,17 @@ class Rows:
                 self.pieces[index] = Piece(one.start, one.stop, buffer.tensor, buffer)
 
     def view(self, start: int, stop: int) -> torch.Tensor | None:
-        """These rows, if they are of one piece on the device."""
+        """Return these rows, if they lie in one piece on the device."""
         for piece in self.pieces:
             if piece.start <= start and stop <= piece.stop:
                 return piece.part(start, stop, self.axis) if piece.on_device else None
         return None
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        """The pieces that hold these rows, and which of them each does. OutOfMemoryError for what was let go of."""
+        """Yield the pieces that hold these rows, and which of them each does.
+
+        OutOfMemoryError for what was let go of.
+        """
         at = start
         for piece in self.pieces:
             low, high = max(at, piece.start), min(stop, piece.stop)
@@ -124,7 +127,7 @@ class Ahead:
         self._coming: dict[Kept, list[tuple[int, int, torch.Tensor]]] = {}
 
     def bring(self, wanted: Wanted) -> None:
-        """Let the rows of a stripe come that lie in RAM, but for those that the stripe at hand is made from too."""
+        """Fetch the rows of a stripe from RAM, save those that the stripe at hand is made from too."""
         for one, (start, stop) in wanted.items():
             assert one.memory is not None
             for low, high in missing(start, stop, self._held.get(one)):

@@ -22,7 +22,7 @@ from .tensor import StripedTensor, striped
 
 @dataclass
 class Traffic:
-    """What a run took beside the device: the most RAM for maps, and bytes to the device and from it.
+    """The costs of a run beside the device: the most RAM for maps, and bytes to the device and from it.
 
     `operations` only in a dry run, and so those of `passes`, which came one after the other.
     """
@@ -45,7 +45,7 @@ def run(
     operations_per_byte: float = ASSUMED.operations_per_byte,
     every: bool = False,
 ) -> Any:
-    """What `function(*tensors)` returns, with every tensor in it on the CPU.
+    """Return what `function(*tensors)` returns, with every tensor in it on the CPU.
 
     `tensors` are [..., H, W] of at least 3 dimensions, on the CPU or the device; what they lead to is made in stripes
     of rows. The weights that `function` uses lie on `device`. `budget_bytes` is for feature maps and what making them

@@ -117,13 +117,16 @@ class StripedTensor(torch.Tensor):
 
 
 def striped(tensor: torch.Tensor, room: Room, axis: int = -2) -> StripedTensor:
-    """A tensor, on the device or in RAM, with rows along `axis`. The values stay where they are."""
+    """Return a tensor, on the device or in RAM, with rows along `axis`. The values stay where they are."""
     on_device = tensor.device == room.device
     return StripedTensor(kept_map(room, tensor, axis % tensor.dim(), Buffer(room, tensor, on_device)))
 
 
 def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
-    """The map or maps that a call gives. It is made once more where memory runs out: what it has kept stays kept."""
+    """Return the map or maps that a call gives.
+
+    It is made once more where memory runs out: what it has kept stays kept.
+    """
     try:
         return _answered(function, name, args, kwargs)
     except Exception as error:

@@ -15,7 +15,7 @@ from .room import Buffer, stand_in
 
 
 def _view(node: Map, change: Callable[[torch.Tensor], torch.Tensor], axis: int) -> Map:
-    """A view that leaves rows what they are. Of a map in memory it is one of that memory."""
+    """Return a view that leaves rows what they are. Of a map in memory it is one of that memory."""
     if node.kept is not None and node.buffer is not None:
         return kept_map(node.room, change(node.kept), axis, node.buffer)
     shape = change(stand_in(node.shape, node.dtype)).shape
@@ -217,7 +217,7 @@ def replaced(x: Map, index: Any, value: Any) -> Map:
 
 
 def filled(like: Map, shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Map:
-    """A map of one value, with its rows where those of `like` are."""
+    """Return a map of one value, with its rows where those of `like` are."""
     if len(shape) != len(like.shape) or shape[like.axis] != like.length:
         raise NotStripedError
     one = torch.full([1] * len(shape), value, dtype=dtype or like.dtype, device=like.room.device)

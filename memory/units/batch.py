@@ -13,7 +13,7 @@ BatchDims = Mapping[str, int]  # by name of an argument: the dimension that is i
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> int:
-    """How many parts a call can be run in: its batch, or 1 where it is not clear what belongs to which part."""
+    """Return how many parts a call can be run in: its batch, or 1 where it is not clear what belongs to which part."""
     named = _named(args, kwargs)
     sizes = [value.shape[0] for value in named.values() if isinstance(value, torch.Tensor) and value.ndim > 2]
     lists = [len(value) for value in named.values() if _is_batch_list(value)]
@@ -22,7 +22,7 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) ->
 
 
 def _is_clear(value: Any, batch: int) -> bool:
-    """Whether it is plain which part of the batch a value belongs to: all of it to each, or its first dimension."""
+    """Return whether it is plain which part of the batch takes a value: all of it, or a slice of its first axis."""
     if isinstance(value, torch.Tensor):
         return value.ndim < 3 or value.shape[0] in (1, batch)
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
@@ -36,12 +36,12 @@ def _is_clear(value: Any, batch: int) -> bool:
 
 
 def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of all tensors in the arguments of a call."""
+    """Return the shapes of all tensors in the arguments of a call."""
     return tuple(tuple(value.shape) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
 
 
 def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:
-    """The arguments of each part."""
+    """Return the arguments of each part."""
     batch = batch_of(args, kwargs, dims)
     bounds = [batch * i // parts for i in range(parts + 1)]
     made = []

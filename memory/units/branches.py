@@ -43,7 +43,7 @@ Worn = Sequence[tuple[Adapter, float]]  # with the strength of each
 
 
 def keys_of(worn: Worn) -> tuple[Hashable, ...]:
-    """What tells these adapters from others, whatever their strengths are."""
+    """Return what tells these adapters from others, whatever their strengths are."""
     return tuple(adapter.key for adapter, _ in worn)
 
 
@@ -73,7 +73,7 @@ def detach(module: nn.Module) -> None:
 
 
 def set_strengths(module: nn.Module, worn: Worn) -> None:
-    """Let the branches that are there count so much."""
+    """Set the strengths of the attached branches."""
     for owner, parts in _placed(module, worn):
         vars(owner)[_CHANGES] = [
             (part, {name: f"{BRANCH}{i}_{name}" for name in part.tensors()}, part.scaling(strength))
@@ -127,7 +127,7 @@ def _branched(cls: type[nn.Module], changed: tuple[str, ...], beside: bool) -> t
 
 
 def _sum(name: str) -> property:
-    """A parameter as its module's code reads it while changes of it are attached. Summed in float32 at least."""
+    """Return a parameter as its module's code reads it while changes of it are attached. Summed in float32 at least."""
 
     def read(self: Any) -> torch.Tensor:
         held = self._parameters[name]

@@ -12,7 +12,7 @@ Forward = Callable[..., Any]
 
 
 def interpose(module: nn.Module, run: Callable[[Forward, tuple, dict], Any]) -> Callable[[], None]:
-    """Let each call of a module be `run(forward, args, kwargs)`. Returns what undoes it.
+    """Make each call of a module `run(forward, args, kwargs)`. Return a function that undoes it.
 
     Not by torch's forward hooks, which cannot call the module once more.
     """

@@ -1,4 +1,4 @@
-"""What an adapter adds to the output of a module, computed beside it: in low rank, or from weights made for the call.
+"""The change that an adapter makes to a module's output, beside it: in low rank, or from weights made for the call.
 
 Each kind beside a layer is linear in its weights, so that base(x) + strength * change(x) is what the layer would make
 with changed weights, which nobody has to round. Here LoRA (arXiv:2106.09685) and whole differences; see `products`.
@@ -31,7 +31,7 @@ class Change:
     """One change of one module, and its tensors. `alpha` scales it, by its rank, where it has one."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What it is made of, by name."""
+        """Return what it is made of, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
@@ -40,17 +40,17 @@ class Change:
         return [type(self).__name__, {name: list(tensor.shape) for name, tensor in self.tensors().items()}]
 
     def scaling(self, strength: float) -> float:
-        """The number that its output is multiplied by."""
+        """Return the number that its output is multiplied by."""
         return strength
 
     def like(self, module: nn.Module) -> Change:
-        """The same in the type that a module computes in."""
+        """Return the same in the type that a module computes in."""
         dtype = module.weight.dtype
         assert isinstance(dtype, torch.dtype)
         return replace(self, **{name: _plain(tensor, dtype) for name, tensor in self.tensors().items()})
 
     def why_not(self, module: Any) -> str:
-        """Why it cannot be beside a module; empty if it can."""
+        """Return why it cannot be beside a module; empty if it can."""
         if not isinstance(module, LAYERS):
             return f"is of a {type(module).__name__}, which takes none"
         if not isinstance(module, nn.Linear) and (
@@ -65,11 +65,11 @@ class Change:
         return next(wrong, "")
 
     def _shapes(self, weight: Shape) -> list[tuple[Shape, Shape]]:
-        """The shapes that it has, each with the one that it must have beside a weight [out, in, ...]."""
+        """Return the shapes that it has, each with the one that it must have beside a weight [out, in, ...]."""
         raise NotImplementedError
 
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
-        """What it makes of the input of a module, before the scaling."""
+        """Return what it makes of the input of a module, before the scaling."""
         raise NotImplementedError
 
 
@@ -91,11 +91,11 @@ class LowRank(Change):
 
     @property
     def rank(self) -> int:
-        """Of the change that it makes."""
+        """The rank of the change."""
         return self.down.shape[0]
 
     def scaling(self, strength: float) -> float:
-        """Computed as peft does."""
+        """Return the scaling, computed as peft does."""
         alpha = self.rank if self.alpha is None else self.alpha
         return strength * alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
@@ -170,17 +170,17 @@ def takes_changes(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> list[str]:
-    """The names of the parameters that a module has for itself."""
+    """Return the names of the parameters that a module has for itself."""
     return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
 def convolution_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """The function that a convolution applies; None for other modules."""
+    """Return the function that a convolution applies; None for other modules."""
     return next((apply for base, apply in _CONVOLUTIONS.items() if isinstance(module, base)), None)
 
 
 def applied(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What a layer would make of `x` with these weights."""
+    """Return what a layer would make of `x` with these weights."""
     if (convolve := convolution_of(module)) is None:
         return functional.linear(x, weight, bias)
     return convolve(x, weight, bias, module.stride, module.padding)

@@ -30,7 +30,7 @@ _of_thread = threading.local()
 
 
 def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
-    """Whether the page cache has all of that part of a file. Reads nothing, where the system tells this user."""
+    """Return whether the page cache has all of that part of a file. Reads nothing, where the system tells this user."""
     if end > os.fstat(file.fileno()).st_size:
         return False
     pages = cached_pages(file, begin, end)
@@ -38,7 +38,7 @@ def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
 
 
 def cached_pages(file: BinaryIO, begin: int, end: int) -> bytes | None:
-    """A byte for each page of that part of a file, 1 for those in the page cache. Reads nothing.
+    """Return a byte for each page of that part of a file, 1 for those in the page cache. Reads nothing.
 
     None where the system does not tell: a user who neither owns the file nor is root would hear that all are there.
     """
@@ -56,7 +56,7 @@ def cached_pages(file: BinaryIO, begin: int, end: int) -> bytes | None:
 
 
 def _is_read_at_once(file: BinaryIO, begin: int, end: int) -> bool:
-    """Whether some places of that part come without waiting. May start reading them: a fast disk looks like a cache."""
+    """Return whether sampled places come without waiting. May start reading them: a fast disk looks like a cache."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte, step = bytearray(1), max(1, (end - 1 - begin) // (_PLACES - 1))
@@ -72,26 +72,26 @@ def _libc() -> ctypes.CDLL:
 
 
 def chunk_bytes(read_bytes: int) -> int:
-    """How large the chunk of each reader is where so much is read in all: whole sectors."""
+    """Return how large the chunk of each reader is where so much is read in all: whole sectors."""
     share = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, read_bytes // _SHARE))
     return share // SECTOR_BYTES * SECTOR_BYTES
 
 
 def read_nothing_ahead(file: BinaryIO) -> None:
-    """Let only what is read of a file come to the page cache. Holds for this opening of it."""
+    """Turn off the system's read-ahead for this opening of a file."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def forget(file: BinaryIO, begin: int, end: int) -> None:
-    """Let the page cache drop that part of a file."""
+    """Drop that part of a file from the page cache."""
     if hasattr(os, "posix_fadvise"):
         first = begin // SECTOR_BYTES * SECTOR_BYTES
         os.posix_fadvise(file.fileno(), first, -(-end // SECTOR_BYTES) * SECTOR_BYTES - first, os.POSIX_FADV_DONTNEED)
 
 
 def read_chunk(file: BinaryIO, begin: int, end: int, room: int) -> memoryview | None:
-    """Those bytes of a file, by a direct read: with whole sectors around them at most `room` bytes.
+    """Read these bytes of a file directly: with whole sectors around them at most `room` bytes.
 
     They are this thread's until its next call. Shorter if the file ends before. None where the system has no direct
     reads; where the file system has none, the bytes come through the cache.

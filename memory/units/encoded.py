@@ -30,21 +30,21 @@ def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[st
 
 
 def is_encoded(path: Path) -> bool:
-    """Whether a file holds weights in another form than plain tensors of 16 bits and more. Raises as `read_header`."""
+    """Return whether a file holds weights that are no plain tensors of 16 bits or more. Raises as `read_header`."""
     if path.suffix.lower() == ".gguf":
         return True
     return layouts.is_encoded(read_header(path))
 
 
 def shapes_in(path: Path) -> list[tuple[int, ...]]:
-    """The shapes of the tensors of a safetensors or GGUF file. Raises as `encoded_weights` does."""
+    """Return the shapes of the tensors of a safetensors or GGUF file. Raises as `encoded_weights` does."""
     if path.suffix.lower() == ".gguf":
         return [tensor.shape for tensor in read_gguf_header(path).tensors.values()]
     return [tuple(entry["shape"]) for entry in read_header(path).values()]
 
 
 def sources_of(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, Source]:
-    """The same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
+    """Return the same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
     return {name: weight.stored() or weight for name, weight in encoded_weights(paths, dtype).items()}
 
 
@@ -60,7 +60,7 @@ def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeigh
 
 
 def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """A weight's parts may lie in different files, where a model was cut."""
+    """Return the weights of safetensors files. A weight's parts may lie in different files of a sharded model."""
     header: dict[str, Mapping[str, Any]] = {}
     metadata: dict[str, str] = {}
     lies: dict[str, tuple[Path, int, Stamp]] = {}  # file, place and stamp of each stored tensor
@@ -93,7 +93,7 @@ def _note(path: Path, at: int, name: str, entry: Mapping[str, Any]) -> bytes:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """The texts in the header of a file that `read_header` has checked."""
+    """Return the texts in the header of a file that `read_header` has checked."""
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
         texts = json.loads(file.read(length)).get("__metadata__", {})

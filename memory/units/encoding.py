@@ -52,7 +52,10 @@ class EncodedWeight:
         return self.parts[0].stamp
 
     def stored(self) -> Stored | None:
-        """The same as a plain tensor, if it is stored as one; floats of 8 bits are only ever read as they are."""
+        """Return the same as a plain tensor, if it is stored as one.
+
+        Floats of 8 bits are only ever read as they are.
+        """
         if self.codec.name != "raw" or (self.parts[0].dtype.is_floating_point and self.parts[0].dtype.itemsize == 1):
             return None
         return replace(self.parts[0], shape=self.codec.shape)
@@ -75,7 +78,7 @@ class Encoding:
 
 
 def extents(source: Source) -> Iterator[tuple[Stored, int]]:
-    """What is read of files for a weight, each with the byte of the host's tensor where it goes."""
+    """Yield what is read of files for a weight, each with the byte of the host's tensor where it goes."""
     if isinstance(source, Stored):
         yield source, 0
         return
@@ -99,7 +102,7 @@ def part_spans(codec: Codec) -> tuple[list[tuple[int, int]], int]:
 
 
 def split(codec: Codec, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of an encoded weight, as views into its flat tensor."""
+    """Return the parts of an encoded weight, as views into its flat tensor."""
     parts: list[tuple[Part, tuple[int, int]]] = list(zip(codec.parts, part_spans(codec)[0], strict=True))
     return [flat[begin:end].view(part.dtype) for part, (begin, end) in parts]
 
@@ -121,18 +124,18 @@ def kernels_of(module: nn.Module) -> set[int]:
 
 
 def encoding_of(tensor: torch.Tensor) -> Encoding | None:
-    """How a module's tensor is stored, if it is an encoded parameter."""
+    """Return how a module's tensor is stored, if it is an encoded parameter."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What the host holds of a module's tensor: the tensor itself or, of an encoded parameter, its bytes."""
+    """Return what the host holds of a module's tensor: the tensor itself or, of an encoded parameter, its bytes."""
     encoding = encoding_of(tensor)
     return encoding.flat if encoding else tensor
 
 
 def mark_made(module: nn.Module, maker: Maker) -> None:
-    """Let the weights of a module's matrices and convolutions be encoded when they are read, where that is a gain."""
+    """Mark the weights of matrices and convolutions to be encoded when they are read, where that is a gain."""
     for owner in module.modules():
         weight = owner._parameters.get("weight") if isinstance(owner, _MADE) else None
         if weight is None or encoding_of(weight) is not None or not weight.is_contiguous():
@@ -144,7 +147,7 @@ def mark_made(module: nn.Module, maker: Maker) -> None:
 
 
 def unmark_made(module: nn.Module) -> None:
-    """Let the weights of a module that were to be encoded when they are read be plain again. None is in RAM."""
+    """Undo `mark_made`: the weights are to be plain again. None may be in RAM."""
     for parameter in module.parameters():
         encoding = encoding_of(parameter)
         if encoding is not None and encoding.maker is not None:
@@ -159,7 +162,7 @@ def unmark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
 
 
 def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
-    """Let the parameters of a module on `meta` be encoded that are stored so.
+    """Mark the parameters of a module on `meta` whose stored form is encoded.
 
     Raises ValueError, in one line that names the file and the weight, for one that does not hold its parameter.
     """

@@ -50,14 +50,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a header says: facts by key, without long texts and arrays, and the tensors by name."""
+    """The content of a header: facts by key, without long texts and arrays, and the tensors by name."""
 
     facts: dict[str, Fact]
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """The header of a GGUF file, checked: every tensor is whole blocks, and lies within the file on bytes of its own.
+    """Read and check the header of a GGUF file: every tensor is whole blocks, within the file, on bytes of its own.
 
     Raises FileNotFoundError, or ValueError in one line if the file is damaged, cut short, or something else.
     """
@@ -65,7 +65,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def read_gguf_arrays(path: Path, names: Collection[str]) -> dict[str, Words]:
-    """Those of the named arrays that the header has, whole: the words of a tokenizer. Raises as `read_gguf_header`."""
+    """Read the named arrays in the header, whole, such as the words of a tokenizer. Raises as `read_gguf_header`."""
     return _read(path, names)[1]
 
 
@@ -148,7 +148,7 @@ class _Reader:
         return name, kind, shape, offset
 
     def _value(self, kind: int, depth: int = 0) -> Fact | None:
-        """A value; None for one that is passed over."""
+        """Return a value; None for one that is passed over."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _TEXT:
@@ -216,7 +216,7 @@ class _Reader:
 
 
 def _shape(name: str, shape: tuple[int, ...], noted: Fact | None) -> tuple[int, ...]:
-    """The shape, or the one that the converter noted before it took dimensions together."""
+    """Return the shape, or the one that the converter noted before it took dimensions together."""
     if noted is None:
         return shape
     if not isinstance(noted, tuple) or min(noted, default=-1) < 0 or prod(noted) != prod(shape):

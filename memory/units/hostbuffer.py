@@ -72,7 +72,7 @@ class _Pages(mmap.mmap):
         return True
 
     def unpin(self) -> None:
-        """Let the pages go again. No copy from or to them may be under way."""
+        """Unpin the pages. No copy from or to them may be under way."""
         # No lock: the collector may run this while this very thread holds it.
         global _pinned_bytes
         if self.stand_in is not None:
@@ -102,7 +102,7 @@ def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain bytes, on the host or yet to be read: no subclass (quantized weights), no gaps."""
+    """Return whether a tensor is plain bytes, on the host or yet to be read: no subclass (quantized), no gaps."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "meta"):
         return False
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -117,19 +117,19 @@ def can_pack(tensor: torch.Tensor) -> bool:
 
 
 def view_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The part of a flat buffer that holds `like`, with its dtype, shape and strides."""
+    """Return the part of a flat buffer that holds `like`, with its dtype, shape and strides."""
     return flat[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def place_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The same view, as a parameter if `like` is one: what a module holds instead of `like`."""
+    """Return the same view, as a parameter if `like` is one: what a module holds instead of `like`."""
     with torch.inference_mode(False), torch.no_grad():
         view = view_of(flat, offset, like)
         return torch.nn.Parameter(view, requires_grad=False) if isinstance(like, torch.nn.Parameter) else view
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """A flat buffer of so many bytes (at least 1) on pages of its own, all zero.
+    """Return a flat buffer of so many bytes (at least 1) on pages of its own, all zero.
 
     MemoryError, in one line, where the system has no RAM for it, or on Windows no room in its page file.
     """
@@ -170,7 +170,7 @@ def _map(nbytes: int) -> _Pages:
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a buffer made by `allocate`, `window` or `pack`, to read files into."""
+    """Return the memory of a buffer made by `allocate`, `window` or `pack`, to read files into."""
     pages = _pages.get(flat.data_ptr())
     if pages is None:  # it is torch's
         return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")
@@ -178,8 +178,9 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A flat buffer of the tensors' values, and the tensors as views into it; the same ones if they lie so already.
+    """Return a flat buffer of the tensors' values, and the tensors as views into it.
 
+    The same ones if they lie so already.
     The caller puts the views in the tensors' place, after which the old memory is free.
     """
     offsets, total = layout(tensors)
@@ -196,12 +197,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def is_packed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `pack` would leave the tensors where they are."""
+    """Return whether `pack` would leave the tensors where they are."""
     return bool(_packed(tensors, *layout(tensors)))
 
 
 def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> list[torch.Tensor]:
-    """The buffer that the tensors lie in, in a list; an empty one if they do not lie in one of ours."""
+    """Return the buffer that the tensors lie in, in a list; an empty one if they do not lie in one of ours."""
     storage = tensors[0].untyped_storage()
     start = storage.data_ptr()
     if start not in _pages or storage.nbytes() != total:
@@ -212,17 +213,17 @@ def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> 
 
 
 def pins_by_torch(device: torch.device) -> bool:
-    """Whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
+    """Return whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
     return _copies_as(device) == "xpu"
 
 
 def wants_pinned(device: torch.device) -> bool:
-    """Whether copies to a device are asynchronous, and fast, only from pinned memory."""
+    """Return whether copies to a device are asynchronous, and fast, only from pinned memory."""
     return _copies_as(device) in ("cuda", "xpu") and device not in _left_paged
 
 
 def _copies_as(device: torch.device) -> str:
-    """The type of a device; of a simulated one, the type that it copies as."""
+    """Return the type of a device; of a simulated one, the type that it copies as."""
     return simulated_copies.mode if device.type == simulated.DEVICE_TYPE else device.type
 
 

@@ -141,7 +141,7 @@ def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Te
 def _buffers(
     parts: Sequence[Sequence[torch.Tensor]], found: Mapping[int, Source]
 ) -> tuple[dict[int, torch.Tensor], list[list[Job]]]:
-    """A flat buffer for each part: its tensors there, by the `id` of what they take the place of, and what is read."""
+    """Make a flat buffer for each part. Return its tensors by the `id` of those they replace, and the reading jobs."""
     new: dict[int, torch.Tensor] = {}
     jobs: list[list[Job]] = []
     for tensors in parts:

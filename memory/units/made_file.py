@@ -1,4 +1,4 @@
-"""What a maker made of a module's weights, in a file beside the model's own: read in place of encoding it again.
+"""A file of a module's encoded weights, beside the model's own: read in place of encoding them again.
 
 A safetensors file of flat tensors of bytes, each the host's tensor of one encoded weight, whose codecs the header's
 metadata tells. Weights that encoding does not shrink stay where they are.
@@ -49,7 +49,7 @@ _IN_USE_SECONDS = 3600  # a run of any process that began so recently may still 
 
 
 def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | None:
-    """`stored` with the weights that a file holds encoded; None where there is no such file, or a damaged one."""
+    """Return `stored` with the weights that a file holds encoded, or None if the file is missing or damaged."""
     try:
         note_use(path)
         header, told = read_header(path), _told(path)
@@ -153,7 +153,7 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
 
 
 def _plain(codec: Codec) -> dict[str, Any]:
-    """The fields of a codec as JSON has them."""
+    """Return the fields of a codec as JSON has them."""
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for name, value in asdict(codec).items()
@@ -161,7 +161,7 @@ def _plain(codec: Codec) -> dict[str, Any]:
 
 
 def _told(path: Path) -> dict[str, tuple[Codec, list[str]]]:
-    """The codec of each weight in a file that `read_header` has checked, and the names of those tied to it."""
+    """Return the codec of each weight in a file that `read_header` has checked, and the names of those tied to it."""
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
         notes = json.loads(json.loads(file.read(length))["__metadata__"][_NOTE])

@@ -27,7 +27,7 @@ def making(
     found: Mapping[int, Source],
     look: Callable[[int], None],
 ) -> Generator[dict[int, Made], None, None]:
-    """What the host is to hold of the tensors of each group, in one flat buffer, by `id`; nothing is changed.
+    """Yield what the host is to hold of the tensors of each group, in one flat buffer, by `id`; nothing is changed.
 
     `look` is called between groups with the bytes read so far; what it raises ends the reading, and so does closing
     the generator.
@@ -91,7 +91,7 @@ def _make(
 
 
 def _flat(encoded: Encoded) -> tuple[Codec, torch.Tensor]:
-    """What encoding gave, as one flat tensor."""
+    """Return what encoding gave, as one flat tensor."""
     codec, parts = encoded
     spans, total = part_spans(codec)
     flat = torch.zeros(total, dtype=torch.uint8)

@@ -25,7 +25,7 @@ _OWN_SHARE = 0.05  # of its weights: what a module with others inside may have f
 
 @dataclass(frozen=True)
 class CallOrder:
-    """What was seen of a module's calls.
+    """The order of a module's calls, as it was seen.
 
     `order` are the paths of its modules with weights of their own, in the order of their first calls; empty if it is
     not known. `whole` are modules that read the weights of others inside them, `outside` those whose weights are read
@@ -62,15 +62,15 @@ class PieceWeights:
     called: bool = True
 
     def tensors(self) -> list[torch.Tensor]:
-        """The host's weights, buffers and branches, each once."""
+        """Return the host's weights, buffers and branches, each once."""
         return unique(self.slots)
 
     def stored(self) -> list[torch.Tensor]:
-        """Those of them that are not of branches."""
+        """Return the tensors that are not of branches, each once."""
         return unique([slot for slot in self.slots if not slot.is_branch])
 
     def branches(self) -> list[torch.Tensor]:
-        """The others."""
+        """Return the tensors of branches, each once."""
         return unique([slot for slot in self.slots if slot.is_branch])
 
     @property
@@ -84,7 +84,7 @@ class PieceWeights:
         return tuple({id(slot.tensor): codec for slot, codec in encoded(self.slots)}.values())
 
     def restore(self) -> None:
-        """Let the modules hold the host's tensors."""
+        """Give the modules back the host's tensors."""
         for slot in self.slots:
             slot.restore()
 
@@ -139,39 +139,43 @@ def divide(module: nn.Module, host_slots: Sequence[Slot], calls: CallOrder) -> D
 
 
 def largest_run_bytes(total_bytes: int) -> int:
-    """How large a piece of several modules may be, of so many bytes of weights. A module that is larger is alone."""
+    """Return how large a piece of several modules may be, of so many bytes of weights.
+
+    A module that is larger is alone.
+    """
     return max(total_bytes // _MOST_PIECES, min(LARGE_BYTES, total_bytes // _LEAST_PIECES), 1)
 
 
 def unique(own: Sequence[Slot]) -> list[torch.Tensor]:
-    """The tensors of places, each once."""
+    """Return the tensors of places, each once."""
     return list({id(slot.tensor): slot.tensor for slot in own}.values())
 
 
 def nbytes_of(own: Sequence[Slot]) -> int:
-    """The bytes of the tensors in places; shared ones count once."""
+    """Return the bytes of the tensors in places; shared ones count once."""
     return sum(tensor.nbytes for tensor in unique(own))
 
 
 def encoded(own: Sequence[Slot]) -> list[tuple[Slot, Codec]]:
-    """The places of encoded parameters, each with how it is stored."""
+    """Return the places of encoded parameters, each with how it is stored."""
     return [(slot, codec) for slot in own if (codec := slot.codec)]
 
 
 def plain_bytes_of(own: Sequence[Slot]) -> int:
-    """The bytes of the tensors in places when all are decoded; shared ones count once."""
+    """Return the bytes of the tensors in places when all are decoded; shared ones count once."""
     return sum({id(slot.tensor): slot.plain_bytes for slot in own}.values())
 
 
 def workspace_bytes(owners: Sequence[Owner]) -> int:
-    """What the decoded weights of any one of the modules take at most, each at an aligned byte."""
+    """Return what the decoded weights of any one of the modules take at most, each at an aligned byte."""
     decoded = ({id(slot.tensor): codec.decoded_bytes for slot, codec in encoded(owner.slots)} for owner in owners)
     return max((sum(map(aligned, each.values())) for each in decoded), default=0)
 
 
 def decoding_bytes(owners: Sequence[Owner], own: Sequence[Slot]) -> tuple[tuple[str, int], ...]:
-    """What decoding takes for a moment beside the stored bytes and the results: in the call of each module, by path.
+    """Return what decoding takes for a moment beside the stored bytes and the results.
 
+    In the call of each module, by path.
     That of "" is what any one of the tensors in places takes that is decoded for good: its stored bytes leave after.
     """
     most = max((slot.tensor.nbytes + codec.workspace_bytes for slot, codec in encoded(own)), default=0)
@@ -182,12 +186,12 @@ def decoding_bytes(owners: Sequence[Owner], own: Sequence[Slot]) -> tuple[tuple[
 
 
 def aligned(nbytes: int) -> int:
-    """So many bytes, and the gap behind them."""
+    """Return `nbytes` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Module, list[Slot]]]:
-    """The modules that weights come for, none inside another, and the places of those weights.
+    """Yield the modules that weights come for, none inside another, and the places of those weights.
 
     The top module's own few tensors are nobody's: its call is under way when it is placed on demand.
     """
@@ -216,12 +220,15 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
 
 
 def _saved(module: nn.Module) -> list[Slot]:
-    """A module's own weights, without buffers that are in no file: small tables, which models read elsewhere too."""
+    """Return a module's own weights, without buffers that are in no file.
+
+    Small tables, which models read elsewhere too.
+    """
     return [slot for slot in own_slots(module) if slot.key not in module._non_persistent_buffers_set]
 
 
 def _is_table(owner: Owner, limit: int) -> bool:
-    """Whether it is an embedding whose rows can be looked up, and large enough to be."""
+    """Return whether it is an embedding whose rows can be looked up, and large enough to be."""
     module = owner.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or len(owner.slots) != 1:
         return False
@@ -250,7 +257,7 @@ class _FirstCalls:
                 self._alike[alike] = self._last[alike[: at + 1]] = i
 
     def of(self, path: str) -> tuple[int, ...] | None:
-        """The place in the order, None for what is never called, the same for all where there is no order."""
+        """Return the place in the order, None for what is never called, the same for all where there is no order."""
         if not self.count:
             return (0,)
         if path in self._seen:
@@ -265,14 +272,14 @@ class _FirstCalls:
 
 
 def _with_any_index(parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """A path with any number in the place of each one that it has, the last first, and where that is."""
+    """Yield a path with any number in the place of each one that it has, the last first, and where that is."""
     for i in reversed(range(len(parts))):
         if parts[i].isdecimal():
             yield i, (*parts[:i], "*", *parts[i + 1 :])
 
 
 def _groups(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:
-    """Runs of so many bytes; of a little more where modules are of a size that they would be too many."""
+    """Group owners in runs of `limit` bytes, or a little more if the runs would be too many."""
     groups: list[list[Owner]] = []
     held = 0
     for owner in owners:
@@ -293,7 +300,7 @@ def _piece(owners: list[Owner], called: bool) -> PieceWeights:
 
 
 def _add_branches(piece: PieceWeights, branches: list[Slot]) -> None:
-    """Let these come along with a piece, which is cut as if there were none."""
+    """Add branches to a piece, which is cut as if there were none."""
     tensors = unique(branches)
     piece.slots += branches
     piece.packed_bytes += layout(tensors)[1]

@@ -34,7 +34,7 @@ class Hadamard(Change):
 
     @property
     def rank(self) -> int:
-        """Of either of the two."""
+        """The rank of either product."""
         return self.w1_b.shape[0]
 
     def scaling(self, strength: float) -> float:
@@ -102,7 +102,7 @@ class Kronecker(Change):
         return [*ranks, (made, weight)]
 
     def shape(self) -> Shape:
-        """Of the product, with all its rows."""
+        """Return the shape of the product, with all its rows."""
         left, right = self._left_shape(), self._right_shape()
         return left[0] * right[0], left[1] * right[1], *right[2:]
 

@@ -60,7 +60,7 @@ class Piece:
         return self.count * self.stored.itemsize
 
     def split(self, stored_bytes: int) -> Iterator[Piece]:
-        """The same in pieces of at most so many bytes to read."""
+        """Yield the same in pieces of at most so many bytes to read."""
         step = max(1, stored_bytes // self.stored.itemsize)
         for first in range(0, self.count, step):
             yield Piece(
@@ -79,20 +79,20 @@ Look = Callable[[int], None]  # called now and then with the bytes read so far; 
 
 
 def piece_of(stored: Stored, dtype: torch.dtype, at: int) -> Piece:
-    """A whole tensor, to byte `at` of a buffer. It lies in one run."""
+    """Return a whole tensor, to byte `at` of a buffer. It lies in one run."""
     (piece,) = pieces_of(stored, dtype, at)
     return piece
 
 
 def pieces_of(stored: Stored, dtype: torch.dtype, at: int) -> Iterator[Piece]:
-    """A whole tensor, to byte `at` of a buffer: one piece for each run that it lies in."""
+    """Yield a whole tensor, to byte `at` of a buffer: one piece for each run that it lies in."""
     for offset, count in stored.runs or ((stored.offset, prod(stored.shape)),):
         yield Piece(stored.path, offset, count, stored.dtype, dtype, at, stored.stamp)
         at += count * dtype.itemsize
 
 
 def batches(jobs: Iterable[Job]) -> list[list[Job]]:
-    """The jobs in the order of the files, large ones split, small ones together: each batch is of one file."""
+    """Return the jobs in the order of the files, large ones split, small ones together: each batch is of one file."""
     split = [(part, buffer) for piece, buffer in jobs for part in piece.split(BATCH_BYTES)]
     made: list[list[Job]] = []
     held = 0
@@ -106,7 +106,7 @@ def batches(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def chunks(batch: list[Job], room: int) -> list[list[Job]]:
-    """The jobs of a batch, split and put together so that each list lies in one direct read of at most `room` bytes."""
+    """Split and join the jobs of a batch, so that each list lies in one direct read of at most `room` bytes."""
     made: list[list[Job]] = []
     begin = end = 0
     most = room - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
@@ -203,7 +203,7 @@ class Reading:
         self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
 
     def begin(self) -> None:
-        """Let the threads read, if they do not yet."""
+        """Start the threads, if they do not read yet."""
         with self._changed:
             work, self._work = self._work, []
             if not work or self._closed:
@@ -215,7 +215,7 @@ class Reading:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is being read any more, and nothing failed."""
+        """Return whether nothing is being read any more, and nothing failed."""
         return not self._left
 
     @property
@@ -225,16 +225,16 @@ class Reading:
 
     @property
     def failed(self) -> bool:
-        """Whether something could not be read: what has not come does not come any more."""
+        """Return whether something could not be read: what has not come does not come any more."""
         return self._error is not None
 
     @property
     def order(self) -> list[tuple[int, set[int]]]:
-        """What is read, one after the other: the bytes of each batch, and the addresses of its buffers."""
+        """The batches in the order of reading: the bytes of each, and the addresses of its buffers."""
         return self._order
 
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these have come, as far as they are read here."""
+        """Return whether these have come, as far as they are read here."""
         return not self._left or not any(address_of(tensor) in self._left for tensor in tensors)
 
     def wait(self, tensors: Iterable[torch.Tensor] | None = None) -> None:

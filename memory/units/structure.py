@@ -1,4 +1,4 @@
-"""What a module is made of: the places of its weights, and its lists of blocks."""
+"""The structure of a module: the places of its weights, and its lists of blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slot:
 
     @property
     def encoding(self) -> Encoding | None:
-        """Of an encoded parameter."""
+        """The encoding of an encoded parameter."""
         return encoding_of(self.shown) if self.shown is not None else None
 
     @property
@@ -47,11 +47,11 @@ class Slot:
 
     @property
     def is_branch(self) -> bool:
-        """Whether a LoRA has put it there: it divides nothing, and is in no file."""
+        """Return whether a LoRA has put it there: it divides nothing, and is in no file."""
         return self.key.startswith(BRANCH)
 
     def set(self, tensor: torch.Tensor) -> None:
-        """Let a device's copy of the host's tensor be used."""
+        """Use a device's copy of the host's tensor."""
         if self.shown is not None:
             self.here = tensor
             return
@@ -60,12 +60,12 @@ class Slot:
         self.holder[self.key] = tensor
 
     def restore(self) -> None:
-        """Let the module hold what it does without a device."""
+        """Give the module back its tensor on the host."""
         self.holder[self.key] = self.tensor if self.shown is None else self.shown
         self.here = None
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let another be the host's tensor from now on. What is in use on a device stays so."""
+        """Replace the host's tensor. A copy in use on a device stays so."""
         if self.encoding:
             self.encoding.flat = tensor
         elif self.holder[self.key] is self.tensor:
@@ -80,7 +80,7 @@ def slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def own_slots(module: nn.Module) -> Iterator[Slot]:
-    """The parameters and buffers that a module holds itself, without those of its children."""
+    """Yield the parameters and buffers that a module holds itself, without those of its children."""
     for holder in (module._parameters, module._buffers):
         for key, tensor in holder.items():
             if tensor is not None and (encoding := encoding_of(tensor)):
@@ -90,7 +90,7 @@ def own_slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The lists of blocks of a module, at whatever depth, none inside another, in the order of the module.
+    """Return the lists of blocks of a module, at whatever depth, none inside another, in the order of the module.
 
     A list counts if its members are called (so not lists of lists) and hold a part of the weights worth streaming.
     """
@@ -106,5 +106,5 @@ def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module can be called, which lists of modules or of parameters cannot."""
+    """Return whether a module can be called, which lists of modules or of parameters cannot."""
     return getattr(type(module), "forward", None) is not nn.Module.forward

@@ -44,7 +44,7 @@ def _of(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> tuple[
 
 
 def rows_of(table: Slot, source: Source | None, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of a table on the CPU, by ids on one dimension: from RAM or, of a table on `meta`, from its file.
+    """Return the rows of a table on the CPU, by ids on one dimension: from RAM or, of a table on `meta`, from its file.
 
     Raises OSError or ValueError, in one line that names the file; IndexError for an id that there is no row of.
     """
@@ -71,14 +71,14 @@ def rows_of(table: Slot, source: Source | None, ids: torch.Tensor) -> torch.Tens
 
 
 def _rows(codec: Codec, parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> list[torch.Tensor]:
-    """Of each part what is of the wanted rows."""
+    """Return the wanted rows of each part."""
     assert codec.row_parts is not None
     pairs = zip(parts, codec.row_parts, strict=True)
     return [part.view(-1, each)[wanted].view(-1) if each else part for part, each in pairs]
 
 
 def _read_rows(codec: Codec, source: Source, wanted: Sequence[int]) -> list[torch.Tensor]:
-    """The same from the file."""
+    """Return the same from the file."""
     assert codec.row_parts is not None
     jobs: list[Job] = []
     found = []

@@ -113,7 +113,7 @@ class ManagedModel:
 
     @classmethod
     def from_module(cls, name: str, role: Role, module: nn.Module) -> ManagedModel:
-        """A unit around a module that is already in memory, on the CPU."""
+        """Return a unit around a module that is already in memory, on the CPU."""
         unit = cls(name, role, build=lambda: module)
         unit.module.requires_grad_(False)
         unit._on_host = True
@@ -205,7 +205,7 @@ class ManagedModel:
         self._size_bytes = None
 
     def skeleton(self) -> nn.Module:
-        """The structure once more, with parameters on `meta`, for a run on shapes.
+        """Return the structure once more, with parameters on `meta`, for a run on shapes.
 
         RuntimeError for a unit made of a module, which there is only one of.
         """
@@ -223,7 +223,10 @@ class ManagedModel:
         return module
 
     def double(self) -> nn.Module:
-        """A module that shares all parts of this one and answers as it does, for a run on shapes; its calls are set."""
+        """Return a module that shares all parts of this one and answers as it does, for a run on shapes.
+
+        Its calls are set.
+        """
         double = copy.copy(self.module)
         vars(double).pop("forward", None)
         vars(double)["_runs_on"] = torch.device("meta")
@@ -270,7 +273,7 @@ class ManagedModel:
 
     @property
     def branch_bytes(self) -> int:
-        """Of its bytes, those of adapters."""
+        """Bytes of its adapters."""
         return sum(adapter.nbytes for adapter, _ in self._worn)
 
     def learn(self, seen: CallOrder) -> None:
@@ -316,7 +319,7 @@ class ManagedModel:
 
     @property
     def in_ram(self) -> bool:
-        """Whether RAM holds all the weights."""
+        """Return whether RAM holds all the weights."""
         return self._on_host
 
     @property
@@ -326,12 +329,12 @@ class ManagedModel:
 
     @property
     def is_cached(self) -> bool:
-        """Whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
+        """Return whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
         return self.key is not None and next(iter(self.owners), None) is None
 
     @property
     def reloadable(self) -> bool:
-        """Whether the host copy may be dropped."""
+        """Return whether the host copy may be dropped."""
         return self._read is not None
 
     def load(self, look: Look = lambda read: None, behind: bool = False) -> int:
@@ -461,7 +464,7 @@ class ManagedModel:
         return stored if stored and find_stored(self.module, stored) is not None else None
 
     def is_stale(self) -> bool:
-        """Whether files that it is read from are others by now, or gone."""
+        """Return whether files that it is read from are others by now, or gone."""
         return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in self._places()})
 
     def _places(self) -> Collection[Source]:
@@ -491,7 +494,7 @@ class ManagedModel:
         return freed
 
     def _drop_some(self, nbytes: int) -> int:
-        """Of a unit that is whole first what is in no piece, then the last pieces."""
+        """Drop some of a unit: first the weights in no piece, then the last pieces."""
         if self._held_calls != self.calls:
             return self.drop()
         divided, left = self._pieces(), self.host_bytes - nbytes
@@ -538,7 +541,7 @@ def _located(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _without_weights(slot: Slot) -> torch.Tensor:
-    """What stays of a tensor on the disk tier: a parameter's shape, a buffer's values without the block around them."""
+    """Return what stays of a tensor on the disk tier: a parameter's shape, a buffer's values in memory of their own."""
     tensor = slot.tensor
     with torch.inference_mode(False), torch.no_grad():
         if slot.shown is not None:

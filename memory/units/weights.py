@@ -1,4 +1,4 @@
-"""What safetensors files hold, told from their headers: sizes, types, and whether a file is whole.
+"""The content of safetensors files by their headers: sizes, types, and whether a file is whole.
 
 Pickled weights are refused, by name and by what they begin with. Reading a header costs a few kilobytes whatever the
 size of the file, and what it says is checked: nothing is ever allocated for what a file only claims to hold.
@@ -78,7 +78,7 @@ class Stored:
 
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
-    """The safetensors files of one model folder, and their variant ("fp16") if they have no plain name.
+    """Return the safetensors files of one model folder, and their variant ("fp16") if they have no plain name.
 
     Raises FileNotFoundError when there are none, or when a shard that the index names is not there, and ValueError when
     there are only pickled ones.
@@ -104,7 +104,7 @@ def find_weights(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index of weights names: plain names, of safetensors files beside it."""
+    """Return the files that an index of weights names: plain names, of safetensors files beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} is not an index of weights. Download it again.")
@@ -133,7 +133,7 @@ def refuse_pickle(path: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file: name -> {"dtype", "shape", "data_offsets"}.
+    """Return the tensors of a safetensors file: name -> {"dtype", "shape", "data_offsets"}.
 
     They fill the rest of the file without gaps. Raises FileNotFoundError, or ValueError if the file is damaged, or
     shorter than its header says, or something else.
@@ -212,13 +212,13 @@ def check_unchanged(path: Path, stamp: Stamp | None, stat: os.stat_result | None
 
 
 def stamps_of(files: Iterable[Path]) -> tuple[tuple[Path, Stamp], ...]:
-    """The files, wherever links to them lie, each with its stamp: what tells their content from any other."""
+    """Return the files, wherever links to them lie, each with its stamp: what tells their content from any other."""
     found = [(path.resolve(), path.stat()) for path in files]
     return tuple(sorted((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in found))
 
 
 def disk_number(path: Path) -> int | None:
-    """The device number of the disk that a file lies on; None where it is gone."""
+    """Return the device number of the disk that a file lies on; None where it is gone."""
     try:
         return path.stat().st_dev
     except OSError:
@@ -226,7 +226,7 @@ def disk_number(path: Path) -> int | None:
 
 
 def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
-    """Whether a file is there, and still the one whose stamp that is."""
+    """Return whether a file is there, and still the one whose stamp that is."""
     try:
         stat = path.stat()
     except OSError:
@@ -235,7 +235,7 @@ def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
 
 
 def stored_dtype(files: Iterable[Path]) -> torch.dtype:
-    """The floating type that most bytes of the files are stored in; float32 if they hold none."""
+    """Return the floating type that most bytes of the files are stored in; float32 if they hold none."""
     counts: Counter[torch.dtype] = Counter()
     for path in files:
         for entry in read_header(path).values():
@@ -246,7 +246,7 @@ def stored_dtype(files: Iterable[Path]) -> torch.dtype:
 
 
 def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those of the named tensors that the files hold, on the CPU."""
+    """Read the named tensors that the files hold, to the CPU."""
     from safetensors import safe_open
 
     wanted, found = set(names), {}
@@ -258,7 +258,7 @@ def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch
 
 
 def file_identity(path: Path) -> str:
-    """A digest that changes when the file does.
+    """Return a digest that changes when the file does.
 
     Files of up to 4 MB are read whole; of larger ones the size, the time and 16 places count, the header first.
     """

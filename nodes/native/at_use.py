@@ -13,7 +13,7 @@ _runs: list[object] = []  # that have a budget
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """The time in which LoRAs on weights in RAM give what they give in VRAM."""
+    """Make LoRAs on weights in RAM give what they give in VRAM, until the block ends."""
     _runs.append(run := object())
     try:
         yield
@@ -22,7 +22,7 @@ def sampling() -> Iterator[None]:
 
 
 def is_sampling() -> bool:
-    """Whether it is that time, in any thread."""
+    """Return whether it is that time, in any thread."""
     return bool(_runs)
 
 
@@ -35,23 +35,23 @@ def merge_type(device: torch.device) -> torch.dtype:
 
 
 def workspace_bytes(numel: int, merges_in: torch.dtype, computes_in: torch.dtype) -> int:
-    """What they take at their most: the weight in another type, a LoRA, and that times its strength."""
+    """Return what they take at their most: the weight in another type, a LoRA, and that times its strength."""
     return merging_bytes(numel, merges_in) - (numel * merges_in.itemsize if merges_in == computes_in else 0)
 
 
 def merging_bytes(numel: int, merges_in: torch.dtype) -> int:
-    """The same for a weight that comes from RAM in that other type, as those do that are to stay in VRAM."""
+    """Return the same for a weight that comes from RAM in that other type, as those do that are to stay in VRAM."""
     products = 2 * torch.float32.itemsize + (0 if merges_in == torch.float32 else merges_in.itemsize)
     return numel * (products + merges_in.itemsize)
 
 
 def expected_bytes(numel: int, computes_in: torch.dtype) -> int:
-    """What the host expects them to take."""
+    """Return what the host expects them to take."""
     from comfy import model_patcher
 
     return numel * computes_in.itemsize * getattr(model_patcher, "LOWVRAM_PATCH_ESTIMATE_MATH_FACTOR", 0)  # 0.8
 
 
 def unexpected_bytes(numel: int, device: torch.device, computes_in: torch.dtype) -> int:
-    """What they take beyond that."""
+    """Return what they take beyond that."""
     return max(0, workspace_bytes(numel, merge_type(device), computes_in) - expected_bytes(numel, computes_in))

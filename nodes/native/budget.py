@@ -39,7 +39,7 @@ class Budgeted:
 
 
 def with_budget(patcher: Any, budget_bytes: int, tell: Callable[[str], None]) -> Budgeted:
-    """A clone that samples within a budget; the MODEL itself where that cannot be, with the reason.
+    """Return a clone that samples within a budget; the MODEL itself where that cannot be, with the reason.
 
     `tell` is given a line after each sampling.
     """
@@ -60,7 +60,7 @@ def with_budget(patcher: Any, budget_bytes: int, tell: Callable[[str], None]) ->
 
 
 def budget_of(patcher: Any) -> int | None:
-    """The budget of a MODEL in bytes, if it has one."""
+    """Return the budget of a MODEL in bytes, if it has one."""
     from comfy.patcher_extension import WrappersMP
 
     wrappers = getattr(patcher, "wrappers", {}).get(getattr(WrappersMP, _KINDS[0], ""), {}).get(_KEY, [])
@@ -68,7 +68,7 @@ def budget_of(patcher: Any) -> int | None:
 
 
 def _why_not(patcher: Any) -> str:
-    """Why the host cannot keep a budget for this model; empty if it can."""
+    """Return why the host cannot keep a budget for this model; empty if it can."""
     from comfy import patcher_extension
 
     known = getattr(patcher_extension, "WrappersMP", None)
@@ -192,7 +192,7 @@ def _taken(patcher: Any) -> int:
 
 
 def _filling(models: Sequence[Any], shape: Sequence[int], conditionings: Mapping[str, Any], room: int) -> Sequence[int]:
-    """The shape of latents by whose estimate the host fills `room` bytes of its device with weights, and no more.
+    """Return the shape of latents for which the host fills just `room` bytes of its device with weights.
 
     It loads as many weights as are free beside that estimate. `models`: the one that samples, then those that take
     theirs first.

@@ -37,12 +37,12 @@ class Encoded:
 
 
 def native_cache() -> EmbeddingCache:
-    """The embedding cache that pipelines in this host use too."""
+    """Return the embedding cache that pipelines in this host use too."""
     return shared_cache(Path(folder_paths.get_user_directory()) / "ballast" / "embeddings")
 
 
 def is_clip(thing: Any) -> bool:
-    """Whether it is a text encoder as the host's loaders make them."""
+    """Return whether it is a text encoder as the host's loaders make them."""
     return all(hasattr(thing, name) for name in ("tokenize", "encode_from_tokens_scheduled", "patcher"))
 
 
@@ -128,5 +128,5 @@ def unpack(packed: Conditioning) -> Native:
 
 
 def _is_stored(value: Any) -> bool:
-    """Whether a file can store the value exactly: any plain tensor."""
+    """Return whether a file can store the value exactly: any plain tensor."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta

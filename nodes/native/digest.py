@@ -21,12 +21,12 @@ class NoDigestError(TypeError):
 
 
 def digest(value: Any) -> str:
-    """The digest of plain data and tensors. Raises NoDigestError for anything else."""
+    """Return the digest of plain data and tensors. Raises NoDigestError for anything else."""
     return hashlib.sha256(json.dumps(plain(value)).encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:
-    """Data as JSON holds it, with its types, and the digest of tensors. Raises NoDigestError for anything else."""
+    """Return data as JSON holds it, with its types, and tensors as digests. Raises NoDigestError for anything else."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -76,7 +76,7 @@ def tensor_digest(tensor: torch.Tensor) -> list[Any]:
 
 
 def base_tensors(patcher: Any) -> dict[str, torch.Tensor]:
-    """A model's weights and buffers by name, as they were before any patch or cast."""
+    """Return a model's weights and buffers by name, as they were before any patch or cast."""
     model = patcher.model
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -89,5 +89,5 @@ def base_tensors(patcher: Any) -> dict[str, torch.Tensor]:
 
 
 def path(thing: Any) -> str:
-    """The module and name of a class or function."""
+    """Return the module and name of a class or function."""
     return f"{thing.__module__}.{thing.__qualname__}"

@@ -1,4 +1,4 @@
-"""What ComfyUI itself expects a MODEL to take beside its weights: its own figures, a factor for each family."""
+"""ComfyUI's own estimate of a MODEL's memory beside its weights: its figures, a factor for each family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Expected:
 
 
 def expected(patcher: Any, shape: Sequence[int], conditionings: Mapping[str, Any] | None = None) -> Expected:
-    """The host's figures for latents of this shape, batch first.
+    """Return the host's figures for latents of this shape, batch first.
 
     `conditionings` by name are those that its sampler holds; their ControlNets count too.
     """

@@ -26,7 +26,7 @@ _WIDTH_OF = {"qwen_image": 3584}  # where the config does not say
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Of a call: the most that it has on the device beside the weights, and how much it computes.
+    """The forecast of a call: its most bytes on the device beside the weights, and how much it computes.
 
     `around` tells of each module by name the bytes there beside the weights when it is called, and until it is done.
     """
@@ -37,7 +37,7 @@ class Foreseen:
 
 
 def foresee(model: Any, shape: Sequence[int], prompt: Any = None, fuses: Fuses | None = None) -> Foreseen | None:
-    """What a call of a MODEL's module takes beside its weights for latents of `shape`, batch first; None if unknown.
+    """Return the memory of a call beside the weights, for latents of `shape`, batch first; None if unknown.
 
     `prompt` is one of the host's CONDITIONING, else one of usual size is assumed. `fuses` tells which attention is one
     kernel on the device, by default all. Nothing is loaded or moved.
@@ -72,7 +72,7 @@ def _foresee(model: Any, shape: Sequence[int], prompt: Any, fuses: Fuses | None)
 
 
 def _watched(double: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
-    """What will be on the device around the calls of each module inside, at the most of them."""
+    """Return what will be on the device around the calls of each module inside, at the most of them."""
     around: dict[str, tuple[int, int]] = {}
 
     def note(name: str, *_: Any, done: bool) -> None:

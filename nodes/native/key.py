@@ -47,7 +47,7 @@ _patches: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDicti
 
 
 def encoding_keys(clip: Any, tokens: Iterable[Any]) -> list[str | None]:
-    """The key of each prompt's tokens; None where no key is safe."""
+    """Return the key of each prompt's tokens; None where no key is safe."""
     try:
         encoder = _encoder_facts(clip)
     except NoDigestError:
@@ -91,7 +91,7 @@ def _encoder_facts(clip: Any) -> list[Any]:
 
 
 def weights_digest(patcher: Any) -> str:
-    """The digest of all weights as they were before any patch. Computed once for each model."""
+    """Return the digest of all weights as they were before any patch. Computed once for each model."""
     if patcher.model not in _weights:
         tensors = base_tensors(patcher)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -101,7 +101,7 @@ def weights_digest(patcher: Any) -> str:
 
 
 def _patches_digest(patcher: Any) -> str:
-    """The digest of LoRAs and other patches, with their strengths. The host gives a changed set another UUID."""
+    """Return the digest of LoRAs and other patches, with their strengths. The host gives a changed set another UUID."""
     version = patcher.patches_uuid
     if patcher not in _patches or _patches[patcher][0] != version:
         _patches[patcher] = (version, digest(patcher.patches))
@@ -109,7 +109,7 @@ def _patches_digest(patcher: Any) -> str:
 
 
 def _module_facts(name: str, module: nn.Module, patched: Collection[str]) -> list[Any]:
-    """A module's class and plain attributes without those that patches set. Others follow from these."""
+    """Return a module's class and plain attributes without those that patches set. Others follow from these."""
     _check_code(module)
     if module._forward_hooks or module._forward_pre_hooks:
         raise NoDigestError("hooks")
@@ -139,7 +139,7 @@ def _check_code(thing: Any) -> None:
 
 
 def _holds(value: Any) -> bool:
-    """Whether nested dicts and lists hold anything."""
+    """Return whether nested dicts and lists hold anything."""
     if isinstance(value, dict | list | tuple | set):
         return any(map(_holds, value.values() if isinstance(value, dict) else value))
     return value is not None

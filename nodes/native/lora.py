@@ -21,7 +21,7 @@ _LAYERS = ("disable_weight_init", "manual_cast")
 
 
 def as_merged(patcher: Any) -> None:
-    """Let the patches of a clone compute alike in RAM and in VRAM, wherever its layers allow it.
+    """Make the patches of a clone compute alike in RAM and in VRAM, wherever its layers allow it.
 
     Clones of one model with the same patches go on counting as alike, so that none makes the host load it anew.
     """
@@ -47,7 +47,7 @@ def as_merged(patcher: Any) -> None:
 
 
 def was_moved_by_others(patcher: Any) -> bool:
-    """Whether some of its weights were moved to RAM with patches that are not in that form, as its parent has them."""
+    """Return whether weights were moved to RAM with patches in another form, as its parent has them."""
     return any(ours is None and _is_merged(patches, patcher) for patches, ours, _ in _in_ram(patcher))
 
 
@@ -57,14 +57,17 @@ def unequal(patcher: Any) -> int:
 
 
 def most_unexpected_bytes(patcher: Any, computes_in: torch.dtype) -> int:
-    """The most that one of those in RAM takes on the device beyond what the host expects."""
+    """Return the most that one of those in RAM takes on the device beyond what the host expects."""
     on = torch.device(patcher.load_device)
     found = [unexpected_bytes(stored.numel(), on, computes_in) for _, ours, stored in _in_ram(patcher) if ours]
     return max(found, default=0)
 
 
 def _in_ram(patcher: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """The weights that the host computes patches for at each use: a clone's patches, ours in use, and the tensor."""
+    """Yield the weights that the host computes patches for at each use.
+
+    A clone's patches, ours in use, and the tensor.
+    """
     for layer in patcher.model.modules():
         for name in ("weight", "bias"):
             for function in vars(layer).get(f"{name}_function") or ():
@@ -87,7 +90,7 @@ def _is_merged(patches: Sequence[Any], patcher: Any) -> bool:
 
 
 def _plain(patches: Sequence[Any]) -> list[Any]:
-    """The patches without ours in between, which another node has added to or merged with those of another model."""
+    """Return the patches without ours, which another node has added to or merged with another model's."""
     from .merged import AsMerged
 
     found: list[Any] = []
@@ -112,7 +115,7 @@ def _resizes(patches: Sequence[Any], key: str, stored: torch.Tensor) -> bool:
 
 
 def _seed(key: str) -> int:
-    """Of the rounding to fp8."""
+    """Return the seed of the rounding to fp8."""
     from comfy import model_patcher, utils
 
     return (getattr(utils, "string_to_seed", None) or model_patcher.string_to_seed)(key)

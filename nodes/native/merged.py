@@ -44,7 +44,7 @@ class AsMerged(WeightAdapterBase):
         intermediate_dtype: torch.dtype = torch.float32,
         original_weight: Any = None,
     ) -> torch.Tensor:
-        """The weight with its patches: as it is to be merged, or as it is used where it was not."""
+        """Return the weight with its patches: as it is to be merged, or as it is used where it was not."""
         merges = key in self.merged or original_weight is not None
         if not merges and is_sampling():
             self.is_equal = _holds(weight.dtype, self.stored)
@@ -53,7 +53,7 @@ class AsMerged(WeightAdapterBase):
         return lora.calculate_weight(self.patches, weight, key, intermediate_dtype, original_weight)
 
     def _as_merged(self, weight: torch.Tensor, key: str) -> torch.Tensor:
-        """What the host would have merged. It comes and goes in the type that the layer computes in."""
+        """Return what the host would have merged. It comes and goes in the type that the layer computes in."""
         merges_in = merge_type(weight.device)
         # The host goes on without a LoRA whose memory it cannot get: fail before.
         torch.empty(workspace_bytes(weight.numel(), merges_in, weight.dtype), dtype=torch.uint8, device=weight.device)
@@ -62,5 +62,5 @@ class AsMerged(WeightAdapterBase):
 
 
 def _holds(computes_in: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether a type holds every value of another."""
+    """Return whether a type holds every value of another."""
     return stored in _FP8 or torch.promote_types(stored, computes_in) == computes_in

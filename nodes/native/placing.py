@@ -37,12 +37,12 @@ class Placing:
 
 
 def in_order(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts in the order in which the host loads them: those first that are worst to pass through."""
+    """Return the parts in the order in which the host loads them: those first that are worst to pass through."""
     return tuple(sorted(parts, key=lambda part: part._rank, reverse=True))
 
 
 def loaded(parts: Sequence[Part], room_bytes: float, streams: int) -> Placing:
-    """What the host loads where so much is free for weights.
+    """Return what the host loads where so much is free for weights.
 
     It takes each part that fits beside the buffers: one part, with what it takes besides, and one for each of the
     `streams` of copies.
@@ -61,7 +61,7 @@ def loaded(parts: Sequence[Part], room_bytes: float, streams: int) -> Placing:
 
 
 def unloaded(parts: Sequence[Part], placing: Placing, wanted_bytes: int, streams: int) -> Placing:
-    """What is left where the host is asked for so much: the last that it would load leave first."""
+    """Return what is left where the host is asked for so much: the last that it would load leave first."""
     held, freed, buffers = set(placing.held), 0, placing.buffer_bytes
     beside = [min(buffers / (streams + 1), parts[-1].bytes)] * streams
     for i in sorted(held, reverse=True):
@@ -75,14 +75,14 @@ def unloaded(parts: Sequence[Part], placing: Placing, wanted_bytes: int, streams
 
 
 def shrunk(parts: Sequence[Part], placing: Placing, target_bytes: int, streams: int) -> Placing:
-    """What stays when weights and buffers are to take no more than so much."""
+    """Return what stays when weights and buffers are to take no more than so much."""
     while placing.held and (over := taken_bytes(parts, placing) - target_bytes) > 0:
         placing = unloaded(parts, placing, over, streams)
     return placing
 
 
 def loading_bytes(parts: Sequence[Part], placing: Placing) -> int:
-    """The most on the device while the host loads: it merges patches into weights one by one, the largest first."""
+    """Return the peak while the host loads: it merges patches into weights one by one, the largest first."""
     held = sorted((parts[i] for i in placing.held), key=lambda part: part.bytes, reverse=True)
     total = most = 0
     for part in held:
@@ -99,5 +99,5 @@ def taken_bytes(parts: Sequence[Part], placing: Placing) -> int:
 
 
 def batches_expected(wanted_bytes: float, one_bytes: float, more_bytes: float) -> int:
-    """Of how many batches the host must expect activations to expect so many bytes, and no more."""
+    """Return the number of batches for which the host expects activations of `wanted_bytes`, and no more."""
     return 1 + int(max(0, wanted_bytes - one_bytes) // more_bytes) if more_bytes > 0 else 1

@@ -38,7 +38,7 @@ _CAVEAT = "An estimate: ComfyUI runs the model and places its weights."
 
 @dataclass(frozen=True)
 class Asked:
-    """What a MODEL is to sample: latents of `shape`, batch first, in `steps` with a scale of guidance."""
+    """The work asked of a MODEL: latents of `shape`, batch first, in `steps` with a scale of guidance."""
 
     shape: tuple[int, ...]
     steps: int
@@ -53,7 +53,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a MODEL and its work, whatever the budget."""
+    """The facts of a MODEL and its work, whatever the budget."""
 
     weights: Weights
     expects: Expected
@@ -72,7 +72,7 @@ class Facts:
 
 
 def is_model(thing: Any) -> bool:
-    """Whether it is a diffusion model as the host's loaders make them."""
+    """Return whether it is a diffusion model as the host's loaders make them."""
     return hasattr(getattr(thing, "model", None), "diffusion_model") and hasattr(thing, "patches")
 
 
@@ -90,7 +90,7 @@ def plan_native(
     strategy: str,
     **pictures: Any,
 ) -> tuple[list[RunPlan], str]:
-    """The plan for each budget, and what is known of the model whatever the budget.
+    """Return the plan for each budget, and what is known of the model whatever the budget.
 
     Raises ValueError for what is no MODEL, for what only pipelines of ours take, and without a GPU and a budget.
     """
@@ -119,7 +119,7 @@ def asked_of(
     guidance: float,
     prompt: Any = None,
 ) -> Asked:
-    """What a MODEL is asked: of latents, or of a size in pixels; 0 for what is usual."""
+    """Return what a MODEL is asked: of latents, or of a size in pixels; 0 for what is usual."""
     form = patcher.model.latent_format
     ratio, channels = getattr(form, "spacial_downscale_ratio", 8), form.latent_channels
     if latent is not None:
@@ -134,7 +134,7 @@ def asked_of(
 
 
 def facts_of(patcher: Any, asked: Asked) -> Facts:
-    """The facts of a MODEL. Takes a second or two for a large one."""
+    """Return the facts of a MODEL. Takes a second or two for a large one."""
     expects = expected(patcher, asked.shape)
     facts = Facts(weights_of(patcher), expects, 0, Operations(), host.is_dynamic(patcher), None)
     return _with(facts, _foreseen(patcher, asked.batch, asked.prompt), expects.of(asked.guidance))
@@ -145,14 +145,14 @@ def _foreseen(patcher: Any, shape: Sequence[int], prompt: Any) -> Foreseen | Non
 
 
 def _with(facts: Facts, seen: Foreseen | None, expected_bytes: int, times: int = 1) -> Facts:
-    """The facts where a step makes so many calls like the one that was foreseen, if one could be."""
+    """Return the facts where a step makes so many calls like the one that was foreseen, if one could be."""
     if seen is None:
         return replace(facts, working_bytes=expected_bytes)
     return replace(facts, working_bytes=seen.peak_bytes, operations=seen.operations * times, around=seen.around)
 
 
 def plan_model(patcher: Any, asked: Asked, facts: Facts, budget_bytes: int | None) -> RunPlan:
-    """The plan for a budget in bytes; None for that of VRAM Budget, or for all that could be free."""
+    """Return the plan for a budget in bytes; None for that of VRAM Budget, or for all that could be free."""
     on = torch.device(patcher.load_device)
     if budget_bytes is None:
         budget_bytes = budget_of(patcher)
@@ -187,7 +187,10 @@ def _ram_room() -> int:
 
 
 def _room(patcher: Any, expects: Expected, target_bytes: int | None) -> float | None:
-    """What the host will see free for weights, as VRAM Budget has it see that with a target; None without a card."""
+    """Return what the host will see free for weights, as VRAM Budget has it see that with a target.
+
+    None without a card.
+    """
     mm, on = host.model_management(), torch.device(patcher.load_device)
     if mm is None or on.type == "cpu":
         return None
@@ -201,7 +204,7 @@ def _room(patcher: Any, expects: Expected, target_bytes: int | None) -> float | 
 
 
 def _runs_both(patcher: Any, facts: Facts, asked: Asked, placing: Placing) -> bool:
-    """Whether a call gets both prompts: the host asks for half as much again as it expects them to take."""
+    """Return whether a call gets both prompts: the host asks for half as much again as it expects them to take."""
     mm, on = host.model_management(), torch.device(patcher.load_device)
     if asked.guidance == 1 or mm is None or on.type == "cpu":
         return True
@@ -212,7 +215,7 @@ def _runs_both(patcher: Any, facts: Facts, asked: Asked, placing: Placing) -> bo
 def _placings(
     patcher: Any, facts: Facts, guidance: float, budget_bytes: int, is_budget: bool
 ) -> tuple[Placing, Placing]:
-    """What the host loads at first, and what it keeps then."""
+    """Return what the host loads at first, and what it keeps then."""
     parts, streams = facts.weights.parts, host.copy_streams()
     if facts.dynamic:  # gives way as activations come
         return (loaded(parts, budget_bytes - facts.working_bytes, streams),) * 2
@@ -225,7 +228,7 @@ def _placings(
 
 
 def _peak_bytes(facts: Facts, placing: Placing) -> int:
-    """The most on the device at any time: activations, weights that stay, and those that pass through just then."""
+    """Return the peak on the device: activations, weights that stay, and weights that pass through just then."""
     parts, streams = facts.weights.parts, host.copy_streams()
     passing = [part for i, part in enumerate(parts) if i not in placing.held]
     staying = sum(part.bytes for part in parts) - sum(part.bytes for part in passing)

@@ -28,7 +28,7 @@ def copied(
     shared: Iterable[Any] = (),
     left_out: Mapping[int, Any] | None = None,
 ) -> nn.Module:
-    """A copy of a module, with `tensor` of the name and the first in the place of each tensor.
+    """Return a copy of a module, with `tensor` of the name and the first in the place of each tensor.
 
     `shared` are kept; `left_out` has, by `id`, what takes the place of other things.
     """
@@ -49,7 +49,10 @@ def copied(
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
-    """A copy of a MODEL's module with shapes only. Quantized weights become plain ones of the type it computes in."""
+    """Return a copy of a MODEL's module with shapes only.
+
+    Quantized weights become plain ones of the type it computes in.
+    """
     computes_in = model.get_dtype_inference()  # type: ignore[operator]
     left_out: dict[int, Any] = {
         id(patcher): None for patcher in [vars(model).get("current_patcher")] if patcher is not None

@@ -50,7 +50,7 @@ class Decoded:
 
 
 def is_vae(thing: Any) -> bool:
-    """Whether it is a VAE as the host's loaders make them."""
+    """Return whether it is a VAE as the host's loaders make them."""
     return all(hasattr(thing, name) for name in ("first_stage_model", "decode", "process_output"))
 
 
@@ -122,7 +122,7 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
 
 
 def _mixes_pictures(module: nn.Module) -> bool:
-    """Whether the pictures of a batch are frames of one video, as Stable Video Diffusion's VAE takes them."""
+    """Return whether the pictures of a batch are frames of one video, as Stable Video Diffusion's VAE takes them."""
     return any("mix_factor" in name for name, _ in tensors_of(module))
 
 
@@ -218,7 +218,10 @@ class _Careful:
 
 
 def _double(vae: Any, module: nn.Module, device: torch.device, no_stripes: str) -> Any:
-    """The VAE as it is, with another module, all in float32 and its results on the CPU. `ways` says how it decoded."""
+    """Return the VAE as it is, with another module, all in float32 and its results on the CPU.
+
+    `ways` says how it decoded.
+    """
     from comfy.model_patcher import ModelPatcher
 
     double = copy.copy(vae)
@@ -265,7 +268,10 @@ def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
 
 def float32_copy(patcher: Any) -> nn.Module:
-    """The module of a patcher with its unpatched weights, in float32 on the CPU. Nothing is shared with the first."""
+    """Return the module of a patcher with its unpatched weights, in float32 on the CPU.
+
+    Nothing is shared with the first.
+    """
     originals = base_tensors(patcher)
 
     def float32(name: str, first: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Weights:
 
 
 def weights_of(patcher: Any) -> Weights:
-    """The weights of a patcher's module, each counted once."""
+    """Return the weights of a patcher's module, each counted once."""
     types: Counter[str] = Counter()
     parts, seen = [], set()
     for name, module in patcher.model.named_modules():
@@ -57,7 +57,7 @@ def weights_of(patcher: Any) -> Weights:
 
 
 def _besides(patcher: Any, name: str, module: nn.Module) -> dict[str, int]:
-    """What a module takes at its use from RAM besides its own bytes, see `Part`."""
+    """Return what a module takes at its use from RAM besides its own bytes, see `Part`."""
     casts_to = getattr(patcher.model, "manual_cast_dtype", None)
     on, beside, unexpected, at_use, kept, merging = torch.device(patcher.load_device), 0, 0, 0, 0, 0
     for key in ("weight", "bias"):
@@ -81,7 +81,7 @@ def _besides(patcher: Any, name: str, module: nn.Module) -> dict[str, int]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """How a weight is stored: its dtype, or how it is quantized."""
+    """Return how a weight is stored: its dtype, or how it is quantized."""
     if (ggml := getattr(tensor, "tensor_type", None)) is not None:  # of packs that load GGUF
         return f"GGUF {getattr(ggml, 'name', ggml)}"
     if type(tensor) not in (torch.Tensor, nn.Parameter):

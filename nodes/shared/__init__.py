@@ -1,1 +1,1 @@
-"""What several nodes share: references, the running graph, progress, folders."""
+"""Code that several nodes share: references, the running graph, progress, folders."""

@@ -60,7 +60,7 @@ def find_files(kind: str) -> dict[str, Path]:
 
 
 def find_tokenizers() -> dict[str, Path]:
-    """The folders of tokenizers that the host brings along, by kind."""
+    """Return the folders of tokenizers that the host brings along, by kind."""
     root = Path(comfy.utils.__file__).parent
     return {kind: root / name for kind, name in _TOKENIZERS.items() if (root / name).is_dir()}
 
@@ -102,7 +102,7 @@ def _is_controlnet(config: Path) -> bool:
 
 
 def file_stamp(*paths: Path) -> str:
-    """Changes when one of the files does, or one in the folders. Reads no file."""
+    """Return a stamp that changes with the files, and with those in the folders. Reads no file."""
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     stats = [file.stat() for file in files]
     return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

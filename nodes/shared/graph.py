@@ -25,10 +25,10 @@ Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API forma
 
 
 class Loaded(Protocol):
-    """What a loader makes: a pipeline that may be open by now."""
+    """The output of a loader: a pipeline that may be open by now."""
 
     def opened(self) -> StagedPipeline | None:
-        """The pipeline, if it is open."""
+        """Return the pipeline, if it is open."""
 
 
 # By what the graph says of a loader. The host keeps what it made.
@@ -66,7 +66,7 @@ def runs_stages(node: type[io.ComfyNode]) -> bool:
 
 
 def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
-    """The units of the running node and of those after it, in order; None where there is no graph."""
+    """Return the units of the running node and of those after it, in order; None where there is no graph."""
     prompt, here = node.hidden.prompt, node.hidden.unique_id
     if not prompt or here not in prompt:
         return None
@@ -80,7 +80,7 @@ def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
 
 
 def coming_host_roles(node: type[io.ComfyNode]) -> list[Role] | None:
-    """The roles of the host's own models that nodes after the running one use, in order; None where there is no graph.
+    """Return the roles of the host's own models that later nodes use, in order; None without a graph.
 
     A node uses what it takes and does not hand on: one that does both, such as Load LoRA, makes another of it.
     """
@@ -100,7 +100,7 @@ def coming_host_roles(node: type[io.ComfyNode]) -> list[Role] | None:
 
 
 def _taken(prompt: Prompt, name: str) -> Iterator[str]:
-    """The types of what a node is linked to."""
+    """Yield the types of what a node is linked to."""
     for value in prompt[name].get("inputs", {}).values():
         if isinstance(value, list) and len(value) == 2 and value[0] in prompt:
             outputs = _outputs(prompt[value[0]])
@@ -109,7 +109,7 @@ def _taken(prompt: Prompt, name: str) -> Iterator[str]:
 
 
 def _outputs(entry: Mapping[str, Any]) -> list[str]:
-    """The types of a node's outputs, as the host knows them."""
+    """Return the types of a node's outputs, as the host knows them."""
     known = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
     return list(map(str, getattr(known.get(entry.get("class_type", "")), "RETURN_TYPES", None) or ()))
 
@@ -125,7 +125,7 @@ def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[st
     needed_by = {name: [user for user in pending if name in waits_for[user]] for name in pending}
 
     def distance(name: str) -> int:
-        """Steps to the nearest output node, as far as the host looks."""
+        """Return the steps to the nearest output node, as far as the host looks."""
         near = [name]
         for steps in range(3):
             if any(is_output(prompt[each].get("class_type", "")) for each in near):
@@ -144,7 +144,7 @@ def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[st
 
 
 def _reached(prompt: Prompt, outputs: list[str]) -> list[str]:
-    """The nodes that outputs need, in the order in which the host meets them."""
+    """Return the nodes that outputs need, in the order in which the host meets them."""
     found: dict[str, None] = {}
     for output in outputs:
         waiting = [output]
@@ -166,7 +166,7 @@ def _is_output(class_type: str) -> bool:
 
 
 def _pipeline_of(prompt: Prompt, name: str) -> StagedPipeline | None:
-    """The pipeline that a node is given, if it is open by now."""
+    """Return the pipeline that a node is given, if it is open by now."""
     link = prompt[name].get("inputs", {}).get("pipeline")
     while isinstance(link, list) and link and link[0] in prompt:
         source = prompt[link[0]]

@@ -19,7 +19,7 @@ Option = str | bool | tuple[Any, ...]  # an argument of `open_pipeline` as a ref
 
 
 def loader_inputs() -> list[io.Input]:
-    """The inputs of every loader: budget, type, device."""
+    """Return the inputs of every loader: budget, type, device."""
     return [
         io.Float.Input(
             "vram_gb",
@@ -61,7 +61,7 @@ def loader_inputs() -> list[io.Input]:
 
 
 def late_inputs() -> list[io.Input]:
-    """The last inputs of every loader: saved graphs know inputs by their order, and these came later."""
+    """Return the last inputs of every loader: saved graphs know inputs by their order, and these came later."""
     return [
         io.Float.Input(
             "ram_gb",
@@ -96,7 +96,7 @@ def late_inputs() -> list[io.Input]:
 
 
 def controlnet_input() -> io.Input:
-    """The input for a ControlNet beside the model."""
+    """Return the input for a ControlNet beside the model."""
     return io.Combo.Input(
         "controlnet",
         options=[NONE, *find_controlnets()],
@@ -109,7 +109,7 @@ def controlnet_input() -> io.Input:
 
 
 def controlnet_folder(name: str) -> Path | None:
-    """The folder of the ControlNet that is chosen; None if none is. ValueError if it is gone."""
+    """Return the folder of the ControlNet that is chosen; None if none is. ValueError if it is gone."""
     folder = find_controlnets().get(name)
     if folder is None and name != NONE:
         raise ValueError(f"controlnet {name!r} is not in models/controlnet any more. Choose another, or put it back.")
@@ -117,7 +117,7 @@ def controlnet_folder(name: str) -> Path | None:
 
 
 def weights_option(weights: str, cache_encoded: bool = False) -> dict[str, Option]:
-    """The loader's choice of weights as `open_pipeline` takes it; nothing for those as stored."""
+    """Return the loader's choice of weights as `open_pipeline` takes it; nothing for those as stored."""
     kept: dict[str, Option] = {"cache_encoded": True} if cache_encoded else {}
     return kept if weights == "auto" else {"weights": weights, **kept}
 
@@ -145,7 +145,7 @@ def size_inputs() -> list[io.Input]:
 
 
 def step_inputs(steps: str, guidance: str) -> list[io.Input]:
-    """Steps and guidance, with these tooltips."""
+    """Return the inputs for steps and guidance, with these tooltips."""
     return [
         io.Int.Input("steps", default=0, min=0, max=1000, tooltip=steps),
         io.Float.Input("guidance", default=0.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip=guidance),
@@ -169,7 +169,7 @@ def true_cfg_input() -> io.Input:
 
 
 def frames_input() -> io.Input:
-    """The number of frames of a video."""
+    """Return the number of frames of a video."""
     return io.Int.Input(
         "frames",
         default=0,
@@ -182,7 +182,7 @@ def frames_input() -> io.Input:
 
 
 def batch_input() -> io.Input:
-    """The number of pictures."""
+    """Return the number of pictures."""
     return io.Int.Input(
         "batch",
         default=1,

@@ -29,7 +29,7 @@ def observe_prompt() -> None:
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
-    """The host's run goes on whatever happens in a listener."""
+    """Keep the host's run going, whatever happens in a listener."""
 
     @functools.wraps(method)
     def safe(*args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ def _quietly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _handler(of: MemoryManager) -> Any:
-    """A listener to the host's progress, of a class that the host gives."""
+    """Return a listener to the host's progress, of a class that the host gives."""
     from comfy_execution.progress import ProgressHandler
 
     class Listener(ProgressHandler):

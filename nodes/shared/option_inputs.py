@@ -10,7 +10,7 @@ _ATTENTION = ["native", "flash", "_flash_3", "sage", "xformers", "flex", "_nativ
 
 
 def compute_inputs() -> list[io.Input]:
-    """The inputs for every model."""
+    """Return the inputs for every model."""
     return [
         io.Boolean.Input(
             "compile",
@@ -29,7 +29,7 @@ def compute_inputs() -> list[io.Input]:
 
 
 def newbie_inputs() -> list[io.Input]:
-    """The inputs for NewBie's loop."""
+    """Return the inputs for NewBie's loop."""
     return [
         io.Combo.Input(
             "sampler",
@@ -68,7 +68,7 @@ def newbie_inputs() -> list[io.Input]:
 
 
 def pyramid_flow_inputs() -> list[io.Input]:
-    """The inputs for Pyramid-Flow's loop."""
+    """Return the inputs for Pyramid-Flow's loop."""
     return [
         io.String.Input(
             "first_frame_steps",

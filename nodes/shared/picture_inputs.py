@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def picture_inputs() -> list[io.Input]:
-    """The inputs, all optional: those of saved graphs come before them."""
+    """Return the inputs, all optional: those of saved graphs come before them."""
     return [
         io.Image.Input(
             "image",
@@ -43,7 +43,7 @@ def picture_inputs() -> list[io.Input]:
 
 
 def control_input() -> io.Input:
-    """The input for a picture that the model follows."""
+    """Return the input for a picture that the model follows."""
     return io.Image.Input(
         "control",
         optional=True,
@@ -53,7 +53,7 @@ def control_input() -> io.Input:
 
 
 def video_input() -> io.Input:
-    """The input for the frames of a video to start from."""
+    """Return the input for the frames of a video to start from."""
     return io.Image.Input(
         "video",
         optional=True,
@@ -70,7 +70,7 @@ def given_pictures(
     control: torch.Tensor | None = None,
     video: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `sample` and `plan` for these inputs; none for what is not connected."""
+    """Return the arguments of `sample` and `plan` for these inputs; none for what is not connected."""
     pictures = {"image": image, "last_image": last_image, "control": control, "video": video}
     given: dict[str, Any] = {name: opaque(value) for name, value in pictures.items() if value is not None}
     given |= {} if mask is None else {"mask": mask}
@@ -78,5 +78,5 @@ def given_pictures(
 
 
 def opaque(image: torch.Tensor) -> torch.Tensor:
-    """A picture without its alpha channel, which some loaders add."""
+    """Return a picture without its alpha channel, which some loaders add."""
     return image[..., :3]

@@ -14,7 +14,7 @@ PREVIEW_PIXELS = 512  # of the longer side, at most
 
 
 def as_grid(latents: torch.Tensor, width: int, height: int) -> torch.Tensor | None:
-    """The newest frame of the first of the latents as features by place, [C,h,w]; None if they are no picture.
+    """Return the newest frame of the first of the latents as features by place, [C,h,w]; None if they are no picture.
 
     Latents are [B,C,h,w], [B,C,f,h,w], or rows of tokens [B,tokens,features]. Those are taken for a picture of this
     width and height in pixels, a square one without.
@@ -37,7 +37,7 @@ class FalseColours:
         self._axes: torch.Tensor | None = None
 
     def __call__(self, grid: torch.Tensor) -> Image:
-        """A picture of [C,h,w]."""
+        """Return a picture of [C,h,w]."""
         from PIL.Image import Resampling, fromarray
 
         rows = grid.detach().float().cpu().nan_to_num().flatten(1).T
@@ -51,7 +51,10 @@ class FalseColours:
         return picture.resize((picture.width * scale, picture.height * scale), Resampling.BICUBIC)
 
     def _turned(self, axes: torch.Tensor) -> torch.Tensor:
-        """The same axes, pointing as they did in the step before: an axis of a decomposition may point either way."""
+        """Return the same axes, pointing as they did in the step before.
+
+        An axis of a decomposition may point either way.
+        """
         guide = torch.ones_like(axes) if self._axes is None else self._axes
         self._axes = axes * torch.where((axes * guide).sum(0) < 0, -1.0, 1.0)
         return self._axes

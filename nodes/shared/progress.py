@@ -81,7 +81,7 @@ def _id(node: type[io.ComfyNode]) -> str | None:
 
 
 def latent_format(vae_config: Mapping[str, Any]) -> Any:
-    """The host's format for the latents of a VAE; None where it has none."""
+    """Return the host's format for the latents of a VAE; None where it has none."""
     facts = [vae_config.get(key) for key in ("scaling_factor", "z_dim", "latent_channels")]
     name = _FORMATS.get((vae_config.get("_class_name", ""), next((fact for fact in facts if fact), 0)))
     form = getattr(comfy.latent_formats, name, None) if name else None
@@ -89,7 +89,7 @@ def latent_format(vae_config: Mapping[str, Any]) -> Any:
 
 
 def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> torch.Tensor | None:
-    """The first of the latents as a format has them, [1,C,h,w] or [1,C,f,h,w]; None if they are not of it.
+    """Return the first of the latents as a format has them, [1,C,h,w] or [1,C,f,h,w]; None if they are not of it.
 
     Some pipelines work on rows of tokens, [B,tokens,features], a token being 1 x 1 or 2 x 2 latent pixels.
     Without a width and height in pixels the picture is taken to be square.
@@ -127,7 +127,10 @@ class StepProgress:
         self._bar.update_absolute(step, steps, self._preview(latents) if self._shows else None)
 
     def _preview(self, latents: torch.Tensor) -> tuple[str, Image, int] | None:
-        """The latents in the host's colours where it has them, else in false ones; None if they are no picture."""
+        """Return the latents in the host's colours where it has them, else in false ones.
+
+        None if they are no picture.
+        """
         picture = as_picture(latents, self._form, *self._size) if self._previewer else None
         if picture is not None and self._previewer is not None:
             picture = picture.to(self._device, torch.float32)

@@ -38,7 +38,7 @@ LoraFile = tuple[str, str, float | tuple[tuple[str, float], ...], str]
 
 @dataclass(frozen=True)
 class PipelineReference:
-    """What to load, and with which budget. Small and immutable: the host may cache it for ever.
+    """A reference to a pipeline to load within a budget. Small and immutable: the host may cache it for ever.
 
     The pipeline behind it lives as long as a reference to it does; its weights are the manager's to evict.
     """
@@ -54,11 +54,11 @@ class PipelineReference:
     loras: tuple[LoraFile, ...] = ()
 
     def opened(self) -> StagedPipeline | None:
-        """The pipeline, if it is open."""
+        """Return the pipeline, if it is open."""
         return _open.get(self._key())
 
     def open(self) -> StagedPipeline:
-        """The pipeline, with the budgets of this reference; the same one for equal references."""
+        """Return the pipeline, with the budgets of this reference; the same one for equal references."""
         pipe = self.opened()
         if pipe is None:
             budgets: dict[str, Any] = {"vram": self.vram_bytes, "ram": self.ram_bytes, "keep": self.keep}
@@ -77,7 +77,7 @@ class PipelineReference:
         return pipe
 
     def holding(self, weights: str) -> PipelineReference:
-        """The same with its weights held in another way, as `open_pipeline` takes it."""
+        """Return the same with its weights held in another way, as `open_pipeline` takes it."""
         others = {name: value for name, value in self.family if name != "weights"}
         return replace(self, family=tuple((others | weights_option(weights)).items()))
 
@@ -85,7 +85,7 @@ class PipelineReference:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
 
     def _model(self) -> tuple:
-        """The fields that decide which model runs, and where. Budgets and LoRAs belong to a run."""
+        """Return the fields that decide which model runs, and where. Budgets and LoRAs belong to a run."""
         return self.path, self.stamp, self.dtype, self.device, self.family
 
     def __repr__(self) -> str:

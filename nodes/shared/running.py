@@ -67,7 +67,7 @@ def in_widgets(text: str) -> str:
 
 
 def _gigabytes(size: str) -> str:
-    """A size in GB as the widgets take it, never less: they have three digits."""
+    """Return a size in GB as the widgets take it, never less: they have three digits."""
     return f"{math.ceil(parse_bytes(size) / 2**30 * 1000) / 1000:g}"
 
 
@@ -97,7 +97,7 @@ def running(
 
 
 def prompt_id() -> str:
-    """The prompt that is running now, as the host names it."""
+    """Return the prompt that is running now, as the host names it."""
     context = get_executing_context()
     return context.prompt_id if context else ""
 

@@ -79,7 +79,7 @@ class VaeRun:
     recalls: bool = True
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The results of a batch, float32 on the CPU. Those that are done are kept when memory runs out.
+        """Decode a batch to float32 on the CPU. Finished results are kept when memory runs out.
 
         Raises RuntimeError where stripes fail for another reason, and nothing else that gives the same fits.
         """
@@ -91,7 +91,7 @@ class VaeRun:
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def _of_batch(self, tensor: torch.Tensor, way: Way) -> tuple[list[torch.Tensor], Way]:
-        """The results of a part: in a way, or one by one where that runs out of memory. And the way that was found."""
+        """Decode a part, or one by one if that runs out of memory. Return the results and the way that worked."""
         if self.splits and len(tensor) > 1 and way.name == "whole":
             try:
                 return [self._run(tensor, way)], way
@@ -108,7 +108,7 @@ class VaeRun:
         return done, way
 
     def start(self, tensor: torch.Tensor, speed: Rates | None = None) -> tuple[Way, torch.Tensor]:
-        """The way to try first, and what of a batch it is for: all of it, or its first."""
+        """Return the way to try first, and the part of a batch that it is for: all of it, or its first."""
         way = self._choose(tensor, speed)
         if self.splits and len(tensor) > 1 and way.name != "whole":
             return self._choose(tensor[:1], speed), tensor[:1]
@@ -136,13 +136,13 @@ class VaeRun:
         yield Way("cpu")
 
     def _way(self, name: WayName, work: UnitForecast) -> Way:
-        """A way whose work is known, with what it takes on the device."""
+        """Return a way with the device bytes that its work takes."""
         overhead = self.overhead(work)
         peak = self.vae.size_bytes + overhead.on(work).peak_bytes
         return Way(name, peak, beside_bytes=overhead.driver_bytes(peak) - peak)
 
     def overhead(self, work: UnitForecast) -> Overhead:
-        """What a run of this work takes beyond its forecast."""
+        """Return the memory that a run of this work takes beyond its forecast."""
         if self.manager.accelerator.is_cpu or not self.recalls:
             return Overhead()
         device, outside = self.manager.device, self.manager.accelerator.outside_bytes()
@@ -173,7 +173,7 @@ class VaeRun:
         return way
 
     def _striped_bytes(self, share: float) -> int:
-        """The budget of stripes, the same in forecasts and runs: rounded down, for one forecast to serve many."""
+        """Return the budget of stripes, rounded down so that one forecast serves many runs."""
         budget = max(0, int(share * (self._tensor_room - self.vae.size_bytes)))
         return budget - budget % max(1, 2 ** (budget.bit_length() - 1) // _STEPS) if budget else 0
 
@@ -216,7 +216,7 @@ class VaeRun:
                 way = lower
 
     def _without_stripes(self, tensor: torch.Tensor, error: Exception) -> Way:
-        """The way that gives the same as stripes, which failed: whole on the CPU, since the device has no room.
+        """Return the way that is equal to the failed stripes: whole on the CPU, since the device has no room.
 
         Not every module's code can run in stripes. Raises RuntimeError where RAM is short of that: tiles give another
         picture, which is not to be had by an error.
@@ -264,7 +264,7 @@ class VaeRun:
 
 
 def in_stripes(room_bytes: int, peak_bytes: int | None = None) -> UnitForecast:
-    """The work of a VAE in stripes, as what is learned of it is kept by: so many bytes beside its weights.
+    """Return the work of a VAE in stripes of `room_bytes` beside its weights, as learned facts are keyed by it.
 
     Of these its dry run takes `peak_bytes`, by default all.
     """

@@ -30,17 +30,17 @@ class Way:
 
     @property
     def words(self) -> str:
-        """What the user reads."""
+        """The words that the user reads."""
         part = "" if self.share == 1 else f" of 1/{round(1 / self.share)} of the room"
         return {"whole": "whole", "stripes": f"in stripes{part}", "tiles": "in tiles", "cpu": "on the CPU"}[self.name]
 
     @property
     def note(self) -> str:
-        """What a report says of it, where it is not whole: of tiles too that the picture is another."""
+        """The note of a report if it is not whole. Of tiles it says that the picture differs."""
         return {"whole": "", "tiles": "in tiles, which may show faint seams"}.get(self.name, self.words)
 
     def fits(self, room_bytes: int, ram_bytes: int) -> bool:
-        """Whether it may fit the budgets."""
+        """Return whether it may fit the budgets."""
         fits = self.peak_bytes is None or self.peak_bytes + self.beside_bytes <= room_bytes
         return fits and self.ram_bytes <= ram_bytes
 
@@ -62,7 +62,7 @@ def choose(ways: Iterable[Way], room_bytes: int, ram_bytes: int) -> Way:
 
 
 def less(way: Way) -> Way | None:
-    """The way to try after memory ran out; None after the CPU."""
+    """Return the way to try after memory ran out, or None after the CPU."""
     if way.name == "stripes" and way.share > SHARES[-1]:
         return Way("stripes", share=SHARES[-1])
     after: dict[WayName, WayName] = {"whole": "stripes", "stripes": "tiles", "tiles": "cpu"}

@@ -91,7 +91,7 @@ def _saved(latents: torch.Tensor, folder: Path, name: str, metadata: Mapping[str
 
 
 def _claimed(folder: Path, name: str) -> Path:
-    """An empty file of the next number, which no other process takes."""
+    """Create an empty file with the next free number, so that no other process takes it."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = folder / f"{name}_{number:05}_.latent"

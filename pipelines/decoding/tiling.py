@@ -14,7 +14,7 @@ _TILE_PIXELS = 512
 
 
 def can_tile(module: torch.nn.Module) -> bool:
-    """Whether a VAE has tiling. All of diffusers have the switch, also those without anything to switch."""
+    """Return whether a VAE has tiling. All of diffusers have the switch, also those without anything to switch."""
     enable = getattr(module, "enable_tiling", None)
     if getattr(enable, "__qualname__", "") == "AutoencoderMixin.enable_tiling":
         return hasattr(module, "use_tiling")

@@ -38,7 +38,7 @@ class Conditioning:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how the prompts were read, such as where one was cut; a sentence each."""
+        """Notes for the user on how the prompts were read, such as where one was cut; a sentence each."""
         return [note for note in self.info.get("notes", "").split("\n") if note]
 
     @property
@@ -49,7 +49,7 @@ class Conditioning:
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """The tensors on a device, floating ones in `dtype` if given."""
+        """Return the tensors on a device, floating-point ones in `dtype` if given."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -57,7 +57,7 @@ class Conditioning:
         return {k: [move(t) for t in v] if isinstance(v, list) else move(v) for k, v in self.tensors.items()}
 
     def copy(self) -> Conditioning:
-        """A conditioning that shares no memory with this one."""
+        """Return a conditioning that shares no memory with this one."""
         return Conditioning.of(self.tensors, self.info)
 
     def save(self, path: Path) -> None:
@@ -128,7 +128,7 @@ def pair(named: Mapping[str, torch.Tensor], prompts: int) -> dict[str, torch.Ten
 
 
 def text_of(tensors: Mapping[str, Any], sign: str = "") -> Text:
-    """The text of a prompt for a transformer with a pooled feature; with `sign` "negative_" of its negative."""
+    """Return the prompt's embeddings, mask and pooled embeddings. With `sign` "negative_", the negative prompt's."""
     names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
     embeds, mask, pooled = (tensors[f"{sign}{name}"] for name in names)
     return embeds, mask, pooled

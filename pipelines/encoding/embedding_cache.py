@@ -43,13 +43,13 @@ def default_directory() -> Path:
 
 
 def shared_cache(directory: Path | None = None) -> EmbeddingCache:
-    """The one cache of a folder in this process."""
+    """Return the one cache of a folder in this process."""
     folder = directory or default_directory()
     return _shared.setdefault(folder, EmbeddingCache(folder))
 
 
 def cache_key(facts: dict[str, Any]) -> str | None:
-    """The digest of everything that decides an embedding: plain data and tensors.
+    """Return the digest of everything that decides an embedding: plain data and tensors.
 
     None if there is anything else among it (pictures, say), for which no safe digest is known.
     """
@@ -77,7 +77,7 @@ class EmbeddingCache:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Conditioning | None:
-        """The conditioning of a key, from RAM or disk; None if there is none."""
+        """Return the conditioning of a key from RAM or disk, or None."""
         with self._lock:
             if key in self._ram:
                 self._ram.move_to_end(key)
@@ -148,7 +148,7 @@ class EmbeddingCache:
                 held -= size
 
     def _entries(self) -> list[Path]:
-        """The entries on disk; no other file that somebody keeps in the folder."""
+        """Return the entries on disk, and no other file that somebody keeps in the folder."""
         return [path for path in self.directory.glob("*.safetensors") if _KEY.fullmatch(path.stem)]
 
     def _path(self, key: str) -> Path:

@@ -18,7 +18,7 @@ _CLASS = re.compile(r"(?:Text|Encoder|Model|PreTrained|For[A-Z]\w+|With[A-Z]\w+)
 
 @dataclass(frozen=True)
 class Reading:
-    """What an encoder kept of a text: `kept` of `given` tokens, and the last words of these."""
+    """The part of a text that an encoder kept: `kept` of `given` tokens, and the last words of these."""
 
     encoder: str
     text: str
@@ -68,7 +68,7 @@ class Listener:
             self._readings[encoder, text] = Reading(encoder, text, kept, len(ids), last)
 
     def notes(self, title: str, prompts: Sequence[str], negatives: Sequence[str], knows: str) -> list[str]:
-        """What a user of the model `title` should know of how these prompts were read, a sentence each.
+        """Return what a user of the model `title` should know of how the prompts were read, a sentence each.
 
         `knows` says what words it knows.
         """
@@ -128,5 +128,5 @@ def _uncut(kind: Any, tokenizer: Any, texts: Sequence[str], pictures: Any = None
 
 
 def encoder_title(kind: type) -> str:
-    """What people call a text encoder, by its class: CLIP, T5, Gemma2."""
+    """Return the common name of a text encoder's class: CLIP, T5, Gemma2."""
     return _CLASS.sub("", kind.__name__) or kind.__name__

@@ -1,1 +1,1 @@
-"""What lies on disk: folders, single files, their layouts, and whom to trust."""
+"""Model files on disk: folders, single files, their layouts, and whom to trust."""

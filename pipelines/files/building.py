@@ -30,7 +30,7 @@ _TABLES_BYTES = 2 * 2**30  # the largest table that a model makes for itself has
 
 @contextmanager
 def on_meta(where: Path, name: str, files: Sequence[Path]) -> Iterator[None]:
-    """What is built within has its parameters on `meta`, buffers and plain tensors real.
+    """Build modules with their parameters on `meta`, their buffers and plain tensors real.
 
     ValueError, in one line that names `where`, for whatever goes wrong, and for a config of absurd sizes: more layers
     than the files have weights for, or tensors that are larger than all of them, none of which is ever allocated.
@@ -55,7 +55,7 @@ def leave_weights(module: nn.Module) -> None:
 
 
 def only_tiled(module: nn.Module) -> bool:
-    """Whether a VAE decodes and encodes in its own tiles, or not at all."""
+    """Return whether a VAE decodes and encodes in its own tiles, or not at all."""
     return type(module).__name__ in _ONLY_TILED
 
 

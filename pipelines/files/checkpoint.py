@@ -56,11 +56,11 @@ class Checkpoint:
 
     @cached_property
     def key(self) -> Hashable:
-        """Says which model it is: what its files are, and how they are run."""
+        """The identity of the model: its files, and how they are run."""
         return self.name, type(self), self.run_dtype, key_text(self.config), stamps_of(self.files)
 
     def unit(self, label: str) -> ManagedModel:
-        """The module as a managed model; nothing is loaded yet."""
+        """Return the module as a managed model, without loading it."""
         return ManagedModel(self.name, self.role, self._build, self._refuse, label, lambda: self.stored)
 
     @cached_property
@@ -87,7 +87,7 @@ class Checkpoint:
         return found
 
     def _build(self) -> nn.Module:
-        """The module's structure: parameters on `meta`, buffers real."""
+        """Build the module, with parameters on `meta` and real buffers."""
         with on_meta(self.files[0], self.name, self.files):
             module = self.make()
         for parameter in module.parameters():

@@ -46,7 +46,7 @@ DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The type that a word means; None for "auto", which keeps the type that the files are stored in."""
+    """Return the dtype of a word, or None for "auto", which keeps the dtype of the files."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto" and dtype not in DTYPES:
@@ -75,7 +75,7 @@ class Component:
 
     @property
     def is_module(self) -> bool:
-        """Whether it has weights; tokenizers, schedulers and the like have not."""
+        """Return whether it has weights; tokenizers, schedulers and the like have not."""
         return issubclass(self.cls, nn.Module)
 
     @property
@@ -95,7 +95,7 @@ class Component:
 
     @cached_property
     def is_encoded(self) -> bool:
-        """Whether weights are stored in another form than plain tensors, and so are decoded when they are used."""
+        """Return whether weights are stored in another form than plain tensors, and are dequantized when used."""
         return any(is_encoded(path) for path in self.files[0])
 
     @cached_property
@@ -111,7 +111,7 @@ class Component:
         return [file_identity(path) for path in files_beside_weights(self.folder)] + settings
 
     def create(self) -> Any:
-        """A component without weights: a tokenizer, a scheduler."""
+        """Create a component without weights: a tokenizer or a scheduler."""
         # Of classes that choose others by what a folder says, which may then ask to run code of its own.
         strict = {"trust_remote_code": False} if self.cls.__name__.startswith("Auto") else {}
         with one_line(self.folder, f"read as {self.cls.__name__}"):
@@ -124,12 +124,12 @@ class Component:
 
     @cached_property
     def key(self) -> Hashable:
-        """Says which model it is: what its files are, and how they are run."""
+        """The identity of the model: its files, and how they are run."""
         config = file_identity(self.folder / "config.json")
         return self.name, self.cls, self.run_dtype, config, stamps_of(self.files[0])
 
     def unit(self, label: str) -> ManagedModel:
-        """The component as a managed model; nothing is loaded yet."""
+        """Return the component as a managed model, without loading it."""
         places = self.stored  # now: a file that is changed later is another model's
         return ManagedModel(self.name, self.role, self._build, self._read, label, lambda: places)
 
@@ -143,7 +143,7 @@ class Component:
         return {name.removeprefix(prefix): at for name, at in found.items()} | found
 
     def _build(self) -> nn.Module:
-        """The module's structure: parameters on `meta`, buffers and plain tensors real."""
+        """Build the module, with parameters on `meta` and real buffers and plain tensors."""
         from transformers import PreTrainedModel
 
         with on_meta(self.folder / "config.json", self.cls.__name__, self.files[0]):
@@ -170,7 +170,7 @@ class Component:
         return module.requires_grad_(False)
 
     def _structure(self) -> nn.Module:
-        """The module as its config says."""
+        """Build the module from its config."""
         from transformers import PreTrainedModel
 
         if issubclass(self.cls, PreTrainedModel):
@@ -179,7 +179,7 @@ class Component:
         return self.cls.from_config(self.cls.load_config(self.folder))  # type: ignore[attr-defined, no-any-return]
 
     def _read_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Those of the named buffers that the files have."""
+        """Read the named buffers that the files have."""
         if self.files[0][0].suffix == ".safetensors":
             return read_tensors(self.files[0], names)
         return {name: read_whole(self.stored[name]) for name in names if name in self.stored}
@@ -245,12 +245,12 @@ def read_model_index(folder: Path) -> dict[str, Any]:
 
 
 def names_class(entry: Any) -> bool:
-    """Whether an entry of an index is a component: the library and the class, or none. Numbers are settings."""
+    """Return whether an entry of an index is a component: the library and the class, or none. Numbers are settings."""
     return isinstance(entry, list) and len(entry) == 2 and not all(isinstance(part, int | float) for part in entry)
 
 
 def pipeline_class(name: str) -> type:
-    """The diffusers pipeline class of that name."""
+    """Return the diffusers pipeline class of that name."""
     import diffusers
 
     found = named_class(diffusers, name)
@@ -285,7 +285,7 @@ def read_components(
     elsewhere: Mapping[str, Path] | None = None,
     given: Mapping[str, Callable[[Component], Component]] | None = None,
 ) -> dict[str, Component]:
-    """The components that a folder's index names, each with its class and its files found.
+    """Return the components in a folder's index, each with its class and files.
 
     They lie in folders of their names, or `elsewhere`. What `given` makes of a component takes its place: its weights
     lie in no folder.

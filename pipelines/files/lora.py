@@ -52,12 +52,12 @@ def check_lora(path: Path) -> None:
 
 
 def changes_text(path: Path) -> bool:
-    """Whether a file that `check_lora` takes has anything for text encoders."""
+    """Return whether a file that `check_lora` takes has anything for text encoders."""
     return any(is_of_text(unwrapped(name)) for name in read_header(path))
 
 
 def identity(path: Path) -> str:
-    """What tells the file from any other."""
+    """Return a digest that tells the file from any other."""
     return file_identity(path)
 
 
@@ -68,7 +68,7 @@ def read_lora(
     converters: Converters | None = None,
     leave_out: LeaveOut | None = None,
 ) -> Branches:
-    """The branches that a file has for the named modules of a pipeline, on the CPU, in the types of these.
+    """Read a file's branches for the named modules of a pipeline, on the CPU, in the dtypes of these modules.
 
     `converters` tell by a module's name where the weights of its files are, under the module's own names. Weights that
     no module has a place for are left out if they are of a part that `leave_out` names, and noted there.
@@ -148,7 +148,7 @@ def _placed(
 
 
 def _why(strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipeline_class: Any) -> str:
-    """Why a file is refused that has names without a place, in a sentence or two."""
+    """Return why a file is refused that has names without a place, in a sentence or two."""
     known_as = getattr(pipeline_class, "__name__", "this pipeline")
     named = [*names_in(found), *names_in(theirs)]
     has = {word for name in named for word in _words(name)}
@@ -162,20 +162,20 @@ def _why(strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipelin
 
 
 def _part(words: Sequence[str], known: set[str]) -> str:
-    """The first words of a name, without numbers, that are not known; empty where all are."""
+    """Return the first words of a name, without numbers, that are not in `known`, or "" if all are."""
     new = itertools.dropwhile(lambda word: word in known or word.isdigit(), words)
     return ".".join(itertools.takewhile(lambda word: not word.isdigit(), new))
 
 
 def _words(name: str) -> list[str]:
-    """The parts of the name of a layer, as they are joined by dots."""
+    """Split the name of a layer at the dots of its path."""
     layer = plain((parsed(name) or (unwrapped(name),))[0])
     under = flat(layer)
     return (by_words(under) if under else layer).split(".")
 
 
 def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
-    """The tensors of a file, and what diffusers noted of its settings, by component."""
+    """Read a file's tensors, and by component the settings that diffusers noted in it."""
     from safetensors import safe_open
 
     stamp = stamps_of([path])[0][1]
@@ -217,7 +217,7 @@ def _changes(
 
 
 def _owner(module: nn.Module, target: str) -> tuple[str, str]:
-    """The module that a change is beside or in, by its path, and the parameter of it that is changed."""
+    """Return the path of the module that is changed, and the name of its changed parameter."""
     try:
         module.get_submodule(target)
     except AttributeError:
@@ -237,7 +237,7 @@ def _settled(path: Path, target: str, down: torch.Tensor, settings: dict[str, An
 
 
 def _for_module(path: Path, target: str, settings: dict[str, Any], pattern: str, key: str, default: int) -> float:
-    """A number that peft notes for all modules, or for those whose names end in one of a few."""
+    """Return the number that peft notes for a module: for all modules, or for names that match a pattern."""
     value = settings.get(key, default)
     patterns = settings.get(pattern) or {}
     if not isinstance(patterns, dict) or any(re.search(r"[^\w.^]", name) for name in patterns):

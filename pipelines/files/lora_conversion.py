@@ -43,7 +43,7 @@ def _scaled(tensors: Tensors) -> Tensors:
 
 
 def _converted(tensors: Tensors, convert: Any, options: Mapping[str, Any]) -> Tensors:
-    """The weights as diffusers names and scales them; none where it fails, or where one went into nothing."""
+    """Name and scale the weights as diffusers does. Return none if it fails, or if a weight went into nothing."""
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
     with torch.inference_mode(False), torch.enable_grad():  # which knows what was made of what
@@ -62,7 +62,7 @@ def _converted(tensors: Tensors, convert: Any, options: Mapping[str, Any]) -> Te
 
 
 def _origins(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The `id` of all tensors that these were made of."""
+    """Return the `id` of every tensor that these were computed from."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen, found = set(waiting), set()
     while waiting:

@@ -137,7 +137,7 @@ def _divided(path: Path, given: Mapping[str, Found], read: _Reader, module: nn.M
 
 
 def _sources(layer: str, found: Found) -> dict[str, Shape]:
-    """The weights of a file that are changed, with their shapes; what a difference is of may have several names."""
+    """Return the changed weights with their shapes. A `diff` may be of a weight with one of several names."""
     if shape := found.shape():
         names = (f"{layer}.weight", f"{layer}.scale", layer) if "diff" in found.tensors else (f"{layer}.weight",)
         return dict.fromkeys(names, shape)
@@ -162,14 +162,14 @@ class _Reader(Protocol):
     """Knows the names in the files of a model."""
 
     def dotted(self, names: set[str]) -> dict[str, str]:
-        """The names of layers that are given with underscores in the place of dots."""
+        """Map names of layers with underscores in place of dots to their dotted names."""
 
     def taken(self, rows: Mapping[str, Shape]) -> Taken:
-        """What weights of these shapes become."""
+        """Return what weights of these shapes become."""
 
 
 class _Converting:
-    """Of a family with code of its own, which converts the places of weights."""
+    """The layout of a family with code of its own, which converts the places of weights."""
 
     def __init__(self, convert: Callable[[Places], Places]) -> None:
         self._convert = convert
@@ -192,7 +192,7 @@ class _Converting:
 
 
 class _Layouts:
-    """Of a model whose single files diffusers converts."""
+    """The layout of a model whose single files diffusers converts."""
 
     def __init__(self, layout: Layout, module: nn.Module) -> None:
         own = dict(module.named_parameters())
@@ -224,7 +224,7 @@ def _counted(names: Iterable[str]) -> dict[str, _Nothing]:
 
 
 def by_words(name: str, known: frozenset[str] = _WORDS) -> str:
-    """A name with underscores, with dots between its words as far as these are known."""
+    """Replace underscores by dots, except within known words."""
     parts, words = [], name.split("_")
     while words:
         count = next((n for n in range(min(4, len(words)), 1, -1) if "_".join(words[:n]) in known), 1)
@@ -234,7 +234,7 @@ def by_words(name: str, known: frozenset[str] = _WORDS) -> str:
 
 
 class _Nothing:
-    """What a file has nothing for: whatever a converter makes of it is nothing too."""
+    """A placeholder for weights that a file lacks. Whatever a converter makes of it is a placeholder too."""
 
     shape = (0, 0)
 

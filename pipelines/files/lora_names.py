@@ -43,12 +43,12 @@ def by_own_names(path: Path, tensors: Mapping[str, torch.Tensor], modules: Mappi
 
 
 def names_in(found: ByComponent) -> set[str]:
-    """The names in a file of what was found."""
+    """Return the names in the file of all that was found."""
     return {name for parts in found.values() for part in parts.values() for name in part.names}
 
 
 def without(tensors: Mapping[str, torch.Tensor], found: ByComponent) -> dict[str, torch.Tensor]:
-    """The tensors of a file that are in nothing that was found."""
+    """Return the tensors of a file that no layer takes."""
     used = names_in(found)
     return {name: tensor for name, tensor in tensors.items() if name not in used}
 
@@ -65,19 +65,19 @@ def targets(module: nn.Module) -> set[str]:
 
 
 def plain(name: str) -> str:
-    """A name without what trainers put ahead of it."""
+    """Strip the prefixes that trainers put before a name."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 def is_of_text(name: str) -> bool:
-    """Whether a name is that of a part of a text encoder."""
+    """Return whether a name is that of a part of a text encoder."""
     return _TEXT.match(plain(name)) is not None
 
 
 def flat(name: str) -> str | None:
-    """What a name with underscores says of a transformer's layer, or None."""
+    """Return the transformer's part of a name with underscores, or None."""
     match = _FLAT.fullmatch(name)
     return match["path"] if match and match["encoder"] is None else None
 
@@ -99,7 +99,7 @@ class _Places:
                     self._add(component, name, [name, published.get(name, name)])
 
     def of(self, name: str) -> Place | None:
-        """The layer that a name is for; None where there is none, or more than one."""
+        """Return the layer that a name is for, or None if there is none or more than one."""
         target = plain(name)
         if (place := self._whole.get(target)) is not None:
             return place
@@ -130,7 +130,7 @@ class _Places:
 
 
 def _aliases(name: str, is_clip: bool) -> Iterator[str]:
-    """What a layer of a text encoder is called, with and without what is around it."""
+    """Yield the names of a text encoder's layer, with and without the prefix of the model around it."""
     around = _CLIP if is_clip else _BODY
     yield name
     yield f"{around}{name}" if not name.startswith(around) else name.removeprefix(around)

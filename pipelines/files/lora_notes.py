@@ -1,4 +1,4 @@
-"""What the header of a LoRA says to people: the model that it was made for, and its trigger words."""
+"""Notes for people in the header of a LoRA: the model that it was made for, and its trigger words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_TAGS, _LONGEST = 5, 160
 
 
 def about_lora(path: Path) -> tuple[str, str]:
-    """The model that a file was made for, and its trigger words or else its most frequent tags; empty where unknown.
+    """Return the model that a file was made for, and its trigger words or most frequent tags. Unknown ones are "".
 
     Raises what `check_lora` does.
     """

@@ -1,4 +1,4 @@
-"""What a file has for one layer: its tensors by what they are, whatever the file calls them, and the changes they make.
+"""The tensors of a LoRA file for one layer, by their role whatever the file calls them, and the changes they make.
 
 The parts of names are those of peft, diffusers, kohya's trainers and LyCORIS.
 """
@@ -39,7 +39,7 @@ _FACTORS = {"down": "a LoRA", "hada": "a LoHa", "lokr": "a LoKr"}
 
 
 def parsed(name: str) -> tuple[str, str] | None:
-    """The layer that a name in a file is for, and what it is of it: "down", "lokr_w1", "diff", "alpha" ...; or None."""
+    """Split a name into its layer and its part, such as "down", "lokr_w1", "diff" or "alpha"; else return None."""
     if (match := _NAMED.fullmatch(unwrapped(name))) is None:
         return None
     if match["alpha"]:
@@ -53,13 +53,13 @@ def parsed(name: str) -> tuple[str, str] | None:
 
 
 def unwrapped(name: str) -> str:
-    """A name without those of wrappers around the model, or around parts of it."""
+    """Strip the names of wrappers around the model or its parts, such as `_orig_mod`."""
     return _AROUND.sub(r"\1", _WRAPPERS.sub("", name))
 
 
 @dataclass
 class Found:
-    """What a file has for one layer, until it is whole. `rows` are those of a Kronecker product that the layer has.
+    """The tensors of a file for one layer, until it is whole. `rows` are those of a Kronecker product in the layer.
 
     `names` are those in the file.
     """
@@ -86,7 +86,7 @@ class Found:
         self.tensors[what] = tensor
 
     def shape(self) -> tuple[int, ...] | None:
-        """Of the weight that it changes, as far as it tells; None where it changes a bias alone, or is incomplete."""
+        """Return the shape of the changed weight, or None for a change of a bias alone or an incomplete one."""
         found = self.tensors
         try:
             if "diff" in found:
@@ -106,7 +106,7 @@ class Found:
         return None
 
     def taken(self, path: Path, runs: Runs, rows: int) -> Found:
-        """The same for some of the rows of the weight. ValueError, in one line, for what has others than it."""
+        """Return the same for some rows of the weight. Raises ValueError, in one line, if the rows do not fit."""
         if runs == ((0, rows),):
             return self
         found = dict(self.tensors)
@@ -125,7 +125,7 @@ class Found:
     def changes(
         self, path: Path, module: nn.Module, parameter: str, where: str, scale: tuple[float, bool] | None
     ) -> tuple[Change, ...]:
-        """The changes of a module, in the type that it computes in. `scale` is an alpha from elsewhere.
+        """Return the changes of a module, in its dtype. `scale` is an alpha from elsewhere.
 
         Of a module that is no layer they are of its `parameter`, or of its bias.
 
@@ -165,7 +165,7 @@ class Found:
 
 
 def _lacking(found: Mapping[str, torch.Tensor], alpha: float | None) -> str:
-    """What is not there of what must be, as peft and LyCORIS call it; empty where nothing lacks."""
+    """Name what is missing, as peft and LyCORIS call it; "" if nothing is."""
     wanted: list[tuple[str, ...]] = []
     if any(name in found for name in ("down", "up", "mid", "bias")):
         wanted += [("down",), ("up",)]
@@ -206,7 +206,7 @@ def _shaped(delta: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor
 
 
 def _fitting(found: Tensors, weight: tuple[int, ...]) -> Tensors:
-    """The tensors as they are beside a weight [out, in, ...]: some files have kernels of size 1, or flat ones."""
+    """Reshape the tensors to fit a weight [out, in, ...]: some files store kernels of size 1, or flat ones."""
     _, into, *kernel = weight if len(weight) > 1 else (*weight, 0)
     ones = (1,) * len(kernel)
 

@@ -30,7 +30,7 @@ _RESNET = {
 
 
 def published_names(module: nn.Module) -> dict[str, str]:
-    """The names in those files of a UNet's layers, by their paths; empty for what is none."""
+    """Map the paths of a UNet's layers to their names in published files; empty for other modules."""
     if type(module).__name__ != "UNet2DConditionModel":
         return {}
     starts = dict(_TOPS) | dict(_down(module)) | dict(_up(module))

@@ -27,7 +27,7 @@ _AS = torch.bfloat16  # what encoded weights are shown as; any type would do
 
 
 def weight_files(folder: Path) -> tuple[list[Path], str | None]:
-    """The files of a model's folder, and their variant; one GGUF file where there is no other. As `find_weights`."""
+    """Return the weight files of a model's folder and their variant, as `find_weights`; a lone GGUF file counts too."""
     ggufs = sorted(path for path in folder.glob("*.gguf") if path.is_file())
     if ggufs and not list(folder.glob("*.safetensors")):
         if len(ggufs) > 1:
@@ -37,7 +37,7 @@ def weight_files(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def shown(files: Sequence[Path]) -> dict[str, Stored]:
-    """The weights of files that belong together as plain tensors: their names and shapes."""
+    """Return the names and shapes of the weights in files that belong together, as plain tensors."""
     if not any(is_encoded(path) for path in files):
         return stored_tensors(list(files))
     return _addressed(encoded_weights(files, _AS))
@@ -69,7 +69,7 @@ def _addressed(weights: Mapping[str, EncodedWeight]) -> dict[str, Stored]:
 
 
 def _found(at: Stored, address: int, name: str, weights: Mapping[str, EncodedWeight]) -> Source:
-    """The rows of a weight that a place among the plain ones is."""
+    """Return the rows of the weight that lie at an address among the plain ones."""
     row = max(1, prod(weights[name].shape[1:]))
     begin, count = (at.offset - address) // _AS.itemsize, prod(at.shape)
     if begin % row or count % row:

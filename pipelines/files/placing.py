@@ -50,7 +50,7 @@ def _taken(rows: Rows, weights: Mapping[str, EncodedWeight]) -> Source:
 
 
 def _run(place: Stored, slices: Iterable[slice]) -> Stored:
-    """These elements of a flat tensor, one run after another."""
+    """Return these elements of a flat tensor, one run after another."""
     runs: list[tuple[int, int]] = []
     for each in slices:
         offset, count = place.offset + each.start * place.dtype.itemsize, each.stop - each.start
@@ -63,7 +63,7 @@ def _run(place: Stored, slices: Iterable[slice]) -> Stored:
 
 
 def read_whole(source: Source) -> torch.Tensor:
-    """A small tensor from its file."""
+    """Read a small tensor from its file."""
     codec = Raw(source.shape, source.dtype, source.dtype) if isinstance(source, Stored) else source.codec
     flat = allocate(max(1, part_spans(codec)[1]))
     read([(piece, flat) for at, begin in extents(source) for piece in pieces_of(at, at.dtype, begin)])

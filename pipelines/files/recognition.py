@@ -12,7 +12,7 @@ PYRAMID_TRANSFORMER, PYRAMID_VAE = "diffusion_transformer_", "causal_video_vae"
 
 
 def is_newbie_folder(path: Path) -> bool:
-    """Whether a folder holds NewBie, by its own config or its transformer's."""
+    """Return whether a folder holds NewBie, by its own config or its transformer's."""
     for config in (path / "model_index.json", path / "transformer" / "config.json"):
         if config.is_file() and _says_newbie(config):
             return True
@@ -20,13 +20,13 @@ def is_newbie_folder(path: Path) -> bool:
 
 
 def is_pyramid_folder(path: Path) -> bool:
-    """Whether a folder holds Pyramid-Flow, by its folders' names."""
+    """Return whether a folder holds Pyramid-Flow, by its folders' names."""
     transformers = (path / f"{PYRAMID_TRANSFORMER}{variant}" for variant in PYRAMID_VARIANTS)
     return (path / PYRAMID_VAE).is_dir() and any(folder.is_dir() for folder in transformers)
 
 
 def title_of(path: Path) -> str:
-    """What people call a model: its folder or file, or the repository whose download cache the folder is in."""
+    """Return the name that people use: of the folder or file, or of the repository whose download cache it is in."""
     cached = re.search(r"models--(?:[^/\\]+--)?([^/\\]+)[/\\]snapshots[/\\][0-9a-f]+$", str(path))
     if cached:
         return cached[1]

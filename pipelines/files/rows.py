@@ -128,7 +128,7 @@ def whole(name: str, shape: tuple[int, ...], widths: Widths | None = None) -> Ro
 
 
 def traced(rows: Mapping[str, Rows], convert: Convert) -> dict[str, Rows]:
-    """What a converter makes of these. ValueError, in a few words, where it does more than to place them."""
+    """Return what a converter makes of the rows. Raises ValueError, in a few words, if it does more than move them."""
     try:
         made = convert(dict(rows))
     except KeyError as error:
@@ -146,7 +146,7 @@ def traced(rows: Mapping[str, Rows], convert: Convert) -> dict[str, Rows]:
 
 
 def left_over(stored: Mapping[str, tuple[int, ...]], taken: Iterable[Rows]) -> Collection[str]:
-    """The stored tensors, by name with their shapes, of which some rows are in nothing that was taken."""
+    """Return the names of stored tensors with rows that nothing takes."""
     spent: dict[str, int] = {}
     for run in {run for rows in taken for run in rows.runs}:
         spent[run.name] = spent.get(run.name, 0) + run.end - run.begin

@@ -1,4 +1,4 @@
-"""What a model's folder may ask for: data in its own files, and classes of the installed libraries. No code."""
+"""Limits of a model's folder: data in its own files, and classes of the installed libraries. No code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_WORDS_BYTES = 8 * MAX_JSON_BYTES  # the largest tokenizer.json has 33 MB
 
 
 def read_config(folder: Path, model: Path) -> dict[str, Any]:
-    """The `config.json` of a part of a model; its files are checked to lie in the model, and to ask for no code."""
+    """Read a component's `config.json`. Check that its files lie in the model and ask for no code."""
     check_links((folder, *folder.iterdir()), model)
     path = folder / "config.json"
     config = read_json(path)
@@ -75,12 +75,12 @@ def _check_numbers(path: Path, config: dict[str, Any], most: int, keys: re.Patte
 
 
 def files_beside_weights(folder: Path) -> list[Path]:
-    """What a tokenizer or the like is made of. It may lie beside a model's weights."""
+    """Return the files of a tokenizer or the like, which may lie beside a model's weights."""
     return [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in _WEIGHTS]
 
 
 def named_class(library: Any, name: Any) -> type | None:
-    """The class that a library gives out under a name."""
+    """Return the class that a library exports under a name, or None."""
     found = _given_out(library, name)
     return found if isinstance(found, type) else None
 
@@ -93,7 +93,7 @@ def _given_out(library: Any, name: Any) -> Any:
 
 
 def component_class(library: Any, name: Any) -> type:
-    """The class that an index names as `[library, name]`. ValueError, in one line, for any that is no component's."""
+    """Return the class that an index names as `[library, name]`. Raises ValueError, in one line, for other classes."""
     import diffusers
     import transformers
 
@@ -116,7 +116,7 @@ def component_class(library: Any, name: Any) -> type:
 
 
 def _parts_of_pipelines() -> tuple[type, ...]:
-    """What a component may be: a subclass of one of these."""
+    """Return the base classes that a component may be derived from."""
     import diffusers
     import transformers
     from diffusers.guiders.guider_utils import BaseGuidance

@@ -1,4 +1,4 @@
-"""What a pipeline asks of its VAE's encoder and of its image encoder before it samples, answered once.
+"""The answers of a pipeline's VAE encoder and image encoder before it samples, recorded once.
 
 These modules run in stages of their own. Their answers are kept on the CPU, in the order of the calls, and given again
 while the transformer samples.
@@ -19,17 +19,17 @@ Run = Callable[..., Any]  # of a module's call: gives what it answers, opened
 
 
 class _Parameters(NamedTuple):
-    """Those of a posterior. A tree of tensors, as the posterior itself is not."""
+    """The parameters of a posterior, as a tree of tensors, which the posterior itself is not."""
 
     tensor: torch.Tensor
 
 
 class _Certain(_Parameters):
-    """Those of a posterior that is one value, as of Cosmos' VAE."""
+    """The parameters of a posterior that is one value, as of Cosmos' VAE."""
 
 
 def opened(output: Any) -> Any:
-    """What a module gave, as a tree of tensors: a posterior as its parameters."""
+    """Turn a module's output into a tree of tensors. A posterior becomes its parameters."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 
     output = tree_map_only(DiagonalGaussianDistribution, lambda posterior: _Parameters(posterior.parameters), output)
@@ -37,7 +37,7 @@ def opened(output: Any) -> Any:
 
 
 def closed(tree: Any) -> Any:
-    """What a module gave, of the tree that `opened` made of it."""
+    """Turn the tree that `opened` made back into the module's output."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 
     def close(leaf: Any) -> Any:
@@ -62,7 +62,7 @@ class Posterior:
         return leaves[0]
 
     def whole(self, tensor: torch.Tensor) -> Any:
-        """The answer, opened, of which this is the tensor."""
+        """Return the opened answer with this tensor in it."""
         assert self._spec is not None, "the VAE was not called"
         return tree_unflatten([tensor], self._spec)
 
@@ -74,7 +74,7 @@ class Answers:
         self._kept: dict[str, list[tuple[Any, Any]]] = {}
 
     def ask(self, name: str, run: Run) -> Run:
-        """A module's call that runs it by `run`, and keeps the answer."""
+        """Return a call of a module that runs it by `run` and keeps the answer."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             answer = tree_map_only(torch.Tensor, to_host, run(*args, **kwargs))
@@ -84,7 +84,7 @@ class Answers:
         return call
 
     def tell(self) -> Telling:
-        """The answers from the first one on."""
+        """Return the answers, from the first one on."""
         return Telling(self._kept)
 
 
@@ -100,7 +100,7 @@ class Telling:
         self._told: dict[str, int] = {}  # how many of each module's
 
     def answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The next answer of a module, on the device of what it is asked. RuntimeError where it was not asked that."""
+        """Return a module's next answer, on the device of its inputs. Raises NotSeenError if it was not asked that."""
         kept, place = self._kept.get(name, []), self._told.get(name, 0)
         if place >= len(kept) or kept[place][0] != _shapes(args, kwargs):
             raise NotSeenError(f"it asks its {name} for more while it samples than before")
@@ -109,14 +109,14 @@ class Telling:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """What is asked until the block ends will be asked once more."""
+        """Answer the same questions once more after the block ends."""
         told = dict(self._told)
         yield
         self._told = told
 
 
 def _given(answer: Any, args: Any, kwargs: Any) -> Any:
-    """The answer as the module itself would give it: where the inputs are and, of a posterior, in their type."""
+    """Return the answer as the module would: on the inputs' device and, for a posterior, in their dtype."""
     asked = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
     nodes = tree_flatten(answer, is_leaf=lambda node: isinstance(node, _Parameters))[0]
     dtype = asked.dtype if any(isinstance(node, _Parameters) for node in nodes) else None

@@ -77,7 +77,7 @@ class Echo:
         return answer
 
     def _run(self, called: Callable[..., Any], hooked: Sequence[str], args: Any, kwargs: Any) -> Any:
-        """The shapes of the answer, and of what each module in it gives that code looks into by a hook."""
+        """Return the shapes of the answer, and of each hooked module's output."""
         within: dict[str, list[Any]] = {}
         with ExitStack() as hooks, torch.inference_mode(), dry_card():
             for name in hooked:
@@ -91,7 +91,7 @@ class Echo:
             return tree_map_only(SimTensor, lambda tensor: tensor.raw, made)
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> float:
-        """A number that follows smoothly from every value: rounding hardly changes it."""
+        """Return a number that depends smoothly on every value, so that rounding hardly changes it."""
         total = 0.0
         for place, tensor in enumerate(tensors, 1):
             if tensor.numel() > _MOST_ELEMENTS:
@@ -153,10 +153,10 @@ def _tell(module: nn.Module, result: Any) -> None:
 
 
 def _number_of(words: Sequence[Any]) -> float:
-    """A number from 0 to 1 that follows from plain values."""
+    """Hash plain values to a number from 0 to 1."""
     return zlib.crc32(repr(words).encode()) / 2**32
 
 
 def _noise(count: int, number: int) -> torch.Tensor:
-    """So many numbers in -2..2 that look random and are always the same."""
+    """Return `count` numbers in -2..2 that look random and are always the same."""
     return 2 * (torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + number) * 43758.5453).frac()

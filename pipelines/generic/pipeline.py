@@ -207,7 +207,7 @@ class GenericPipeline(SeeingPipeline):
         return (height, width) == tuple(first[0].shape[:2])
 
     def _size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
-        """The size that is asked for; without one, that of the picture to start from."""
+        """Return the size asked for, or that of the picture to start from."""
         first = self.pictures.get("image") or self.pictures.get("video")
         if "strength" not in self._call or self.own_size or width or height or not first:
             return width, height

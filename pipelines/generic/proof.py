@@ -53,7 +53,7 @@ class Verdict:
 
 
 def echoes_of(units: Sequence[ManagedModel], stand_ins: StandIns, kind: type[Echo] = Echo) -> dict[str, Echo]:
-    """An echo of each unit, by name."""
+    """Return an echo of each unit, by name."""
     return {u.name: kind(u.skeleton, stand_ins, ("decode", "encode") if u.role == "vae" else ()) for u in units}
 
 
@@ -81,7 +81,7 @@ def compare(
 
 
 def close(made: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether what was made with echoes is the same, up to rounding."""
+    """Return whether what was made with echoes is the same, up to rounding."""
     return made.shape == other.shape and torch.allclose(made, other, atol=_CLOSE, rtol=0)
 
 
@@ -89,7 +89,7 @@ _known: OrderedDict[str, Verdict] = OrderedDict()
 
 
 def recall(directory: Path, key: str | None) -> Verdict | None:
-    """The verdict of a `key` that was kept; None if there is none."""
+    """Return the verdict that was kept for a `key`, or None."""
     verdict = _known.get(key) if key else None
     if verdict is None and key and (verdict := _read(directory / f"{key}.json")):
         _remember(key, verdict)
@@ -105,7 +105,7 @@ def keep(directory: Path | None, key: str | None, verdict: Verdict) -> None:
 
 
 def not_compared(error: BaseException) -> Verdict:
-    """The verdict where the comparison ended with an error."""
+    """Return the verdict for a comparison that ended with an error."""
     words = " ".join(str(error).split()) or type(error).__name__
     return Verdict(f"it cannot be compared with its own call ({words[:_LONGEST_REASON]})")
 

@@ -48,11 +48,11 @@ class ProvenPipeline(StagedPipeline):
 
     @abstractmethod
     def _tool(self, name: str) -> Any:
-        """A component without weights."""
+        """Return a component without weights."""
 
     @abstractmethod
     def _without_weights(self, *prefixes: str) -> list[str]:
-        """The names of such components."""
+        """Return the names of components without weights that begin with one of `prefixes`."""
 
     def _prove_some(self) -> None:
         """Prove the first of some ways to run in stages that can be."""
@@ -133,7 +133,7 @@ class ProvenPipeline(StagedPipeline):
             raise ValueError(f"{self.pipeline_class.__name__} cannot be given {', '.join(given)} in stages: {differs}.")
 
     def _compared(self, texts: ProvenPipeline, options: Mapping[str, Any]) -> Verdict:
-        """How the stages differ from the stock call, where the prompt is encoded with these options."""
+        """Return how the stages differ from the stock call, where the prompt is encoded with these options."""
         options = {**self.text_options, **options}
         directory, key = self._place_of_proof(texts, options)
         verdict = proof.recall(directory, key)

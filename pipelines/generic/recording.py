@@ -1,4 +1,4 @@
-"""What a pipeline's own call asks of its text encoding, recorded once and answered again while it samples.
+"""Record the text encoding of a pipeline's own call once, and replay it while it samples.
 
 For classes whose call takes no embeddings, or not all that it makes of a prompt. Their call is given the prompts
 themselves in both stages. An answer is known by the method and by all that it was asked, so none is taken for another.
@@ -86,7 +86,7 @@ class Recording:
 
     @classmethod
     def of(cls, cond: Conditioning, device: torch.device) -> tuple[Recording, dict[str, Any]]:
-        """The recording that a conditioning holds, on a device, and the texts. ValueError where it holds none."""
+        """Return a conditioning's recording, on a device, and its texts. Raises ValueError if it holds no recording."""
         if RECORD not in cond.info:
             raise ValueError("the conditioning was made by another class. Encode the prompt with this pipeline.")
         record, made = json.loads(cond.info[RECORD]), cls()
@@ -101,7 +101,7 @@ def _methods(pipe: Any) -> list[str]:
 
 
 def _digest(value: Any) -> Any:
-    """What tells a tensor, an array or a picture from another. TypeError for anything else."""
+    """Return a digest of a tensor, an array or a picture. Raises TypeError for anything else."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().float().numpy()
     if not hasattr(value, "__array_interface__"):
@@ -122,7 +122,7 @@ def _copied(value: Any) -> Any:
 
 
 def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:
-    """A tree as plain data; its tensors are added to `leaves`."""
+    """Turn a tree into plain data, and add its tensors to `leaves`."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return {"tensor": len(leaves) - 1}
@@ -136,7 +136,7 @@ def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:
 
 
 def _together(value: Any, leaves: list[Any]) -> Any:
-    """The tree that `_apart` took apart."""
+    """Rebuild the tree that `_apart` took apart."""
     if isinstance(value, list):
         return [_together(one, leaves) for one in value]
     if not isinstance(value, dict):

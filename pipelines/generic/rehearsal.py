@@ -65,7 +65,7 @@ def rehearse(pipeline: Any, texts: Any, options: Mapping[str, Any] = MappingProx
 
 
 def in_float32(pipeline: Any, texts: Any) -> Any:
-    """A copy to rehearse, in float32, with `texts`, if it is another pipeline of the same parts."""
+    """Return a copy in float32 to rehearse, with `texts` if that is another pipeline of the same parts."""
     pipe = copy.copy(pipeline)
     pipe.components = {
         name: replace(component, dtype=torch.float32) if component.is_module else component
@@ -141,7 +141,7 @@ def _compare(pipe: Any, echoes: Mapping[str, Echo], small: bool) -> Verdict:
 
 
 def _fails_alike(error: Exception, stages: Callable[[Modules], Any], echoes: Mapping[str, Echo]) -> bool:
-    """Whether the stages end with the error that the stock call ended with."""
+    """Return whether the stages end with the error that the stock call ended with."""
     try:
         stages({name: echo.face for name, echo in echoes.items()})
     except Exception as other:
@@ -150,7 +150,7 @@ def _fails_alike(error: Exception, stages: Callable[[Modules], Any], echoes: Map
 
 
 def _default_negative(pipe: Any, modules: Modules, arguments: Arguments) -> str | None:
-    """The negative prompt that the stock call has encoded when it guides and was given none; None if it has none."""
+    """Return the negative prompt that the stock call encodes by default when it guides, or None."""
     asked: list[Mapping[str, Any]] = []
     guides = pipe.scales.cfg in pipe._call
     _run_whole(pipe, functools.partial(arguments, GUIDES if guides else None), None, modules, asked)
@@ -238,7 +238,7 @@ def _options_of(pipe: Any, modules: Modules) -> dict[str, Any]:
 
 
 def _pictures_of(made: Any) -> torch.Tensor:
-    """The pictures among what a call returns, [B,(F),H,W,3], in a class whose fields have many names.
+    """Return the pictures [B,(F),H,W,3] of a call's result, a class whose fields have many names.
 
     Qwen-Image-Layered gives a list of each prompt's, and LTX-2's HDR its channels last.
     """
@@ -259,7 +259,7 @@ def _run_stages(pipe: Any, arguments: Arguments, negative: str | None, modules: 
 def encoded(
     pipe: Any, negative: str | None, modules: Modules, options: Mapping[str, Any] | None = None
 ) -> Conditioning:
-    """The conditioning of a prompt, made by these modules with `options`, by default those of the pipeline."""
+    """Encode a prompt with these modules and `options`, by default those of the pipeline."""
     encoders = {unit.name: modules[unit.name] for unit in pipe.encoders}
     texts = pipe.texts or pipe
     sees = texts.edits if texts.replays else reads_pictures(texts.pipeline_class)
@@ -289,7 +289,7 @@ def _pictures(side: int, name: str, frames: int, call: Mapping[str, Any]) -> tup
 
 
 def _picture(side: int, name: str) -> torch.Tensor:
-    """A picture that is not square, none of whose pixels is like the next; or the half of a mask."""
+    """Return a picture that is not square and has no two equal neighbours, or a mask that is half set."""
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(2 * side), indexing="ij")
     if "mask" in name:
         return (columns > rows).float()

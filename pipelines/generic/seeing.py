@@ -58,7 +58,7 @@ class SeeingPipeline(StockParts):
         return run
 
     def _for_task(self, cls: Any, inputs: frozenset[str]) -> StockParts:
-        """A copy of this that is driven by another class, or takes other pictures; compared with its own call."""
+        """Return a copy that another class drives, or that takes other pictures; compare it with its own call."""
         self._check_proven()
         task = copy.copy(self)
         vars(task).pop("sizes", None)
@@ -127,7 +127,7 @@ class SeeingPipeline(StockParts):
         return tree_map_only(torch.Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), made)
 
     def handed(self, pictures: Sequence[torch.Tensor]) -> tuple[dict[str, Any], ...]:
-        """What the stock call hands to `encode_prompt` for these pictures: the pictures, and numbers of its own.
+        """Return what the stock call hands to `encode_prompt` for these pictures: the pictures, and numbers of its own.
 
         Once for the prompt and, where it guides, once for the negative one. The call runs on the CPU; what it asks of
         other modules before is imagined.
@@ -173,7 +173,7 @@ class SeeingPipeline(StockParts):
         device: torch.device,
         modules: Mapping[str, nn.Module],
     ) -> Recorded:
-        """What the stock call has these encoders make of a prompt, with guidance and without, before it samples."""
+        """Record what the encoders make of a prompt in the stock call, with guidance and without, before it samples."""
         recording = Recording()
         texts = {"prompt": _plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
         if "negative_prompt" in self._call and negative_prompt is not None:
@@ -205,13 +205,13 @@ class SeeingPipeline(StockParts):
         return recording.tensors(len(as_list(prompt)), **texts)
 
     def _imagined_first(self, recording: Recording, before: int, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What a module that sees pictures answers before the prompt is encoded; afterwards it is not needed."""
+        """Make up the answer of a module that sees pictures before the prompt is encoded. After that none is needed."""
         if recording.asked > before:
             raise LoopReachedError
         return self._imagine([], 0, name, *args, **kwargs)
 
     def _dry_sight(self, name: str, args: Any, kwargs: Any) -> tuple[str | None, Callable[[], Any]]:
-        """The key of a module's call, and its dry run."""
+        """Return the key of a module's call, and its dry run."""
         unit, part = self._unit_of(name)
         module = unit.skeleton()
         run = functools.partial(_called, module, args=args, kwargs=kwargs)
@@ -224,7 +224,7 @@ class SeeingPipeline(StockParts):
         return key, dry_run
 
     def _unit_of(self, name: str) -> tuple[ManagedModel, str]:
-        """The unit that has a module, and the module's name in it: empty for the unit itself."""
+        """Return the unit that has a module, and the module's name in it: "" for the unit itself."""
         unit, _, part = name.partition(".")
         return self._units[unit], part
 
@@ -234,7 +234,7 @@ class SeeingPipeline(StockParts):
 
 @contextmanager
 def _entered_at(module: nn.Module, part: str) -> Iterator[None]:
-    """Let each call of a module be one of a module in it until the block ends, so that it comes as for its own."""
+    """Redirect the calls of a module to a module in it until the block ends, so that its weights come too."""
     undo = interpose(module, lambda _, args, kwargs: module.get_submodule(part)(*args, **kwargs)) if part else None
     try:
         yield

@@ -39,24 +39,24 @@ class StandIn(nn.Module):
         return getattr(self.__dict__["_unit"].module, name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of what it stands for: some code asks for their type."""
+        """Return the parameters of the unit that it stands for: some code asks for their type."""
         return self.__dict__["_unit"].module.parameters(recurse)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of one like it: some code sets their attention processors."""
+        """Return the modules of a copy of the unit: some code sets their attention processors."""
         if "_unit" not in self.__dict__:
             return super().named_modules(*args, **kwargs)
         return self.__dict__["_unit"].skeleton().named_modules(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer that is known, where `ask` gives it. LoopReachedError where there is none to be had."""
+        """Return the answer of `ask`. Raises LoopReachedError without one."""
         if self._ask is None:
             raise LoopReachedError
         return self._ask(*args, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What it stands for: some code asks for the kind of its VAE."""
+        """The class of the unit that it stands for: some code asks for the kind of its VAE."""
         return type(self.__dict__["_unit"].module) if "_unit" in self.__dict__ else StandIn
 
 
@@ -94,7 +94,7 @@ class StandInPart:
         return self._ask(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Those of what it stands for, as they are when it runs: some code asks for their type."""
+        """Return the parameters of the module that it stands for, in the dtype of its run: some code asks for it."""
         return (parameter.to("meta", self.dtype) for parameter in self._module.parameters(recurse))
 
 
@@ -150,7 +150,7 @@ def keeping_processors(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline's `encode_prompt` that gives back the embeddings which it is given, as CogView3's does not.
+    """Wrap `encode_prompt` to return the embeddings that it is given, which CogView3's does not.
 
     Negative ones are left out where the call does not guide: AnyFlow's takes their being there for guidance.
     """
@@ -171,7 +171,7 @@ def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..., Any]:
-    """A pipeline's `prepare_latents` that raises ValueError for given noise of another shape than it would draw.
+    """Wrap `prepare_latents` to raise ValueError for given noise of another shape than it would draw.
 
     What it is told of a picture meanwhile, it is told once more.
     """
@@ -231,5 +231,5 @@ class Steps:
 
 
 def _weak_step(scheduler: Any) -> MethodType:
-    """A scheduler's own `step`, for an attribute of the scheduler: it does not hold it."""
+    """Bind a scheduler's `step` weakly, so that it can be an attribute of the scheduler."""
     return MethodType(type(scheduler).step, weakref.proxy(scheduler))

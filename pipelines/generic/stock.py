@@ -1,4 +1,4 @@
-"""What a stock pipeline's code and configs say: the names it returns, the sizes it draws, whether it guides."""
+"""Facts in a stock pipeline's code and configs: the names it returns, the sizes it draws, whether it guides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_words(index: Mapping[str, Any], key: str) -> str:
 
 @functools.cache
 def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a function returns, read from its last `return a, b, c`."""
+    """Return the names of a function's results, read from its last `return a, b, c`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     last = max(returns, key=lambda value: value.lineno)
@@ -49,14 +49,14 @@ def returned_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def encoding_of(cls: Any) -> Callable[..., Any] | None:
-    """The method by which a pipeline encodes prompts; None where it has none, or several and no `encode_prompt`."""
+    """Return the method that encodes prompts. None if there is none, or several and no `encode_prompt`."""
     found = [name for name in dir(cls) if name.startswith("encode_prompt")]
     name = "encode_prompt" if "encode_prompt" in found or len(found) != 1 else found[0]
     return getattr(cls, name, None)
 
 
 def embeddings_of(cls: Any) -> tuple[str, ...]:
-    """The names of what a pipeline's `encode_prompt` returns, where its call takes any of them; else none."""
+    """Return the names of `encode_prompt`'s results if the pipeline's call takes any of them, else none."""
     try:
         names = returned_names(cls.encode_prompt) if hasattr(cls, "encode_prompt") else ()
     except ValueError:
@@ -65,7 +65,7 @@ def embeddings_of(cls: Any) -> tuple[str, ...]:
 
 
 def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """What a pipeline's `__call__` passes to its `encode_prompt`: its own defaults, and None for what has none."""
+    """Return what `__call__` passes to `encode_prompt` by default, and None for arguments without a default."""
     defaults = {}
     for name, parameter in encode.items():
         if name in call and call[name].default is not inspect.Parameter.empty:
@@ -77,7 +77,7 @@ def encode_defaults(encode: Mapping[str, inspect.Parameter], call: Mapping[str, 
 
 @functools.cache
 def negative_arguments(cls: type) -> Mapping[str, str]:
-    """The parameters of `encode_prompt` that a pipeline's call gives for the negative prompt, and its names for them.
+    """Map the parameters of `encode_prompt` for the negative prompt to the call's names for them.
 
     Of Flux: `prompt_2` is its `negative_prompt_2`, and `max_sequence_length` that of both prompts. Empty where one call
     of `encode_prompt` encodes both, or its arguments have no names.
@@ -95,7 +95,7 @@ def negative_arguments(cls: type) -> Mapping[str, str]:
 
 
 def needed_inputs(cls: type) -> list[str]:
-    """What a pipeline's `__call__` starts from beside texts, and cannot do without: a picture, a mask, poses."""
+    """Return the inputs other than texts that `__call__` cannot do without: a picture, a mask, poses."""
     call = inspect.signature(cls.__call__).parameters  # type: ignore[operator]
     words = [
         name for name, parameter in call.items() if name != "self" and parameter.default is inspect.Parameter.empty
@@ -109,13 +109,13 @@ def needed_inputs(cls: type) -> list[str]:
 
 @functools.cache
 def asks_for_padding(cls: type) -> bool:
-    """Whether a pipeline asks on which side its tokenizer pads, as the loop of LTX-2 does."""
+    """Return whether a pipeline asks on which side its tokenizer pads, as the loop of LTX-2 does."""
     return "padding_side" in inspect.getsource(cls)
 
 
 @functools.cache
 def text_options(cls: type) -> frozenset[str]:
-    """The arguments of a pipeline's `__call__` that it only hands to its `encode_prompt`, or checks.
+    """Return the arguments that `__call__` only checks, or hands to `encode_prompt`.
 
     Some go by a property: `self._clip_skip = clip_skip`, and then `clip_skip=self.clip_skip`.
     """
@@ -139,7 +139,7 @@ def _stores_argument(node: ast.Assign) -> bool:
 
 
 def _names(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """How often each argument is read, by its name or as an attribute of the pipeline."""
+    """Return how often each argument is read, by its name or as an attribute of the pipeline."""
     found: Counter[str] = Counter()
     for top in nodes:
         for node in ast.walk(top):
@@ -151,7 +151,7 @@ def _names(nodes: Iterable[ast.AST]) -> Counter[str]:
 
 
 def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:
-    """The sizes that a pipeline draws, by its own checks and the transformer's tables."""
+    """Return the sizes that a pipeline draws, by its own checks and the transformer's tables."""
     patch, latent = _patch_size(components), _attribute(pipe, _SPATIAL, 8)
     transformer = components.get("transformer")
     tokens = transformer and most_tokens(transformer.cls, transformer.config)
@@ -160,7 +160,7 @@ def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSize
 
 
 def fewest_frames(pipe: Any) -> int:
-    """The least number of frames that make more than one of latents."""
+    """Return the least number of frames that make more than one latent frame."""
     step = _attribute(pipe, _TEMPORAL, 1)
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     if chunks := config.get("chunk_partition"):  # of AnyFlow, whose transformer takes so many alone
@@ -171,7 +171,7 @@ def fewest_frames(pipe: Any) -> int:
 
 
 def _first_alone(pipe: Any) -> bool:
-    """Whether the first frame of a video has latents of its own, as in all but Allegro."""
+    """Return whether the first frame of a video has latents of its own, as in all but Allegro."""
     return not type(pipe).__name__.startswith("Allegro")
 
 
@@ -214,7 +214,7 @@ class Scales:
 
 
 def scales_of(cls: type, guider: bool, embeds: bool) -> Scales:
-    """The scales of a pipeline class, with a `guider` or without, whose transformer `embeds` guidance or does not.
+    """Return the scales of a pipeline class. It may have a `guider`; its transformer may embed guidance (`embeds`).
 
     A class that guides by default is called with that scale, although its transformer may be told one as well: SkyReels
     (6) and Qwen-Image (4). HunyuanImage is both: its distilled transformer embeds guidance, the other has a guider.
@@ -232,7 +232,7 @@ def scales_of(cls: type, guider: bool, embeds: bool) -> Scales:
 
 @functools.cache
 def _scales_in_call(cls: type) -> tuple[str | None, str | None]:
-    """The argument that becomes the transformer's `guidance`, and the one that a prediction is guided with.
+    """Return the argument that becomes the transformer's `guidance`, and the one that guides a prediction.
 
     Read from the code: Chroma's inpainting has a `true_cfg_scale` that it never uses, and makes a `guidance` that its
     transformer is not told.
@@ -255,7 +255,7 @@ def _scales_in_call(cls: type) -> tuple[str | None, str | None]:
 
 
 def guides(pipe: Any, name: str, scale: float) -> bool:
-    """Whether a pipeline's own code guides with this scale, which is its argument or component `name`."""
+    """Return whether a pipeline's own code guides with this scale, which is its argument or component `name`."""
     if name == "guider":
         return not math.isclose(scale, 1)
     if name == "guidance_scale" and hasattr(type(pipe), "do_classifier_free_guidance"):
@@ -266,7 +266,7 @@ def guides(pipe: Any, name: str, scale: float) -> bool:
 
 
 def passes(call: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> int:
-    """How many steps a stock call with these arguments takes: fewer where it keeps some of a picture."""
+    """Return how many steps a stock call with these arguments takes: fewer where it keeps some of a picture."""
     steps, strength = arguments["num_inference_steps"], arguments.get("strength")
     if strength is None and "strength" in call:
         strength = call["strength"].default

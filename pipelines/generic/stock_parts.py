@@ -128,7 +128,7 @@ class StockParts(ProvenPipeline):
         self._prove_some()
 
     def _contents(self, folder: Path) -> tuple[dict[str, Any], dict[str, Path]]:
-        """The index of the folder, and the folders of components that lie elsewhere."""
+        """Return the index of the folder, and the folders of components that lie elsewhere."""
         return read_model_index(folder), {}
 
     def _adapted(self, component: Component) -> Component:
@@ -155,7 +155,7 @@ class StockParts(ProvenPipeline):
         reads: bool = True,
         ask: Callable[[str], Callable[..., Any]] | None = None,
     ) -> Any:
-        """The stock pipeline with only these modules and the named tools, and stand-ins for the VAE and others.
+        """Return the stock pipeline with these modules, the named tools, and stand-ins for the VAE and others.
 
         Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
         pad. `ask` gives the call of a module that sees a picture, by its name, or that comes before one which does; by
@@ -201,7 +201,7 @@ class StockParts(ProvenPipeline):
         return pipe
 
     def _tool(self, name: str) -> Any:
-        """A component without weights. Schedulers and guiders keep state, so each run gets its own."""
+        """Return a component without weights. Schedulers and guiders keep state, so each run gets its own."""
         if name.startswith("scheduler"):
             return self.components[name].create()
         if name not in self._tools:
@@ -214,7 +214,7 @@ class StockParts(ProvenPipeline):
         return copy.deepcopy(tool) if name.endswith("guider") else copy.copy(tool)
 
     def _encoder_title(self, name: str) -> str:
-        """What people call the encoder of that name."""
+        """Return the common name of an encoder."""
         component = self.components.get(name)
         return self.titles.get(name) or (encoder_title(component.cls) if component else self.title)
 
@@ -302,7 +302,7 @@ class StockParts(ProvenPipeline):
                 raise
 
     def _embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-        """The conditioning as arguments of the pipeline's call."""
+        """Return the conditioning as arguments of the pipeline's call."""
         return cond.to(device, dtype)
 
     def _prepare(self, pipe: Any, arguments: Mapping[str, Any]) -> None:

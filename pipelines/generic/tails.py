@@ -1,4 +1,4 @@
-"""What calls of diffusers do with a picture after their VAE has decoded it. Which one a class does, its proof finds."""
+"""The postprocessing of diffusers' calls after their VAE has decoded. The proof of a class finds which one it does."""
 
 from __future__ import annotations
 

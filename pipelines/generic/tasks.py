@@ -43,7 +43,7 @@ class Task:
 
 
 def task_of(cls: type, title: str, pictures: Pictures) -> Task:
-    """The task of these pictures for a folder of the class `cls`. ValueError, in one line, where none takes them."""
+    """Return the task of class `cls` for these pictures. Raises ValueError, in one line, if there is none."""
     own = parameters(cls)
     references, image = pictures.references, pictures.image
     if reads_pictures(cls) and image:
@@ -71,12 +71,12 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
 
 
 def takes_frames(name: str, call: Mapping[str, Any]) -> bool:
-    """Whether an argument of a call is the frames of one video."""
+    """Return whether an argument of a call is the frames of one video."""
     return name in VIDEOS or (name == "mask" and "video" in call)
 
 
 def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The index of a model's folder with the ControlNet of another folder, and the class that runs both.
+    """Return a model's index with the ControlNet of another folder, and the class that runs both.
 
     ValueError or FileNotFoundError, in one line, for what is no ControlNet, and for a model that has no such class.
     """
@@ -100,18 +100,18 @@ def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def parameters(cls: Any) -> dict[str, inspect.Parameter]:
-    """Those of the class's call."""
+    """Return the parameters of the class's call."""
     return dict(inspect.signature(cls.__call__).parameters)
 
 
 def reads_pictures(cls: Any) -> bool:
-    """Whether the text encoder is given pictures with the prompt."""
+    """Return whether the text encoder is given pictures with the prompt."""
     encode: Any = encoding_of(cls)
     return "image" in inspect.signature(encode).parameters
 
 
 def edits(cls: Any) -> bool:
-    """Whether pictures belong to the prompt: those to edit, or to take something from."""
+    """Return whether pictures belong to the prompt: those to edit, or to take something from."""
     call = parameters(cls)
     frames = any("frames" in name or name == "video_length" for name in call)
     return (

@@ -14,7 +14,7 @@ CHOICES = (AS_STORED, *MAKERS)
 
 
 def compare_weights(plans: Mapping[str, RunPlan]) -> str:
-    """What each choice of weights takes and gains within one budget, by the word that asks for it.
+    """Tabulate what each choice of weights takes and gains within one budget, by its word.
 
     `AS_STORED` must be among them. A choice that changes nothing, as where all is encoded already, has no row.
     """
@@ -37,7 +37,7 @@ def compare_weights(plans: Mapping[str, RunPlan]) -> str:
 
 
 def _gain(before: float, after: float) -> str:
-    """How much less time that is; nothing of a simulated card that computes in no time."""
+    """Return how much less time that is; nothing of a simulated card that computes in no time."""
     return f"{round(100 * (1 - after / before))} %" if before else ""
 
 

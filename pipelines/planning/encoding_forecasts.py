@@ -34,12 +34,12 @@ class Encoding:
     encode: Encode
 
     def forecast(self) -> Forecast | None:
-        """The forecast; None where no dry run is possible. A prompt of a length that is known takes no time."""
+        """Return the forecast, or None if no dry run is possible. A prompt of a known length takes no time."""
         key = self.forecaster.key(stage="encode", **self.texts, **branches(self.units))
         return self.forecaster.attempt(key, "encode", self.dry_run)
 
     def dry_run(self) -> tuple[Forecast, Conditioning]:
-        """The forecast by a dry run, and the conditioning, which has shapes only."""
+        """Return the forecast by a dry run, and the conditioning, which has shapes only."""
         directory = self.forecaster.directory
         stage = self.forecaster.key(stage="calls of encode", **branches(self.units))
         known, sizes = {}, {}

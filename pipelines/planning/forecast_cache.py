@@ -22,7 +22,7 @@ _ram: OrderedDict[str, Any] = OrderedDict()
 
 
 def get(directory: Path, key: str, stages: Mapping[str, Collection[str]]) -> dict[str, Forecast] | None:
-    """The forecasts of a key; None if there are none of just these stages, or some of other units, by name."""
+    """Return the forecasts of a key. None if they are not of just these stages, or of other units, by name."""
     found = _get(directory, key, lambda data: {name: Forecast.from_dict(facts) for name, facts in data.items()})
     if found is None or found.keys() != stages.keys():
         return None
@@ -36,7 +36,7 @@ def put(directory: Path, key: str, forecasts: dict[str, Forecast]) -> None:
 
 
 def calls(directory: Path, key: str) -> KnownCalls:
-    """The calls that are known of a module, to be added to and kept by `put_calls`."""
+    """Return the known calls of a module, for `put_calls` to keep with more."""
     found = _get(directory, key, KnownCalls.from_dict)
     return KnownCalls() if found is None else found
 

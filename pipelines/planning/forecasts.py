@@ -43,7 +43,7 @@ class Forecaster:
     kernels: str = ""
 
     def key(self, **arguments: Any) -> str | None:
-        """The digest of the pipeline's facts and these; None if one of them has no digest."""
+        """Return the digest of the pipeline's facts and `arguments`, or None if one has no digest."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
         return cache_key({**self.facts(), **arguments, **kernels})
 
@@ -54,7 +54,7 @@ class Forecaster:
         units: Sequence[ManagedModel],
         dry: Callable[[], tuple[Forecast, Any]],
     ) -> Forecast | None:
-        """The forecast of a stage, from the cache or by the dry run `dry`; None if that fails."""
+        """Return the forecast of a stage from the cache or the dry run `dry`, or None if that fails."""
         if key and (found := forecast_cache.get(self.directory, key, {stage: names_of(units)})):
             return found[stage]
         forecast = self.attempt(key, stage, dry)
@@ -65,7 +65,7 @@ class Forecaster:
         return forecast
 
     def learn_calls(self, stage: str, units: Sequence[ManagedModel]) -> None:
-        """Let units know the order of their calls before a size is known: that of the last one with a dry run."""
+        """Tell units the order of their calls before a size is known: that of the last dry run."""
         unknown = [unit for unit in units if not unit.calls.order]
         last = self.key(last=stage) if unknown else None
         found = forecast_cache.get(self.directory, last, {stage: names_of(units)}) if last else None
@@ -74,7 +74,7 @@ class Forecaster:
                 unit.learn(found[stage].units[unit.name].call_order)
 
     def attempt(self, key: str | None, stage: str, dry: Callable[[], tuple[Forecast, Any]]) -> Forecast | None:
-        """The forecast of a stage by the dry run `dry`; None if that fails, or did for the same key."""
+        """Return the forecast of a stage by the dry run `dry`. None if it fails, or failed before for the same key."""
         if key in _no_dry_run:
             return None
         try:
@@ -112,12 +112,12 @@ def quietly() -> Iterator[None]:
 
 
 def names_of(units: Sequence[ManagedModel]) -> list[str]:
-    """The names of units, in their order."""
+    """Return the names of units, in their order."""
     return [unit.name for unit in units]
 
 
 def shape_of(tensor: torch.Tensor) -> Any:
-    """What a forecast's key holds of a tensor: dtype and shape."""
+    """Return a tensor's dtype and shape, as a forecast's key holds them."""
     # Of masks and ids the values count too: some models cut their text to what is not masked.
     return [str(tensor.dtype), list(tensor.shape)] if tensor.is_floating_point() else tensor
 

@@ -86,7 +86,7 @@ class Run:
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
-    """The plan of a run of so many pictures: all at once, or the most of their halves that fit.
+    """Return the plan of a run of several pictures: all at once, or halves of them until they fit.
 
     `plan_of(pictures, at_once)` plans a run, `together()` says whether several may be sampled at once at all.
     """
@@ -105,7 +105,7 @@ def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: 
 
 
 def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
-    """The plan of a whole run. Nothing is loaded. Raises ValueError for what the pipeline cannot run."""
+    """Return the plan of a whole run, without loading anything. Raises ValueError for what the pipeline cannot run."""
     forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
@@ -141,7 +141,7 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
 
 
 def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
-    """What the LoRAs of a run take of its weights and of each step, in a sentence; empty where it has none."""
+    """Tell in a sentence the bytes and the seconds a step that the LoRAs of a run take; "" without LoRAs."""
     units = [*([] if run.cond else run.encoding.units), *run.sampling.units]
     if not (nbytes := sum(unit.branch_bytes for unit in units)):
         return ""
@@ -179,7 +179,7 @@ def plan_stage(
     ram_stated: bool = True,
     reads: Callable[[ManagedModel], bool] = reads_pieces,
 ) -> StagePlan:
-    """The plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
+    """Return the plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
     A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
     least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
@@ -297,7 +297,7 @@ def _plan_vae(
 
 
 def _cpu_plan(vae: ManagedModel, work: UnitForecast, budget_bytes: int, ram_bytes: int, rates: Rates) -> Plan:
-    """The plan of a VAE on the CPU, of which no rate is known: its seconds are those of the device."""
+    """Return the plan of a VAE on the CPU, whose rate is not known: its seconds are those of the device."""
     fits = vae.size_bytes <= ram_bytes
     read = 0.0 if vae.tier != "disk" else vae.size_bytes / rates.disk_bytes_per_second
     seconds = work.operations.seconds(rates, sizes_of(vae).dtype)

@@ -44,7 +44,7 @@ class Sampling:
     cards: int = 1
 
     def key(self, cond: Conditioning) -> str | None:
-        """The digest of everything that decides the activations; None if something has no digest."""
+        """Return the digest of everything that decides the activations, or None if something has no digest."""
         tensors = {
             name: [shape_of(tensor) for tensor in (value if isinstance(value, list) else [value])]
             for name, value in cond.tensors.items()
@@ -56,17 +56,17 @@ class Sampling:
 
     @property
     def size(self) -> dict[str, int]:
-        """What the key of a batch, or of a run on several cards, has that one picture's has not."""
+        """The facts that the key of a batch, or of a run on several cards, has beside one picture's."""
         several = {"pictures": self.pictures, "cards": self.cards}
         return {name: number for name, number in several.items() if number > 1}
 
     def forecast(self, cond: Conditioning, key: str | None) -> Forecast | None:
-        """The forecast, from the cache or by a dry run; None where no dry run is possible."""
+        """Return the forecast from the cache or a dry run, or None if no dry run is possible."""
         forecast = self.forecaster.forecast(key, "sample", self.units, lambda: self.dry_run(cond))
         return forecast and self.with_all_steps(forecast)
 
     def dry_run(self, cond: Conditioning) -> tuple[Forecast, torch.Tensor]:
-        """The forecast of a few steps by a dry run, and the latents, which have a shape only."""
+        """Return the forecast of a few steps by a dry run, and the latents, which have a shape only."""
         modules = {unit.name: unit.skeleton() for unit in self.units}
 
         def sample(device: torch.device) -> torch.Tensor:
@@ -80,14 +80,14 @@ class Sampling:
         return replace(forecast, steps=steps, result=tuple(latents.shape)), latents
 
     def with_all_steps(self, forecast: Forecast) -> Forecast:
-        """The forecast of a dry run for all steps, on one of the cards: only the scheduler's tables grow with them."""
+        """Extend a dry run's forecast to all steps, on one of the cards. Only the scheduler's tables grow with them."""
         more_bytes = _BYTES_A_STEP * max(0, self.steps - forecast.steps)
         units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
         return divided(replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units), self.cards)
 
 
 def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a dry run, alike for all runs with equal activations: guidance on or off, and a few steps."""
+    """Return a dry run's arguments: a few steps, guidance on or off. Runs with equal activations share them."""
     brief = dict(arguments)
     for name in ("guidance_scale", "distilled_guidance_scale", "true_cfg_scale", "guider"):
         if isinstance(scale := arguments.get(name), int | float):

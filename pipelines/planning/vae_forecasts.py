@@ -53,19 +53,19 @@ class VaeForecasts:
         self._arguments, self._sample, self._moves_out = arguments, sample, moves_out
 
     def whole(self, tensor: torch.Tensor) -> Forecast | None:
-        """The forecast for the tensor at once."""
+        """Return the forecast for the tensor at once."""
         dry = functools.partial(self.dry_run, tensor)
         return self._forecaster.forecast(self._key("whole", tensor), self._method, [self._vae], dry)
 
     def tiles(self, tensor: torch.Tensor) -> Forecast | None:
-        """The forecast for tiles: the bytes of one, the operations of all."""
+        """Return the forecast for tiles: the bytes of one, the operations of all."""
         dry = functools.partial(self.dry_run, tensor, tile=True)
         return self._forecaster.forecast(self._key("tiles", tensor), self._method, [self._vae], dry)
 
     def stripes(
         self, tensor: torch.Tensor, budget_bytes: int, operations_per_byte: float = ASSUMED.operations_per_byte
     ) -> StripedForecast | None:
-        """The forecast for exact stripes that keep a budget beside the weights."""
+        """Return the forecast for exact stripes that keep a budget beside the weights."""
         sample = self._sample(tensor)
         key = self._key(f"stripes {budget_bytes} {operations_per_byte:g}", sample)
         if key not in _striped:
@@ -92,7 +92,7 @@ class VaeForecasts:
         )
 
     def dry_run(self, tensor: torch.Tensor, tile: bool = False) -> tuple[Forecast, Any]:
-        """The forecast by a dry run, with `tile` for tiles, and the result, which has a shape only."""
+        """Return the forecast by a dry run, with `tile` for tiles, and the result, which has a shape only."""
         module = self._vae.skeleton()
         sample = self._sample(tensor)
         if tile:

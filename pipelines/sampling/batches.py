@@ -30,7 +30,7 @@ class Batch:
     own: tuple[str, ...] = ()
 
     def arguments(self, arguments: Mapping[str, Any], begin: int, count: int) -> dict[str, Any]:
-        """The arguments for `count` pictures from `begin` on, fewer where the run ends, with what draws their noise."""
+        """Return the arguments for `count` pictures from `begin` on, fewer at the run's end, with their generators."""
         end = min(begin + count, self.count)
         part = dict(arguments) | {"generator": generators(self.seed, begin, end), "latents": self.noise}
         if self.count == 1:
@@ -56,7 +56,7 @@ def batch_of(
     arguments: Mapping[str, Any],
     own: Mapping[str, str],
 ) -> Batch:
-    """The batch of a run with these arguments. ValueError, in one line, for numbers that do not go together.
+    """Return the batch of a run. Raises ValueError, in one line, for numbers that do not go together.
 
     Pictures to start from or to follow make as many. Several prompts have a picture each, whose noise one generator
     draws. `own` names arguments that may hold something for each picture, by what users call them.
@@ -83,7 +83,7 @@ def batch_of(
 
 
 def halvings(count: int) -> list[int]:
-    """How many pictures are drawn at once: all, or the half of them, down to one."""
+    """Return how many pictures are drawn at once: all, or the half of them, down to one."""
     found = [count]
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
@@ -91,20 +91,20 @@ def halvings(count: int) -> list[int]:
 
 
 def generators(seed: int, begin: int, end: int) -> Generators:
-    """What draws the noise of the pictures from `begin` to `end`, each as if it were made alone from `seed` + i."""
+    """Return generators for the noise of pictures `begin` to `end`, each as if it were made alone from `seed` + i."""
     made = [torch.Generator("cpu").manual_seed((seed + i) % _SEEDS) for i in range(begin, end)]
     return made[0] if len(made) == 1 else made
 
 
 def seeds_of(drawing: Generators, pictures: int) -> list[int]:
-    """The seeds of pictures, for loops that draw themselves; of several prompts they follow on that of the first."""
+    """Return the seeds of pictures, for loops that draw noise themselves. Several prompts count on from the first's."""
     if isinstance(drawing, list):
         return [generator.initial_seed() for generator in drawing]
     return [(drawing.initial_seed() + i) % _SEEDS for i in range(pictures)]
 
 
 def for_batch(cond: Conditioning, drawing: Generators, dims: Dims) -> Conditioning:
-    """The conditioning of one prompt, as often as there are pictures to draw; as it is, for a single one."""
+    """Repeat the conditioning of one prompt for each picture to draw."""
     if not isinstance(drawing, list):
         return cond
     tensors: dict[str, Any] = {
@@ -115,7 +115,7 @@ def for_batch(cond: Conditioning, drawing: Generators, dims: Dims) -> Conditioni
 
 
 def prompts_of(cond: Conditioning, dims: Dims) -> int:
-    """How many prompts a conditioning is of."""
+    """Return how many prompts a conditioning is of."""
     if (known := cond.info.get("prompts", "")).isdecimal():
         return int(known)
     sizes: Sequence[int] = [

@@ -74,7 +74,7 @@ def kernels(
 
 
 def compiles() -> int:
-    """How many graphs this process has compiled so far: it no longer rises once a run has met all there is."""
+    """Return how many graphs this process has compiled so far: it no longer rises once a run has met all there is."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -225,7 +225,7 @@ def check_attention(name: str, modules: Iterable[nn.Module] = ()) -> None:
 
 
 def _processors(module: nn.Module) -> list[Any]:
-    """The attention processors that ask diffusers which attention to use."""
+    """Return the attention processors that ask diffusers which attention to use."""
     takes = hasattr(module, "set_attention_backend")
     found = {id(p): p for part in module.modules() if hasattr(p := getattr(part, "processor", None), _CHOICE)}
     return list(found.values()) if takes else []

@@ -97,7 +97,7 @@ class StepCheck:
 
 
 def samples_of(latent: Any) -> Any:
-    """What a LATENT holds. TypeError or ValueError, in one line, for another thing."""
+    """Return a LATENT's samples. Raises TypeError or ValueError, in one line, for anything else."""
     if not isinstance(latent, Mapping):
         raise TypeError(f"latent is {type(latent).__name__}, not a LATENT. Connect a sampler or FP32 VAE Encode.")
     if latent.get("samples") is None:

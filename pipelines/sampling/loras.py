@@ -70,7 +70,7 @@ def expert_of(path: Path) -> str | None:
 
 
 def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
-    """What a model runs with."""
+    """Return the adapters of a unit, with their strengths."""
     return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
 
 
@@ -94,19 +94,19 @@ def refuse_scales(loras: Sequence[Lora], options: Mapping[str, Any]) -> None:
 
 
 def named(loras: Sequence[Lora], units: Sequence[ManagedModel]) -> list[list[Any]]:
-    """What models run with, as plain data: unit, digest of the file, and strength; without what counts for nothing."""
+    """Return the units' LoRAs as plain data: unit, digest of the file, strength. Those of strength 0 are left out."""
     names = [(unit.name, lora) for unit in units for lora in loras if lora.strengths.get(unit.name)]
     return [[name, lora.digest, lora.strengths[name], *sorted(lora.leave_out.names)] for name, lora in names]
 
 
 def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
-    """What models wear now, as far as it decides activations, as a part of a key; empty where they wear nothing."""
+    """Return the structure of the units' adapters as a part of a key; empty without adapters."""
     worn = {unit.name: [adapter.structure() for adapter, _ in unit.worn] for unit in units if unit.worn}
     return {"loras": worn} if worn else {}
 
 
 def _spec(given: Any) -> tuple[Path, Strength, tuple[str, ...]]:
-    """A file, its strength, and the parts to leave out. ValueError, in one line, for anything else."""
+    """Return a file, its strength, and the parts to leave out. Raises ValueError, in one line, for anything else."""
     try:
         path, strength, *others = given
         (parts,) = others or ("",)

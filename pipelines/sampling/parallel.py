@@ -75,7 +75,7 @@ def check_group(cards: int) -> None:
 
 
 def same_everywhere(cond: Conditioning) -> Conditioning:
-    """The conditioning of the first process, in all of them. Theirs have to have its shapes."""
+    """Send the conditioning of the first process to all. Theirs must have its shapes."""
     copy = cond.copy()
     for _, value in sorted(copy.tensors.items()):  # of a cache they come in another order
         for tensor in value if isinstance(value, list) else [value]:
@@ -85,7 +85,7 @@ def same_everywhere(cond: Conditioning) -> Conditioning:
 
 @contextmanager
 def shared(modules: Iterable[Any], cards: int) -> Iterator[None]:
-    """Let each process of the group compute its share of the calls of these modules, until the block ends.
+    """Share the calls of these modules among the processes of the group, until the block ends.
 
     For what `check_cards` and `check_group` let pass. With one card nothing changes.
     """
@@ -165,7 +165,7 @@ def _gather(dim: int, group: Any, module: nn.Module, args: tuple[Any, ...], shar
 
 
 def _mesh_device() -> str:
-    """The type of device that the processes talk by: that of the cards, or the CPU for simulated ones."""
+    """Return the type of device that the processes talk by: the cards', or the CPU for simulated ones."""
     return "cuda" if torch.cuda.is_available() and "nccl" in torch.distributed.get_backend() else "cpu"
 
 

@@ -98,7 +98,7 @@ _REACH: dict[str, Callable[[Mapping[str, Any]], Sides]] = {
 
 
 def multiple_of(pipe: Any, own: int) -> int:
-    """What a stock pipeline of diffusers takes multiples of: of `own`, its model's, or more where it checks for more.
+    """Return the number that a stock pipeline takes multiples of: its model's `own`, or more if it checks for more.
 
     Some round a size down in silence; those say by their image processor to what.
     """
@@ -109,7 +109,7 @@ def multiple_of(pipe: Any, own: int) -> int:
 
 
 def _refuses(pipe: Any, side: int) -> bool:
-    """Whether its own check refuses a square of this side for its size."""
+    """Return whether its own check refuses a square of this side for its size."""
     check = getattr(pipe, "check_inputs", None)
     if check is None:
         return False

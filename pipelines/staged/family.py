@@ -1,4 +1,4 @@
-"""What a model family supplies: facts about the model, and the code of each stage."""
+"""The interface of a model family: facts about the model, and the code of each stage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Part(Protocol):
 
 
 class ModelFamily(ABC):
-    """What differs between models. A family sets the attributes and overrides the methods."""
+    """A model family. Each one sets the attributes and overrides the methods."""
 
     name: str  # of the pipeline's class; `title` is what people call the model
     title: str
@@ -94,7 +94,7 @@ class ModelFamily(ABC):
         check_known(self.title, options, self._encode_options())
 
     def _pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Those of the pictures with a prompt that `_encode` reads, as its options. ValueError where it takes none."""
+        """Return the pictures that `_encode` reads with a prompt, as its options. ValueError if it takes none."""
         if pictures:
             raise ValueError(f"{self.title} reads no pictures with its prompt. Leave images out.")
         return {}
@@ -117,13 +117,13 @@ class ModelFamily(ABC):
     # Pictures
 
     def with_pictures(self, pictures: Pictures) -> Any:
-        """This pipeline for one run with these pictures. ValueError, in one line, where it takes none such."""
+        """Return this pipeline for a run with these pictures. Raises ValueError, in one line, if it takes none such."""
         if self.starts_from_latents:
             raise ValueError(f"{self.title} starts from a latent: encode the picture first, and give it that.")
         raise ValueError(f"{self.title} takes no picture to start from. Leave it out.")
 
     def _picture_size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
-        """The width and height to which the pictures of a run are brought; None where that is not known."""
+        """Return the width and height to which the pictures of a run are brought, or None if not known."""
         return None, None
 
     def _see(self, cond: Conditioning, arguments: Mapping[str, Any]) -> None:
@@ -135,13 +135,16 @@ class ModelFamily(ABC):
         raise NotImplementedError
 
     def _passes(self, arguments: Mapping[str, Any]) -> int:
-        """How many steps a run with these arguments takes."""
+        """Return how many steps a run with these arguments takes."""
         return arguments["num_inference_steps"]
 
     # Sample
 
     def _converters(self) -> Converters:
-        """How names in the files of transformers become those of the modules, by unit; of those that have such."""
+        """Return how names in the files of transformers become those of the modules, by unit.
+
+        Of those that have such.
+        """
         return {}
 
     @abstractmethod
@@ -157,11 +160,11 @@ class ModelFamily(ABC):
         """Check arguments of `sample` and return those of `_denoise`. Loads nothing."""
 
     def _dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `_denoise` for a dry run: few steps, and the same for all runs with equal activations."""
+        """Return the arguments of `_denoise` for a dry run: few steps. Runs with equal activations share them."""
         return dry_run_arguments(arguments)
 
     def _unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
-        """Why the negative prompt has no effect, in a sentence; empty where it has one."""
+        """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
         scale = self.default_guidance if guidance is None else guidance
         return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
 
@@ -202,7 +205,7 @@ class ModelFamily(ABC):
     # Decode
 
     def _finish(self, images: torch.Tensor) -> torch.Tensor:
-        """What the stock pipeline makes of decoded pictures [B,(F),H,W,3] in 0..1."""
+        """Finish decoded pictures [B,(F),H,W,3] in 0..1 as the stock pipeline does."""
         return images
 
     def _decode_arguments(
@@ -212,5 +215,5 @@ class ModelFamily(ABC):
         return given
 
     def _decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
-        """The part of the latents that a dry run decodes, to forecast the decoding of all of them."""
+        """Return the part of the latents that a dry run decodes, to forecast the decoding of all of them."""
         return latents

@@ -25,7 +25,7 @@ class Frames(tuple[torch.Tensor, ...]):
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a run takes beside text: pictures [H,W,3] and masks [H,W], float32 in 0..1 on the CPU.
+    """The inputs of a run beside text: pictures [H,W,3] and masks [H,W], float32 in 0..1 on the CPU.
 
     `references` are those that came with the prompt, `control` say where what is: edges, depth, poses. Of a mask, 1 is
     painted anew. `video` are frames to start from. `strength` says how much of `image` or `video` is replaced, up to 1;
@@ -54,7 +54,7 @@ def pictures_of(
     strength: float | None,
     video: Given = None,
 ) -> Pictures:
-    """The pictures of one run. TypeError or ValueError, in one line, for what is none, or cannot go together."""
+    """Return the pictures of one run. Raises TypeError or ValueError, in one line, for what is none or does not fit."""
     images, masks, frames = as_pictures(image, "image"), as_masks(mask), as_pictures(video, "video")
     last, controls = as_pictures(last_image, "last_image"), as_pictures(control, "control")
     if len({tuple(frame.shape) for frame in frames}) > 1:
@@ -120,7 +120,7 @@ def handed(given: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 
 def as_handed(pictures: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-    """What `handed` made tensors of."""
+    """Return what `handed` made tensors of."""
     return [_to_pil(one) for one in pictures] if isinstance(pictures, tuple) else _to_pil(pictures)
 
 

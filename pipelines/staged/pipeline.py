@@ -75,7 +75,7 @@ class StagedPipeline(ManyRuns):
         true_cfg: float | None = None,
         **options: Any,
     ) -> RunPlan:
-        """What a run would take, and why: placements, peaks in bytes, seconds. Nothing is loaded.
+        """Plan a run without loading anything: placements and why, peaks in bytes, seconds.
 
         Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in
         `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will be
@@ -146,6 +146,6 @@ class StagedPipeline(ManyRuns):
 
 
 def _caveat(own: str, cards: int) -> str:
-    """A sentence more where a stage runs on several cards."""
+    """Add a sentence if a stage runs on several cards."""
     share = f"Each card computes 1/{cards} of sampling, is brought all weights, and needs at most this VRAM."
     return f"{own} {share}".strip() if cards > 1 else own

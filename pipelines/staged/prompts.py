@@ -13,7 +13,7 @@ _HALF = re.compile("[\ud800-\udfff]")  # each is one of a pair that stands for a
 
 
 def as_list(prompt: Prompt | None) -> list[str]:
-    """The prompts as a list, empty for None."""
+    """Return the prompts as a list, empty for None."""
     if prompt is None:
         return []
     return [prompt] if isinstance(prompt, str) else list(prompt)
@@ -39,5 +39,5 @@ def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:
 
 
 def no_effect(scale: float, by_default: bool) -> str:
-    """Says that guidance of this scale ignores the negative prompt."""
+    """Return the note that guidance of this scale ignores the negative prompt."""
     return f"The negative prompt has no effect: guidance is {scale:g}{' by default' * by_default}. {COUNTS}"

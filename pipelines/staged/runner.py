@@ -89,7 +89,7 @@ class StageRunner(ModelFamily):
         return self._manager
 
     def within(self: Opened, vram: int | str | None = None, ram: int | str | None = None, keep: bool = False) -> Opened:
-        """The same pipeline with other budgets for its runs, as in `open_pipeline`. Both share all that they load."""
+        """Return the same pipeline with other budgets, as in `open_pipeline`. Both share all that they load."""
         other = copy.copy(self)
         other.vram_bytes = None if vram is None else parse_bytes(vram)
         other.ram_bytes = None if ram is None else parse_bytes(ram)
@@ -97,7 +97,7 @@ class StageRunner(ModelFamily):
         return other
 
     def followed_by(self: Opened, *stages: StageName) -> Opened:
-        """The same pipeline, to run a stage that these follow: what they run is read to RAM meanwhile, if it has room.
+        """Return the same pipeline for a stage that `stages` follow. Their models are read ahead, if RAM has room.
 
         ValueError for a stage that there is not.
         """
@@ -106,7 +106,7 @@ class StageRunner(ModelFamily):
         return other
 
     def units_of(self, stage: StageName) -> list[ManagedModel]:
-        """What a stage is going to run, to be read ahead of it. ValueError for a stage that there is not."""
+        """Return the units that a stage will run, to read them ahead. Raises ValueError for an unknown stage."""
         runs = {"encode": self.encoders, "sample": self.denoisers, "decode": [self.decoder]}
         if stage not in runs:
             raise ValueError(f"unknown stage {stage!r}. Use {', '.join(runs)}.")
@@ -121,7 +121,7 @@ class StageRunner(ModelFamily):
         return hashlib.sha256(key_text(facts).encode()).hexdigest()
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
-        """The managed model of a part, which every pipeline of this device that has the same part shares."""
+        """Return the managed model of a part. Every pipeline of this device with the same part shares it."""
 
         folder = self.cache.directory / "encoded" if self.cache_encoded else None
 
@@ -140,7 +140,7 @@ class StageRunner(ModelFamily):
 
     @contextlib.contextmanager
     def _wearing(self, units: Sequence[ManagedModel]) -> Iterator[None]:
-        """These models with the LoRAs of this pipeline; no other stage runs meanwhile.
+        """Set this pipeline's LoRAs on the units; no other stage runs meanwhile.
 
         Within a stage of theirs, as `on_step` may run another, they are afterwards as that one had them.
         """
@@ -177,7 +177,7 @@ class StageRunner(ModelFamily):
         return self.vram_bytes if self.manager.accelerator.is_cpu else min(self.vram_bytes, self._free_vram())
 
     def _free_vram(self) -> int:
-        """What the driver could count for this process."""
+        """Return the bytes that the driver could count for this process."""
         manager = self.manager
         return manager.budget_bytes + host.movable_bytes(manager.device) + manager.accelerator.outside_bytes()
 
@@ -194,7 +194,7 @@ class StageRunner(ModelFamily):
         steps: int = 1,
         parts: bool = False,
     ) -> dict[str, Any]:
-        """What a stage that is about to run here will take, as `_run_stage` wants it: its forecast, and its plan.
+        """Return the forecast and the plan of a stage that is about to run here, as arguments of `_run_stage`.
 
         Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk;
         where it could run in `parts`, also for one that nobody stated. Before, the files of encoded weights are
@@ -295,7 +295,7 @@ class StageRunner(ModelFamily):
         raise AssertionError("unreachable")
 
     def _unforecast(self, units: Sequence[ManagedModel]) -> str:
-        """The strategy for work that no forecast knows: one that leaves it half of a stated budget, if there is one."""
+        """Return the strategy for work without a forecast: one that leaves it half of a stated budget, if any."""
         if self.vram_bytes is None or self.manager.accelerator.is_cpu:
             return "auto"
         room, sizes = self.vram_bytes // 2, [sizes_of(unit) for unit in units]

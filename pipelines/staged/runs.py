@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Made:
-    """What became of an item in a stage: its pictures, as `decode` gives them, or why there will be none."""
+    """The outcome of an item in a stage: its pictures, as `decode` gives them, or why there will be none."""
 
     number: int
     stage: StageName
@@ -60,7 +60,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
         negative_prompt: Negative = None,
         **settings: Any,
     ) -> Iterator[torch.Tensor]:
-        """The pictures of each prompt in turn, as `decode` gives them: all encoded, then all sampled, then all decoded.
+        """Yield the pictures of each prompt, as `decode` gives them: all encoded, then all sampled, then all decoded.
 
         So each model comes to the device once for all of them. `seeds` are by default 0; `settings` are arguments of
         `sample`. What is wrong with a prompt is raised when it would be encoded or sampled.
@@ -106,7 +106,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
 
     @plain_defaults()
     def encode_items(self, items: Sequence[Item]) -> list[Conditioning | Exception]:
-        """The conditionings of items, or why there is none, each encoder loaded once for as many as RAM holds."""
+        """Encode items, with an exception for one that fails. Each encoder is loaded once for as many as RAM holds."""
         found: dict[int, Conditioning | Exception] = {}
         while len(found) < len(items):
             left = [number for number in range(len(items)) if number not in found]

@@ -37,7 +37,7 @@ _WORDS = re.compile(r"\w")
 
 @dataclass(frozen=True)
 class _Run:
-    """What is drawn: the arguments of `_denoise` but for noise, whose picture or pictures it has to see first."""
+    """The arguments of `_denoise` for a run, save noise, which depends on the pictures to be seen first."""
 
     cond: Conditioning
     arguments: Mapping[str, Any]
@@ -50,7 +50,7 @@ class _Run:
     cards: int
 
     def given(self, begin: int, at_once: int) -> dict[str, Any]:
-        """The arguments for so many pictures, with generators that have drawn nothing yet."""
+        """Return the arguments for `at_once` pictures, with generators that have drawn nothing yet."""
         return self.batch.arguments(self.arguments, begin, at_once)
 
 
@@ -58,7 +58,7 @@ class SampleStage(StageRunner):
     """The stage of a pipeline that its transformers run."""
 
     def sampling_notes(self, cond: Conditioning, guidance: float | None = None, **options: Any) -> list[str]:
-        """What a user should know of a run with these arguments of `sample`, a sentence each."""
+        """Return what a user should know of a run with these arguments of `sample`, a sentence each."""
         notes = self._notes(cond, guidance, options)
         TOLD.update(notes)
         return notes
@@ -252,7 +252,7 @@ class SampleStage(StageRunner):
             self._run_stage("sample", self.denoisers, draw, strategy, work=key, **expected, keep=self.keep, again=again)
 
     def _seen(self, run: _Run, begin: int, at_once: int) -> SampleStage:
-        """This pipeline with what is seen in the pictures of such a part, where the run has any."""
+        """Return this pipeline with its modules' answers for the pictures of one part, if the run has any."""
         if not run.sees:
             return self
         seer = copy.copy(self)
@@ -269,7 +269,7 @@ class SampleStage(StageRunner):
         check_cards(cards, {unit.name: unit.module for unit in self.denoisers} if cards > 1 else {}, **options)
 
     def _sampling(self, arguments: Mapping[str, Any], *, reports: bool = True, cards: int = 1) -> Sampling:
-        """The stage of a run with these arguments of `_denoise`, to forecast."""
+        """Return the stage of a run with these arguments of `_denoise`, to forecast."""
         asked = dict(arguments)
         drawing, noise = asked.pop("generator"), asked.pop("latents")
         return Sampling(
@@ -314,7 +314,7 @@ class SampleStage(StageRunner):
 
 
 def _counted(on_step: OnStep | None, done: int, parts: int) -> OnStep | None:
-    """Reports the steps of one part as those of all parts, of which so many are done."""
+    """Wrap `on_step` to report the steps of one part as steps of all `parts`, of which `done` are done."""
     if on_step is None or parts == 1:
         return on_step
 

@@ -39,7 +39,7 @@ class TextStage(StageRunner):
     def encode(
         self, prompt: Prompt, negative_prompt: Negative = None, images: Given = None, **options: Any
     ) -> Conditioning:
-        """The conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
+        """Return the conditioning of a prompt pair, on the CPU; from the cache if it was ever made before.
 
         Without a negative prompt it is that of the stock pipeline, which tells none from an empty one in some families.
         `images` [B,H,W,3] in 0..1, or a list of them, are those that an edit model works from; they stay with the
@@ -81,7 +81,7 @@ class TextStage(StageRunner):
     def _made(
         self, prompt: Prompt, negative_prompt: Negative, tensors: Mapping[str, torch.Tensor | list[torch.Tensor]]
     ) -> Conditioning:
-        """The conditioning that these tensors are, with what was noted while they were made."""
+        """Return the conditioning that these tensors are, with what was noted while they were made."""
         words = {"prompt": prompt, "negative_prompt": negative_prompt, "pipeline": self.name, "model": self.title}
         info = {name: "" if value is None else str(value) for name, value in words.items()}
         notes = self._encoding_notes(as_list(prompt), as_list(negative_prompt))
@@ -90,7 +90,7 @@ class TextStage(StageRunner):
     def _kept(
         self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any], conditioning: Conditioning
     ) -> Conditioning:
-        """The conditioning, checked, and kept in the cache."""
+        """Return the conditioning, checked, and kept in the cache."""
         for tensors in conditioning.tensors.values():  # before it is kept for good
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 check_finite(tensor, "the text encoders made")
@@ -110,7 +110,10 @@ class TextStage(StageRunner):
         return match_negatives(prompt, self.default_negative if negative_prompt is None else negative_prompt)
 
     def _encoding_key(self, prompt: Prompt, negative_prompt: Negative, options: dict[str, Any]) -> str | None:
-        """The key of an embedding in the cache. Raises ValueError if a file changed since the pipeline was opened."""
+        """Return the key of an embedding in the cache.
+
+        Raises ValueError if a file changed since the pipeline was opened.
+        """
         facts = self._encoding_facts(prompt, negative_prompt, options)
         if self._text_files not in (None, facts["files"]):
             raise ValueError(f"files in {self.folder} were changed. Open the pipeline again.")
@@ -122,7 +125,7 @@ class TextStage(StageRunner):
         return cache_key(facts | {"notes": 2})  # which are kept with the embedding
 
     def _encoding_notes(self, prompts: Sequence[str], negatives: Sequence[str]) -> list[str]:
-        """What a user should know of how the prompts were read; kept in the conditioning."""
+        """Return what a user should know of how the prompts were read; kept in the conditioning."""
         notes = self._listener.notes(self.title, prompts, negatives, self.knows)
         if not self.takes_negative and any(text.strip() for text in negatives):
             notes.append(f"The negative prompt has no effect: {self.title} takes none.")

@@ -57,7 +57,7 @@ class _Hollow:
 
 @dataclass
 class _Reading:
-    """What the encoders are asked in one text, and what they answer, by their names and in the order of the calls."""
+    """The encoders' calls for one text, and their answers, by their names and in the order of the calls."""
 
     text: Text
     forecast: Forecast
@@ -74,7 +74,7 @@ class ManyTexts(TextStage):
 
     @plain_defaults()
     def encode_some(self, texts: Sequence[Text], most_bytes: int) -> list[Conditioning | Exception]:
-        """The conditionings of the first texts, as many as `most_bytes` of RAM hold: at least one.
+        """Return the conditionings of the first texts, as many as `most_bytes` of RAM hold: at least one.
 
         For a text that cannot be encoded there is the error.
         """
@@ -120,7 +120,7 @@ class ManyTexts(TextStage):
             return error
 
     def _reading(self, text: Text) -> _Reading | None:
-        """What a text asks of the encoders, by a dry run; None where there is none."""
+        """Return what a text asks of the encoders, by a dry run; None where there is none."""
         hollow: dict[str, list[Any]] = {unit.name: [] for unit in self.encoders}
         order: list[str] = []
 
@@ -167,7 +167,7 @@ class ManyTexts(TextStage):
                 return
 
     def _read_by(self, name: str, readings: list[_Reading], last: bool) -> None:
-        """Let one encoder answer all texts; the last one makes the conditionings."""
+        """Run one encoder for all texts. The last one makes the conditionings."""
 
         def run(device: torch.device, _: Modules) -> None:
             for reading in readings:
@@ -236,7 +236,7 @@ def _between(modules: Modules, answer: Callable[[str, Forward, tuple, dict], Any
 
 
 def _largest(forecasts: Sequence[Forecast]) -> Forecast:
-    """The forecast of a stage that runs all of these, one after the other."""
+    """Return the forecast of a stage that runs all of these, one after the other."""
 
     def most(name: str) -> UnitForecast:
         works = [forecast.units[name] for forecast in forecasts]

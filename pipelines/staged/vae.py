@@ -64,7 +64,7 @@ class VaeStages(StageRunner):
         planned: bool = False,
         encode: Call = run_encoder,
     ) -> VaeRun:
-        """A run of the VAE's method with `given` arguments, in `room_bytes` on the device, weights included.
+        """Return a run of the VAE's method with `given` arguments, in `room_bytes` on the device, weights included.
 
         On the CPU it has forecasts only where it is `planned`, which may be for another machine. `encode` calls the
         VAE's own.

@@ -13,7 +13,7 @@ _GATED = f"{REPOSITORY} is gated: accept its licence on its page, and download a
 
 
 def find_llama(pipeline: Path, given: str | Path | None, layers: int, channels: int) -> tuple[Path, Path]:
-    """The folders of the model and of its tokenizer: those given, else `text_encoder_4` in the pipeline's folder.
+    """Return the folders of the model and its tokenizer: those given, else `text_encoder_4` of the pipeline.
 
     `layers` and `channels` are what the transformer reads. Raises FileNotFoundError or ValueError, in one line, if
     there is none, or not all of it, or another model.

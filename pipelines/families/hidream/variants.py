@@ -26,13 +26,13 @@ class Variant:
     scheduler: str  # a class of diffusers
 
     def scheduler_config(self) -> dict[str, Any]:
-        """The config of its scheduler."""
+        """Return the config of its scheduler."""
         if self.scheduler == "UniPCMultistepScheduler":
             return {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": self.shift}
         return {"shift": self.shift}
 
     def is_scheduled_by(self, scheduler: str, config: Mapping[str, Any]) -> bool:
-        """Whether a scheduler of this class and config is its own."""
+        """Return whether a scheduler of this class and config is its own."""
         return scheduler == self.scheduler and self.scheduler_config().items() <= dict(config).items()
 
 

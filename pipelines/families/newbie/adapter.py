@@ -29,14 +29,14 @@ class AdaptedTower(Checkpoint):
     """The text tower in files that hold its adapters, which `config` tells of."""
 
     def unit(self, label: str) -> ManagedModel:
-        """The tower as a managed model that is read whole: a merged weight has no place in a file."""
+        """Return the tower as a managed model that is read whole: a merged weight has no place in a file."""
         return ManagedModel(
             self.name, self.role, self._build, lambda: read_merged(self.files, self._build, self.config), label
         )
 
 
 def read_merged(files: Sequence[Path], build: Callable[[], nn.Module], config: Mapping[str, Any]) -> nn.Module:
-    """The module that `build` makes on `meta`, with weights on the CPU that the adapter for texts is merged into.
+    """Return the module that `build` makes, with weights on the CPU that the adapter for texts is merged into.
 
     That is the one of `default_lora_task`, which the published code turns on for every text. It is merged in float32,
     then cast to the type that the module has. Raises ValueError, in one line, for what `Checkpoint.stored` refuses and
@@ -61,7 +61,7 @@ def read_merged(files: Sequence[Path], build: Callable[[], nn.Module], config: M
 
 
 def _pieces(stored: Places) -> dict[str, Pieces]:
-    """What each weight is made of, by the name that it has without adapters."""
+    """Return what each weight is made of, by the name that it has without adapters."""
     found: dict[str, Pieces] = {}
     for name, at in stored.items():
         match = _PIECE.fullmatch(name)
@@ -77,7 +77,7 @@ def _pieces(stored: Places) -> dict[str, Pieces]:
 
 
 def _merged(name: str, made_of: Pieces, stored: Places, config: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """A weight [out, in] and its adapter in one; as it is, of any shape, where it has none."""
+    """Return a weight [out, in] and its adapter in one; as it is, of any shape, where it has none."""
     original = _read(stored, made_of["original"])
     merged = torch.empty(original.shape, dtype=dtype)
     if made_of.keys() != _ADAPTED:
@@ -91,7 +91,7 @@ def _merged(name: str, made_of: Pieces, stored: Places, config: Mapping[str, Any
 def _low_rank(
     name: str, made_of: Pieces, stored: Places, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The adapter for texts as [out, rank], with its scale, and [rank, in]; files hold all [adapters, ...]."""
+    """Return the adapter for texts as [out, rank], with its scale, and [rank, in]; files hold all [adapters, ...]."""
     is_table = name.endswith("_embeddings.weight")  # [words, channels], which counts as [in, out]
     first, second = (made_of[piece] for piece in (("0.lora_A", "0.lora_B") if is_table else ("0.lora_B", "0.lora_A")))
     whole, left, right = (stored[key].shape for key in (made_of["original"], first, second))

@@ -41,7 +41,7 @@ _NOT_READ = re.compile(r"(?:vision_tower|vision_model|multi_modal_projector|lm_h
 
 
 def make_gemma(config: Mapping[str, Any]) -> nn.Module:
-    """A `Gemma3TextModel` of the sizes in a config.json, multimodal or of text alone. The vision tower is not built.
+    """Make a `Gemma3TextModel` of a config.json's sizes, multimodal or text alone. The vision tower is not built.
 
     An empty config, as single files have none, means Gemma-3-4B. Raises ValueError for the config of another model.
     """
@@ -70,14 +70,14 @@ def gemma_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def with_system_prompt(text: str) -> str:
-    """What Gemma is to read for a prompt: itself if it is empty, or brings a system prompt of its own."""
+    """Return what Gemma is to read for a prompt: itself if it is empty, or brings a system prompt of its own."""
     return SYSTEM_PROMPT + text if text and _PROMPT_START not in text else text
 
 
 def gemma_features(
     module: nn.Module, tokenizer: Any, texts: Sequence[str], device: torch.device, max_length: int = 512
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last state but one [B, tokens, channels], and which tokens are text: 1, else 0, int64 [B, tokens].
+    """Return the last state but one [B, tokens, channels], and which tokens are text: 1, else 0, int64 [B, tokens].
 
     The tokenizer must pad on the right. The number of tokens is a multiple of 8.
     """

@@ -41,7 +41,7 @@ _JOINED, _PARTS = ".mixer.Wqkv.", ("q", "k", "v")
 
 
 def make_jina(config: Mapping[str, Any]) -> nn.Module:
-    """A `JinaEmbeddingsV3Model` without a pooler, of the sizes in a config.json: of all of Jina CLIP, or the tower's.
+    """Make a `JinaEmbeddingsV3Model` without a pooler from the config.json of all of Jina CLIP, or of its text tower.
 
     Sizes that it does not name, as the published one names none, are Jina CLIP v2's.
     """
@@ -60,13 +60,13 @@ def make_jina(config: Mapping[str, Any]) -> nn.Module:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config.json says of the text tower, be it of all of Jina CLIP or the tower's own."""
+    """Return what the config.json says of the text tower, be it of all of Jina CLIP or the tower's own."""
     text = config.get("text_config", config) or {}
     return {**text, **(text.get("hf_model_config_kwargs") or {})}
 
 
 def has_adapter(stored: Mapping[str, Stored]) -> bool:
-    """Whether the text tower of these files has adapters beside its weights, for `read_merged` to merge."""
+    """Return whether the text tower of these files has adapters beside its weights, for `read_merged` to merge."""
     marks = (".parametrizations.", ".lora_")
     return any(mark in name for name in stored if not name.startswith(_NOT_READ) for mark in marks)
 
@@ -99,7 +99,7 @@ def _renamed(name: str) -> str:
 
 
 def _separated(name: str, at: Stored) -> Iterator[tuple[str, Stored]]:
-    """The three projections that are stored as one tensor; others as they are."""
+    """Yield the three projections that are stored as one tensor; others as they are."""
     if _JOINED not in name:
         yield name, at
         return
@@ -114,7 +114,7 @@ def _separated(name: str, at: Stored) -> Iterator[tuple[str, Stored]]:
 def jina_features(
     module: nn.Module, tokenizer: Any, texts: Sequence[str], device: torch.device, max_length: int = 2048
 ) -> torch.Tensor:
-    """The mean of the last states of each text's own tokens [B, channels]."""
+    """Return the mean of the last states of each text's own tokens [B, channels]."""
     tokens = tokenizer(list(texts), padding=True, max_length=max_length, truncation=True, return_tensors="pt")
     mask = tokens["attention_mask"].to(device)
     states = module(input_ids=tokens["input_ids"].to(device), attention_mask=mask).last_hidden_state

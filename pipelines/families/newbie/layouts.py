@@ -49,14 +49,14 @@ class Layout:
 
 
 def is_newbie(path: Path) -> bool:
-    """Whether a folder holds NewBie, or a file its transformer. Reads no weights."""
+    """Return whether a folder holds NewBie, or a file its transformer. Reads no weights."""
     if path.is_file():
         return path.suffix in FILES and any(name.endswith(_MARK) for name in shown([path]))
     return is_newbie_folder(path)
 
 
 def find_layout(path: Path, gemma: Path | None, jina: Path | None, vae: Path | None) -> Layout:
-    """The parts of NewBie in a folder, or beside the file of a transformer.
+    """Return the parts of NewBie in a folder, or beside the file of a transformer.
 
     `gemma`, `jina` and `vae` are ComfyUI's files of the others, which a folder does not need. Raises FileNotFoundError
     or ValueError, in one line, for what is missing.

@@ -16,7 +16,7 @@ from .sizes import config_of
 
 
 def read_parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
-    """The parts by the name of their unit, to run in `dtype`; None keeps that of the files. Loads nothing."""
+    """Return the parts by the name of their unit, to run in `dtype`; None keeps that of the files. Loads nothing."""
     from diffusers import AutoencoderKL  # here, since other families do without these
 
     from .transformer import NewbieTransformer2DModel, transformer_names

@@ -14,7 +14,7 @@ Velocity = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 def times(steps: int, shift: float, denoise: float = 1.0) -> list[float]:
-    """The `steps` + 1 times of a run, the last one 1. A `shift` above 1 puts more of them where noise is strong.
+    """Return the `steps` + 1 times of a run, the last one 1. A `shift` above 1 puts more of them where noise is strong.
 
     With `denoise` below 1 they are the last ones of a longer run, and the first is not 0.
     """
@@ -24,7 +24,7 @@ def times(steps: int, shift: float, denoise: float = 1.0) -> list[float]:
 
 
 def start(noise: torch.Tensor, picture: torch.Tensor | None, time: float) -> torch.Tensor:
-    """The sample that a run begins with: noise, or a picture with the noise of that time."""
+    """Return the sample that a run begins with: noise, or a picture with the noise of that time."""
     return noise if picture is None else (1 - time) * noise + time * picture
 
 

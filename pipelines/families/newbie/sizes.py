@@ -26,7 +26,10 @@ _SAME = ("patch_size", "in_channels", "multiple_of", "ffn_dim_multiplier", "norm
 
 
 def config_of(published: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the class from a `config.json`, official or diffusers'; where it says nothing, the published."""
+    """Return the arguments of the class from a `config.json`, official or diffusers'.
+
+    Where it says nothing, the published.
+    """
     known = PUBLISHED | {_OFFICIAL[key]: value for key, value in published.items() if key in _OFFICIAL}
     own = {key: value for key, value in published.items() if key in {*_SAME, *_OFFICIAL.values()}}
     return known | {key: value for key, value in own.items() if value is not None}
@@ -98,7 +101,7 @@ def vae_sizes(stored: Mapping[str, Stored]) -> dict[str, Any]:
 
 
 def _shape(stored: Mapping[str, Stored], suffix: str) -> tuple[int, ...]:
-    """The shape of the weight whose name ends so. ValueError, in one line, if the file has none."""
+    """Return the shape of the weight whose name ends so. ValueError, in one line, if the file has none."""
     for name, at in stored.items():
         if (name == suffix or name.endswith(f".{suffix}")) and "vision" not in name:
             return at.shape

@@ -19,7 +19,7 @@ _BLOB = "spiece_model"
 
 
 def folder_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer from a local folder, padding on the right. FileNotFoundError if there is none."""
+    """Return transformers' tokenizer from a local folder, padding on the right. FileNotFoundError if there is none."""
     if not any((folder / name).is_file() for name in _FILES):
         raise FileNotFoundError(f"{folder / _FILES[0]} is missing. Download all of the folder again.")
     from transformers import AutoTokenizer
@@ -66,7 +66,7 @@ class PieceTokenizer:
         return [self._encode(text, sys.maxsize) for text in texts]
 
     def decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         marks = {self.pad, *self.before, *self.after, *self.special.values()} if skip_special_tokens else set()
         return self.pieces.decode([token for token in ids.tolist() if token not in marks])
 
@@ -79,7 +79,7 @@ class PieceTokenizer:
 
 
 def embedded_tokenizer(path: Path) -> PieceTokenizer:
-    """The tokenizer of Gemma 3 or of Jina CLIP in one of ComfyUI's files: a SentencePiece model, as bytes in a tensor.
+    """Return the tokenizer in ComfyUI's file of Gemma 3 or Jina CLIP: a SentencePiece model, as bytes in a tensor.
 
     ComfyUI feeds the numbers of the pieces to the models as they are. So those in Jina's file are taken to be the ones
     that the model has learnt (`<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3), and a file with XLM-RoBERTa's original ones, in

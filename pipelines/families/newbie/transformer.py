@@ -73,9 +73,10 @@ class NewbieTransformer2DModel(Lumina2Transformer2DModel):
         pooled_projections: torch.Tensor,
         return_dict: bool = True,
     ) -> Any:
-        """The velocity from noise to picture [B,C,h,w] of latents [B,C,h,w], at `timestep` [B]: 0 noise, 1 picture.
+        """Predict the velocity from noise to picture, in the shape of the latents [B,C,h,w], at `timestep` [B].
 
-        The text is [B,tokens,`cap_feat_dim`] with a mask [B,tokens], and [B,`pooled_projection_dim`].
+        A timestep of 0 is noise, 1 the picture. The text is [B,tokens,`cap_feat_dim`] with a mask [B,tokens], and
+        [B,`pooled_projection_dim`].
         """
         # Its only use there is the embedding of time and text, which is ours.
         text: Any = (encoder_hidden_states, pooled_projections)

@@ -35,7 +35,7 @@ class Velocity:
 
 
 def _both(tensors: Mapping[str, Any]) -> Text:
-    """The prompts, then the negative ones, which are padded to one length with them."""
+    """Return the prompts, then the negative ones, which are padded to one length with them."""
     texts = [text_of(tensors), text_of(tensors, "negative_")]
     longest = max(embeds.shape[1] for embeds, _, _ in texts)
     embeds, mask, pooled = [], [], []

@@ -10,7 +10,7 @@ CHANNELS = 16  # of the latents
 
 
 def three_stages(key: str, given: Sequence[int] | str | None, usual: int) -> tuple[int, ...]:
-    """Steps of the three stages: numbers, or as people write them, "20,20,20"."""
+    """Parse the steps of the three stages: numbers, or as people write them, "20,20,20"."""
     if given is None:
         return (usual,) * 3
     try:

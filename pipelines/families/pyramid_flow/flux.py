@@ -54,7 +54,7 @@ class PyramidFluxTransformer3DModel(FluxTransformer2DModel):
         pooled_projections: torch.Tensor,
         return_dict: bool = True,
     ) -> Any:
-        """The velocity of the last clip, in its shape.
+        """Return the velocity of the last clip, in its shape.
 
         `sample` are clips [B,C,t,h,w], oldest first, each at its own resolution, at last the noisy one at `timestep`
         [B] in 0..1000. The text is [B,L,`joint_attention_dim`] with a mask [B,L], and [B,`pooled_projection_dim`].
@@ -81,7 +81,7 @@ class PyramidFluxTransformer3DModel(FluxTransformer2DModel):
 
 
 def flux_config(published: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the class from a published `config.json`; where it says nothing, the published sizes."""
+    """Return the arguments of the class from a published `config.json`; where it says nothing, the published sizes."""
     return _PUBLISHED | {key: value for key, value in published.items() if key in _PUBLISHED}
 
 

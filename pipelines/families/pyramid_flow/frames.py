@@ -64,19 +64,19 @@ def positions(sample: Sequence[torch.Tensor], text_tokens: int) -> torch.Tensor:
 
 
 def _spread(count: int, size: int, device: torch.device) -> torch.Tensor:
-    """The centres of `count` pixels on an axis of `size` finer ones [count]."""
+    """Return the centres of `count` pixels on an axis of `size` finer ones [count]."""
     centres = (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (size / count) - 0.5
     return centres.clamp(0, size - 1)
 
 
 def patches(clip: torch.Tensor) -> torch.Tensor:
-    """A clip [B,C,t,h,w] as tokens [B,t*h*w/4,4*C], channels last."""
+    """Return a clip [B,C,t,h,w] as tokens [B,t*h*w/4,4*C], channels last."""
     cut = clip.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
     return cut.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
 
 def unpatched(tokens: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
-    """The last tokens [B,tokens,4*C] as a clip of the size of `clip`."""
+    """Return the last tokens [B,tokens,4*C] as a clip of the size of `clip`."""
     _, _, frames, height, width = clip.shape
     cut = tokens.unflatten(2, (PATCH, PATCH, -1)).unflatten(1, (frames, height // PATCH, width // PATCH))
     return cut.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
@@ -125,7 +125,7 @@ class FrameAttnProcessor:
 
 
 def _projected(attn: Any, part: str, image: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor:
-    """Queries, keys or values [B,tokens,heads,head], the text's first."""
+    """Project to queries, keys or values [B,tokens,heads,head], the text's first."""
 
     def heads(x: torch.Tensor, project: str, norm: str) -> torch.Tensor:
         x = getattr(attn, project)(x).unflatten(-1, (attn.heads, -1))

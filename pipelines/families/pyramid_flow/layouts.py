@@ -39,7 +39,7 @@ class Layout:
     text: Path  # the folder that the text encoders' folders lie in
 
     def text_index(self) -> dict[str, list[str]]:
-        """The text encoders and tokenizers as a `model_index.json` would name them."""
+        """Return the text encoders and tokenizers as a `model_index.json` would name them."""
         index: dict[str, list[str]] = {}
         for number, cls in enumerate(TEXT[self.kind], 1):
             suffix = f"_{number}" if number > 1 else ""
@@ -51,7 +51,7 @@ class Layout:
 
 
 def is_pyramid(path: Path) -> bool:
-    """Whether a folder holds Pyramid-Flow, or a file one of its transformers. Reads no weights."""
+    """Return whether a folder holds Pyramid-Flow, or a file one of its transformers. Reads no weights."""
     if path.is_dir():
         return is_pyramid_folder(path)
     if path.suffix not in FILES or not path.is_file():
@@ -66,7 +66,7 @@ def is_pyramid(path: Path) -> bool:
 
 
 def find_layout(path: Path, variant: str, text: Path | None, vae: Path | None) -> Layout:
-    """The parts in a folder, or beside the file of a transformer, whose `vae` and `text` are then to be named.
+    """Return the parts in a folder, or beside the file of a transformer, whose `vae` and `text` are then to be named.
 
     Raises FileNotFoundError or ValueError, in one line, for what is missing.
     """

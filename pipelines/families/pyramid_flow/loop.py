@@ -60,23 +60,23 @@ class Settings:
                 )
 
     def steps(self, unit: int) -> Sequence[int]:
-        """How many steps each stage of a frame has."""
+        """Return how many steps each stage of a frame has."""
         return self.video_num_inference_steps if unit else self.num_inference_steps
 
     def scale(self, unit: int) -> float:
-        """The guidance scale of a frame. 0 is none: one pass of the transformer instead of two."""
+        """Return the guidance scale of a frame. 0 is none: one pass of the transformer instead of two."""
         if self.use_linear_guidance:
             return max(self.guidance_scale - self.alpha * unit, self.min_guidance_scale)
         return self.video_guidance_scale if unit else self.guidance_scale
 
     def calls(self, units: int, given: int = 0) -> int:
-        """How many steps a video of so many frames takes, of which the first ones are given."""
+        """Return how many steps a video of so many frames takes, of which the first ones are given."""
         return sum(sum(self.steps(unit)) for unit in range(given, units))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What has been done: a step of a stage of a frame, counted from 0, and so many steps of all, counted from 1.
+    """The progress of a run: a step of a stage of a frame, counted from 0, and the steps of all, counted from 1.
 
     `expected` is what the frame will become, [B,16,1,h,w] in the stage's size, float32 on the device.
     """
@@ -98,7 +98,7 @@ class GuidedVelocity:
         self.both = tuple(torch.cat(pair) for pair in zip(negative, positive, strict=True))
 
     def __call__(self, clips: list[torch.Tensor], timestep: float, scale: float) -> torch.Tensor:
-        """The velocity of the last of these clips [B,16,t,h,w], the oldest first, on the transformer's device."""
+        """Predict the velocity of the last of these clips [B,16,t,h,w], oldest first, on the transformer's device."""
         guided = scale > 0
         sample = [torch.cat([clip, clip]) for clip in clips] if guided else clips
         last = sample[-1]
@@ -129,7 +129,7 @@ class History:
         self._frames.append(sizes)
 
     def clips(self, stage: int) -> list[torch.Tensor]:
-        """What a stage sees: the newest frame in the stage's size, each older one in half the size of the one after it.
+        """Return the clips that a stage sees: the newest frame in its size, each older one half as large as the next.
 
         The oldest clip comes first. It holds all frames that are as small as it goes.
         """
@@ -152,7 +152,7 @@ class SeededNoise:
         self.gamma = gamma
 
     def initial(self, *shape: int) -> torch.Tensor:
-        """What a run starts from, [B,16,T,h,w] in full size; `shape` is without the batch."""
+        """Return what a run starts from, [B,16,T,h,w] in full size; `shape` is without the batch."""
         return torch.stack([torch.randn(shape, generator=generator) for generator in self.generators])
 
     def __call__(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -226,7 +226,7 @@ def generate(
 
 
 def _enlarge(x: torch.Tensor, draw: Draw, alpha: float, beta: float) -> torch.Tensor:
-    """A sample twice as large, with the noise that its next stage starts with."""
+    """Return a sample twice as large, with the noise that its next stage starts with."""
     large = x.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1)
     noise = draw(tuple(large.shape)).to(x.device)
     return (alpha * large.float() + beta * noise).to(x.dtype)

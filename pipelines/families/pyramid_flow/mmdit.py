@@ -67,7 +67,7 @@ class PyramidSD3Transformer3DModel(SD3Transformer2DModel):
         pooled_projections: torch.Tensor,
         return_dict: bool = True,
     ) -> Any:
-        """The velocity of the last clip, in its shape.
+        """Return the velocity of the last clip, in its shape.
 
         `sample` are clips [B,C,t,h,w], oldest first, each at its own resolution, at last the noisy one at `timestep`
         [B] in 0..1000. The text is [B,L,`joint_attention_dim`] with a mask [B,L], and [B,`pooled_projection_dim`].
@@ -119,7 +119,7 @@ class _ClipEmbed(nn.Module):
         return tokens.unflatten(0, (len(clip), -1)).flatten(1, 2)
 
     def _places(self, count: int, size: int) -> torch.Tensor:
-        """The middle `size` places of the table, at `count` points [count,channels/2]."""
+        """Return the middle `size` places of the table, at `count` points [count,channels/2]."""
         most = len(self.table)
         if size > most:
             raise ValueError(
@@ -132,7 +132,7 @@ class _ClipEmbed(nn.Module):
 
 
 def mmdit_config(published: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the class from a published `config.json`; where it says nothing, the published sizes."""
+    """Return the arguments of the class from a published `config.json`; where it says nothing, the published sizes."""
     return _PUBLISHED | {key: value for key, value in published.items() if key in _PUBLISHED}
 
 

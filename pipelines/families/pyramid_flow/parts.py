@@ -12,7 +12,7 @@ from .layouts import Layout
 
 
 def read_parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoint]:
-    """The parts by the name of their unit, to run in `dtype`; None keeps that of the files. Loads nothing."""
+    """Return the parts by the name of their unit, to run in `dtype`; None keeps that of the files. Loads nothing."""
     from .transformers import TRANSFORMERS  # here, since other families do without diffusers' model code
     from .vae import CausalVideoVAE
 
@@ -35,6 +35,6 @@ def read_parts(layout: Layout, dtype: torch.dtype | None) -> dict[str, Checkpoin
 
 
 def config_of(unit: ManagedModel) -> dict[str, Any]:
-    """The config of a model of diffusers."""
+    """Return the config of a model of diffusers."""
     config: Any = unit.module.config
     return dict(config)

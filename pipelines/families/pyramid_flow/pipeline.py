@@ -198,7 +198,7 @@ class PyramidFlowPipeline(StagedPipeline):
         return no_effect(first, guidance is None)
 
     def _dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The first frame and the last, which attends to most, with two steps a stage."""
+        """Return the first frame and the last, which attends to most, with two steps a stage."""
         units = arguments["shape"][1]
         begin = 0 if arguments["init_latents"] is None else 1
         some = sorted({begin, units - 1})

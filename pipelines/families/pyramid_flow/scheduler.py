@@ -69,13 +69,16 @@ class PyramidFlowMatchEulerDiscreteScheduler(SchedulerMixin, ConfigMixin):  # ty
         self._stage, self._taken = stage, 0
 
     def step(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """The sample one step on, of any shape: in float32, returned in the velocity's own dtype."""
+        """Return the sample one step on, of any shape: in float32, returned in the velocity's own dtype."""
         change = self.sigmas[self._taken + 1] - self.sigmas[self._taken]
         self._taken += 1
         return (sample.float() + change * model_output.float()).to(model_output.dtype)
 
     def expected(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """What the sample is expected to become in the end, without noise, in float32. To be asked before `step`."""
+        """Return what the sample is expected to become in the end, without noise, in float32.
+
+        To be asked before `step`.
+        """
         start, end = self.start_sigmas[self._stage], self.end_sigmas[self._stage]
         part = self.sigmas[self._taken]
         noise = part * start + (1 - part) * end
@@ -83,7 +86,7 @@ class PyramidFlowMatchEulerDiscreteScheduler(SchedulerMixin, ConfigMixin):  # ty
 
 
 def _ends(times: np.ndarray, first: int, last: int) -> tuple[float, float]:
-    """The first timestep of a stage, and the one just before the next stage begins."""
+    """Return the first timestep of a stage, and the one just before the next stage begins."""
     begin, end = times[first], times[min(last, len(times) - 1)]
     train = np.float32(len(times))
     return float(begin), float(begin + (train - 1) * ((end - begin) / train))

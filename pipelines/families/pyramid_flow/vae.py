@@ -69,7 +69,7 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]  # as diffu
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> DiagonalGaussianDistribution:
-        """The posterior [B,16,(F-1)/8+1,H/8,W/8] of a video or picture [B,3,F,H,W] in -1..1, where F is 8n + 1."""
+        """Encode a video or picture [B,3,F,H,W] in -1..1, F = 8n + 1, to a posterior [B,16,(F-1)/8+1,H/8,W/8]."""
         space, time = self.spatial_compression_ratio, self.temporal_compression_ratio
         if (x.shape[2] - 1) % time or x.shape[3] % space or x.shape[4] % space:
             raise ValueError(
@@ -107,7 +107,7 @@ class CausalVideoVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]  # as diffu
         tile_pixels: int | None = None,
         to_host: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
-        """What `decode` returns, frames after frames [B,3,f,H,W]: of `window` + 1 latents, then of `window` each.
+        """Yield what `decode` returns, frames after frames [B,3,f,H,W]: of `window` + 1 latents, then of `window` each.
 
         With `tile_pixels`, tiles of that size (a multiple of 32) overlap by a quarter and are blended, which differs
         from `decode`. Each tile runs all chunks, so that one tile's features are held at a time; the frames come when

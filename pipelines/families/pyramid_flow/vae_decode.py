@@ -18,13 +18,13 @@ WINDOWS = (4, 2, 1)
 
 
 def to_vae(latents: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """What the VAE decodes, of the latents [B,16,f,h,w] that a transformer of this kind makes."""
+    """Return what the VAE decodes, of the latents [B,16,f,h,w] that a transformer of this kind makes."""
     shift, scale = _constants(latents, kind)
     return latents / scale + shift
 
 
 def from_vae(latents: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """What a transformer of this kind takes, of latents [B,16,f,h,w] that the VAE encoded."""
+    """Return what a transformer of this kind takes, of latents [B,16,f,h,w] that the VAE encoded."""
     shift, scale = _constants(latents, kind)
     return (latents - shift) * scale
 
@@ -60,7 +60,7 @@ def spans(size: int, tile: int, ratio: int) -> list[tuple[int, torch.Tensor]]:
 def blended(
     z: torch.Tensor, chunks: Callable[[torch.Tensor], Iterable[torch.Tensor]], tile: int, space: int, time: int
 ) -> Iterator[torch.Tensor]:
-    """The frames of latents [B,C,f,h,w] in the chunks that `chunks` makes of the latents of each tile, tile by tile.
+    """Yield the frames of latents [B,C,f,h,w] in the chunks that `chunks` makes of each tile, tile by tile.
 
     A latent is `space` x `space` pixels of `time` frames. The frames are put together where the chunks lie.
     """
@@ -132,7 +132,7 @@ def _latents(config: Mapping[str, Any], height: int, width: int) -> int:
 
 
 def _levels(config: Mapping[str, Any]) -> list[tuple[int, int, int, bool, bool]]:
-    """Of each block of the decoder: channels in and out, resnets, whether it doubles in space and in time."""
+    """Return of each decoder block: channels in and out, resnets, whether it doubles in space and in time."""
     widths = config["decoder_block_out_channels"][::-1]
     names = ("decoder_layers_per_block", "decoder_spatial_up_sample", "decoder_temporal_up_sample")
     return list(zip((widths[0], *widths[:-1]), widths, *(config[name] for name in names), strict=True))

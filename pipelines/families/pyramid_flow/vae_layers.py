@@ -25,7 +25,7 @@ class CausalConv3d(nn.Module):
         self.conv = nn.Conv3d(came, width, kernel, stride, padding=(0, side, side))
 
     def forward(self, x: torch.Tensor, past: Past | None = None, norm: nn.GroupNorm | None = None) -> torch.Tensor:
-        """Of [B,C,F,H,W]; with `norm` of what that and SiLU make of each frame, one at a time."""
+        """Convolve [B,C,F,H,W]. With `norm`, apply that and SiLU to each frame before, one at a time."""
         before = self.conv.kernel_size[0] - 1
         if not before:
             return self.conv(x)

@@ -46,7 +46,7 @@ class FileComponent(Component):
 
     @cached_property
     def key(self) -> Hashable:
-        """Says which model it is: what its file is, and how it is run."""
+        """The identity of the model: its file, and how it is run."""
         return self.name, self.cls, self.run_dtype, self._config_text, stamps_of([self.single.path])
 
     @cached_property
@@ -98,7 +98,7 @@ class FileComponent(Component):
 
 
 def transformer_component(base: Component, single: SingleFile) -> FileComponent:
-    """The transformer of `base`, with the weights of a file, and as deep and wide as these are.
+    """Return the transformer of `base` with the weights of a file, as deep and wide as these are.
 
     ValueError, in one line, where the file is of another model.
     """
@@ -114,7 +114,7 @@ def transformer_component(base: Component, single: SingleFile) -> FileComponent:
 
 
 def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tuple[str, Any, Any] | None:
-    """What a file says otherwise than a config of that class, beside the sizes of a model that was made smaller.
+    """Compare a file with a config of that class, but for the sizes of a model that was made smaller.
 
     The name of the first such value, what the file has, and what the config has; None where all are the same.
     """
@@ -127,13 +127,13 @@ def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tupl
 
 
 def vae_component(base: Component, single: SingleFile) -> FileComponent:
-    """The VAE of `base`, with the weights of a file. ValueError, in one line, where the file is of another one."""
+    """Return the VAE of `base` with the weights of a file. Raises ValueError, in one line, if the file is another's."""
     _layout_for(base, single)
     return _checked(FileComponent(base.name, base.folder, base.cls, base.dtype, base.config, single=single))
 
 
 def encoder_component(base: Component, path: Path) -> FileComponent:
-    """An encoder of `base`, of text or pictures, with the weights of a file. ValueError where it is of another."""
+    """Return a text or picture encoder of `base` with the weights of a file. Raises ValueError if it is another's."""
     dtype = base.dtype or type_of(path)
     with building, on_meta(base.folder / "config.json", base.cls.__name__, [path]):
         module: Any = replace(base, dtype=dtype)._structure()
@@ -153,14 +153,14 @@ def _layout_for(base: Component, single: SingleFile) -> Layout:
 
 
 def _checked(component: FileComponent) -> FileComponent:
-    """The same, of which all weights are there. Before anything else is opened: half a pipeline is none."""
+    """Check that the file has weights, before anything else is opened: half a pipeline is none."""
     if not component.stored:
         raise ValueError(f"{component.single.path} holds no weights. Download it again.")
     return component
 
 
 def _completed(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the defaults of the class; what follows from another value is given that."""
+    """Fill a config with the defaults of its class, and with values that follow from others."""
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     completed = {**defaults, **config}

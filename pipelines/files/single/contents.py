@@ -1,4 +1,4 @@
-"""What a single file holds, by the names of its weights: one model, or several under prefixes."""
+"""The content of a single file by the names of its weights: one model, or several under prefixes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SingleFile:
 def read_single(
     path: Path, layouts: Sequence[Layout], what: str, dtype: torch.dtype, config: Config = MappingProxyType({})
 ) -> SingleFile:
-    """The model in a file that one of the layouts knows. Reads no weights.
+    """Return the model in a file, if one of the layouts knows it. Reads no weights.
 
     `what` is looked for: the transformer, or the VAE. Quantised weights become `dtype`; `config` is for converters.
     FileNotFoundError, or ValueError in one line, for a file that is damaged, of an unknown kind, or lacks a weight or
@@ -74,7 +74,7 @@ def read_single(
 
 
 def holds_vae(path: Path) -> bool:
-    """Whether the file of a transformer has a VAE beside it, as whole models have. ValueError for a damaged one."""
+    """Return whether a transformer's file has a VAE beside it, as whole models have. ValueError for a damaged one."""
     refuse_pickle(path)
     return any(name.startswith(_OF_VAES) for name in encoded_weights(path, torch.bfloat16))
 
@@ -82,7 +82,7 @@ def holds_vae(path: Path) -> bool:
 def _recognised(
     path: Path, weights: Mapping[str, EncodedWeight], layouts: Sequence[Layout], what: str
 ) -> tuple[Layout, dict[str, str]]:
-    """The layout of a file, and the names of its weights by those without their prefix."""
+    """Return the layout of a file, and its weights' full names by their names without the prefix."""
     for prefix in ("", *_PREFIXES[what]):
         named = (name for name in weights if name.startswith(prefix) and (prefix or not name.startswith(_ANY)))
         own = {name.removeprefix(prefix): name for name in named}
@@ -106,7 +106,7 @@ def _refuse_left(path: Path, layout: Layout, left: Sequence[str], own: Collectio
 
 
 def type_of(path: Path) -> torch.dtype:
-    """The type that the weights of a file run in where none is given: that of most bytes, bf16 where any are quantised.
+    """Return the default dtype of a file's weights: that of most bytes, bf16 if any are quantized.
 
     Raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or of a format that is not known.
     """

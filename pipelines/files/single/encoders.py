@@ -40,7 +40,7 @@ class Kind:
     unread: tuple[str, ...]
 
     def plain(self, name: str) -> str:
-        """A name without the prefixes of the models that it lies in."""
+        """Strip from a name the prefixes of the models around the encoder."""
         match = self.prefix.match(name)
         return name[match.end() :] if match else name
 
@@ -61,7 +61,7 @@ PICTURE = Kind(
 
 @functools.cache
 def unprojected(cls: type) -> type:
-    """The class of a CLIP encoder whose projection does nothing, and has no weight.
+    """Return the class of a CLIP encoder without its projection.
 
     Stable Diffusion 3 takes what CLIP-L says as it is; diffusers, which projects it, has ones in the diagonal there.
     """
@@ -135,7 +135,7 @@ def _beyond(prefix: Sequence[str], name: str) -> str:
 
 
 def _names(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """The names of each parameter, tied ones together, by the first."""
+    """Map the first name of each parameter to all its names; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

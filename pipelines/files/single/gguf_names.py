@@ -105,7 +105,7 @@ def architecture_of(path: Path, model_type: str) -> str:
 
 
 def names_in_gguf(architecture: str, names: Collection[str]) -> dict[str, str]:
-    """transformers' names of the weights of a GGUF file, by the file's own."""
+    """Map the names in a GGUF file to transformers' names."""
     made = {}
     embeddings = [name for name in names if name.endswith(_EMBEDDING)]
     prefix = embeddings[0].removesuffix(_EMBEDDING).removesuffix("t.") if len(embeddings) == 1 else ""
@@ -122,7 +122,7 @@ def names_in_gguf(architecture: str, names: Collection[str]) -> dict[str, str]:
 
 
 def weight_in_gguf(architecture: str, name: str, weight: EncodedWeight) -> EncodedWeight:
-    """A weight of a GGUF file as transformers has it, of that name. ValueError, in a few words, where it cannot be."""
+    """Convert a weight of a GGUF file to transformers' form. Raises ValueError, in a few words, if it cannot be."""
     if architecture not in _ADDED or not name.endswith("norm.weight"):
         return weight
     if not isinstance(weight.codec, Raw):
@@ -132,7 +132,7 @@ def weight_in_gguf(architecture: str, name: str, weight: EncodedWeight) -> Encod
 
 
 def rows_in_gguf(architecture: str, name: str, rows: Rows, config: Any) -> Rows:
-    """A weight's rows in transformers' order, of those of a GGUF file; `config` says how many heads there are.
+    """Reorder a weight's rows from GGUF's order to transformers'. `config` has the number of heads.
 
     ValueError, in a few words, for rows that are no heads.
     """
@@ -143,7 +143,7 @@ def rows_in_gguf(architecture: str, name: str, rows: Rows, config: Any) -> Rows:
 
 
 def _in_halves(rows: Rows, heads: int) -> Rows:
-    """The even rows of each head, then the odd ones."""
+    """Put the even rows of each head before the odd ones."""
     size, left = divmod(rows.shape[0], heads)
     if left or size % 2:
         raise ValueError(f"{rows.shape[0]} rows, which are no {heads} heads")

@@ -44,7 +44,7 @@ class GivenFiles:
     image_encoder: Path | None = None
 
     def published(self) -> Path:
-        """The base that comes with the pack. ValueError, in one line, where there is none for the transformer."""
+        """Return the base that ships with the pack. Raises ValueError, in one line, if the transformer has none."""
         return published_folder(_read(self.transformer, None), self.transformer_2 is not None)
 
     def folders(self, index: Mapping[str, Any]) -> dict[str, Path]:
@@ -60,7 +60,7 @@ class GivenFiles:
         return found[0] if len(found) == 1 else None
 
     def components(self, index: Mapping[str, Any]) -> dict[str, Maker]:
-        """What makes of a component of the base, by its name, the same with its weights from the file given for it.
+        """Return by name a function that gives a component of the base its weights from a file.
 
         It raises FileNotFoundError, or ValueError in one line, for a file that is damaged, or not of that model. Of the
         encoders' files each encoder takes the first that fits it. A base that comes with the pack has no weights: there
@@ -149,7 +149,7 @@ class _Choice:
         self._missing: tuple[str, Exception] | None = None
 
     def encoder(self, otherwise: Maker, base: Component) -> Component:
-        """An encoder with the weights of the first file left that fits it, or else the base's.
+        """Return an encoder with the weights of the first remaining file that fits it, or else the base's.
 
         ValueError or FileNotFoundError, in one line, where there are none. The last encoder says it of any: by then the
         files that fit no encoder at all are known.
@@ -192,12 +192,12 @@ def _with_weights(base: Component) -> Component:
 
 
 def _unprojected(make: Maker, base: Component) -> Component:
-    """An encoder whose projection does nothing, which its identity says as well."""
+    """Return an encoder without its projection; its identity differs too."""
     return make(replace(base, cls=unprojected(base.cls), config={**base.config, "_unprojected": True}))
 
 
 def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Component) -> Component:
-    """A tokenizer that is set to these, from its folder, or from the file that has it: of an encoder, or its own."""
+    """Return a tokenizer with these settings, from its folder, from an encoder's file, or from a file of its own."""
     source = carrying or model_in(base.folder)
     if source is None:
         return replace(base, config=dict(settings))
@@ -205,7 +205,7 @@ def _with_settings(settings: Mapping[str, Any], carrying: Path | None, base: Com
 
 
 def _reading(tokenizer: Component, base: Component) -> Component:
-    """A processor that reads with that tokenizer."""
+    """Return a processor that uses the tokenizer."""
     return PairedProcessor(base.name, base.folder, base.cls, tokenizer=tokenizer)
 
 

@@ -20,7 +20,7 @@ class Shapes(dict[str, Shape]):
     """The shapes of a model's weights by their names."""
 
     def count(self, start: str) -> int:
-        """How many blocks there are whose names begin so, and go on with a number."""
+        """Return how many blocks there are whose names begin so, and go on with a number."""
         numbers = (name.removeprefix(start).partition(".")[0] for name in self if name.startswith(start))
         return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
 
@@ -80,11 +80,11 @@ class Layout:
         return self.told(shapes, config)
 
     def is_original(self, names: Mapping[str, Any]) -> bool:
-        """Whether a file of this kind has the original names."""
+        """Return whether a file of this kind has the original names."""
         return all(name in names for name in self.original)
 
     def convert(self, weights: dict[str, Any], config: Config) -> Mapping[str, Any]:
-        """What is made of weights by the converter, by diffusers' names."""
+        """Convert weights to diffusers' names."""
         if self.converter is None:
             return weights
         from diffusers.loaders import single_file_utils
@@ -101,12 +101,12 @@ class Layout:
 
 
 def _beside(weight: str) -> str:
-    """The bias of a weight."""
+    """Return the name of a weight's bias."""
     return f"{weight.removesuffix('.weight')}.bias"
 
 
 def layout_of(names: Mapping[str, Any], layouts: Sequence[Layout]) -> Layout | None:
-    """The first of the layouts that has these names."""
+    """Return the first layout that has these names, or None."""
     for layout in layouts:
         if any(marks and all(name in names for name in marks) for marks in (layout.original, layout.plain)):
             return layout

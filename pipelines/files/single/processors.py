@@ -21,7 +21,7 @@ class PairedProcessor(Component):
     tokenizer: Component = None  # type: ignore[assignment]  # it follows fields that have defaults
 
     def create(self) -> Any:
-        """The processor. ValueError, in one line, for a tokenizer that has no word for a picture."""
+        """Create the processor. Raises ValueError, in one line, if the tokenizer has no token for a picture."""
         path = self.folder / _SETTINGS
         seeing: Any = component_class("transformers", read_json(path)["image_processor_type"])
         with one_line(path, f"read as {seeing.__name__}"):
@@ -41,7 +41,7 @@ class PairedProcessor(Component):
 
 @functools.cache
 def without_videos(cls: Any) -> type:
-    """The class of a processor without its part for videos, which no pipeline asks, and which needs torchvision."""
+    """Return a processor class without its video part, which no pipeline uses and which needs torchvision."""
 
     def init(self: Any, image_processor: Any = None, tokenizer: Any = None) -> None:
         for name in ("image", "video"):

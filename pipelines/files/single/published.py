@@ -1,4 +1,4 @@
-"""What published models have beside their weights, which files alone lack: configs that come with the pack.
+"""Configs of published models that come with the pack, since single files lack them.
 
 `facts/models` has a folder for each model, in diffusers' layout and without weights; `facts/parts` the configs that
 several share. Beside what diffusers reads, an index says under `_file` which files are of that model, under `_parts`
@@ -47,7 +47,7 @@ _ENCODERS = {
 
 
 def published_folder(single: SingleFile, two: bool) -> Path:
-    """The folder of facts of the model whose transformer that file is, one of `two`, or the only one.
+    """Return the folder of facts of the model whose transformer the file is: one of `two`, or the only one.
 
     Models of the same sizes are told by the file's name. ValueError, in one line, where none is known.
     """
@@ -86,13 +86,13 @@ def _is_named(path: Path, told: Mapping[str, Any]) -> bool:
 
 
 def _how(told: Mapping[str, Any]) -> str:
-    """How files of models of the same sizes are told apart."""
+    """Return how files of models of the same sizes are told apart."""
     how = [f"named {told.get('called', told['named'])}"] if "named" in told else []
     return f" ({', '.join([*how, 'with transformer_2'])})" if told.get("two") else f" ({how[0]})" if how else ""
 
 
 def comes_with_pack(index: Mapping[str, Any]) -> bool:
-    """Whether an index is one of ours, whose model has a file for every part."""
+    """Return whether an index is one of ours, whose model has a file for every part."""
     return "_parts" in index
 
 

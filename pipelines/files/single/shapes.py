@@ -1,4 +1,4 @@
-"""What the shapes of a transformer's weights tell of its config, by diffusers' names for both: a function a family."""
+"""Infer a transformer's config from the shapes of its weights, by diffusers' names: one function a family."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class Spiece:
-    """What a SentencePiece model says: pieces with their scores and kinds, and how text is made even before.
+    """A SentencePiece model: pieces with their scores and kinds, and how text is normalized before.
 
     With `pairs` the pieces are what pairs are merged into, the best first. Text is `squeezed` where runs of blanks
     count as one, and `prefixed` where one comes before.
@@ -63,7 +63,7 @@ class CarriedTokenizer(Component):
     source: Path = None  # type: ignore[assignment]  # it follows fields that have defaults
 
     def create(self) -> Any:
-        """The tokenizer. ValueError, in one line, for bytes that are none."""
+        """Create the tokenizer. Raises ValueError, in one line, for bytes that are none."""
         from transformers import PreTrainedTokenizerFast
 
         with one_line(self.source, "read as a file with a tokenizer"):
@@ -78,7 +78,7 @@ class CarriedTokenizer(Component):
 
 
 def carries_tokenizer(path: Path) -> bool:
-    """Whether the file of an encoder has a SentencePiece tokenizer beside the weights. ValueError for a damaged one."""
+    """Return whether an encoder's file has a SentencePiece tokenizer too. ValueError for a damaged one."""
     refuse_pickle(path)
     if path.suffix.lower() == ".gguf":
         return read_gguf_header(path).facts.get(f"{_GGUF}.model") in _IN_GGUF
@@ -86,7 +86,7 @@ def carries_tokenizer(path: Path) -> bool:
 
 
 def model_in(folder: Path) -> Path | None:
-    """The SentencePiece model that a folder of a tokenizer has, where it has nothing that transformers would read."""
+    """Return a tokenizer folder's SentencePiece model, or None if transformers can read the folder itself."""
     if (folder / "tokenizer.json").exists():
         return None
     return next((path for path in sorted(folder.iterdir()) if path.suffix in _MODELS), None)
@@ -114,7 +114,7 @@ def _spiece_in(path: Path) -> Spiece:
 
 
 def read_spiece(blob: bytes) -> Spiece:
-    """The model in the bytes of a `spiece.model`. ValueError for damaged ones, and for kinds that are not known."""
+    """Parse the bytes of a `spiece.model`. Raises ValueError for damaged bytes and unknown kinds."""
     if len(blob) > _MAX_BYTES:
         raise ValueError(f"it has {len(blob)} bytes, which no tokenizer has")
     pieces: list[tuple[str, float]] = []
@@ -140,7 +140,7 @@ def read_spiece(blob: bytes) -> Spiece:
 
 
 def tokenizer_of(model: Spiece) -> Any:
-    """A `tokenizers.Tokenizer` that gives the numbers of SentencePiece, and <bos> before them or </s> behind them."""
+    """Return a `tokenizers.Tokenizer` with SentencePiece's ids, and <bos> before them or </s> after them."""
     from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
     from tokenizers.models import Unigram
 
@@ -161,7 +161,7 @@ def tokenizer_of(model: Spiece) -> Any:
 
 
 def _of_pairs(model: Spiece, even: list[Any]) -> Any:
-    """It merges any two pieces that make a third, whose score says how early. What users define is never merged."""
+    """Build a tokenizer that merges pieces in the order of their scores, but never user-defined ones."""
     from tokenizers import AddedToken, Tokenizer, normalizers
     from tokenizers.models import BPE
 
@@ -184,7 +184,7 @@ def _of_pairs(model: Spiece, even: list[Any]) -> Any:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message: numbers as int, all else as bytes."""
+    """Yield the fields of a protobuf message: numbers as int, all else as bytes."""
     at = 0
     while at < len(message):
         key, at = _number(message, at)
@@ -203,7 +203,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _number(message: bytes, at: int) -> tuple[int, int]:
-    """A number of variable length, and where it ends."""
+    """Return a varint, and the offset of its end."""
     value = 0
     for i, byte in enumerate(message[at : at + 10]):
         value |= (byte & 0x7F) << (7 * i)

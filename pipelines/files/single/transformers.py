@@ -26,7 +26,7 @@ def _after(width: str) -> Any:
 
 
 def _grouped(found: Shapes) -> Widths:
-    """Queries, and keys and values of fewer heads."""
+    """Split fused rows into queries, and keys and values of fewer heads."""
     size = found["x_embedder.weight"][0]
     return lambda rows: (size, (rows - size) // 2, (rows - size) // 2)
 
