@@ -22,7 +22,7 @@ WEB_DIRECTORY = "./web"  # where ComfyUI's page looks for help pages
 
 
 async def comfy_entrypoint() -> Any:
-    """The extension with the nodes, for ComfyUI."""
+    """Return the extension with the nodes, for ComfyUI."""
     from .requirements import complaint
 
     if told := complaint():  # before the nodes are imported, which may need it

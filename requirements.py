@@ -13,12 +13,12 @@ _OPTIONAL = ("av", "ftfy", "matplotlib")  # without which only films, Wan's pipe
 
 
 def wanted() -> dict[str, str]:
-    """The packages and the lowest version of each."""
+    """Return the packages with the lowest version of each."""
     return dict(line.split(">=") for line in _FILE.read_text("ascii").split())
 
 
 def installed(name: str) -> str | None:
-    """The version of a package that is installed, "" if it does not say; None if it is not there."""
+    """Return the installed version of a package, "" if it does not say, or None if it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -35,7 +35,7 @@ def at_least(found: str, lowest: str) -> bool:
 
 
 def complaint(optional: bool = True) -> str | None:
-    """One line about what is missing or too old, with the command that this Python needs; None if all is there.
+    """Return one line about what is missing or too old, with the command that this Python needs; None if all is there.
 
     Without `optional`, only about what nothing runs without.
     """
