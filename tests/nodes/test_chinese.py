@@ -38,7 +38,6 @@ JOINTS = r"(?= from disk| \(planned| \(and| NaN| by default|is cut: |prompt is c
 ELSEWHERE = {
     "8, 12, 24 in vram_gb",
     "ComfyUI expects",
-    "Steps to the nearest output node, as far as the host looks",
     "_gb to",
     "a method that was replaced",
     "as ComfyUI expects",
@@ -85,8 +84,9 @@ def spoken() -> Iterator[str]:
             if not isinstance(node, ast.FunctionDef) or (speakers and node.name not in speakers):
                 continue
             if not any(isinstance(inner, ast.keyword) and inner.arg == "tooltip" for inner in ast.walk(node)):
-                told = ast.get_docstring(node, clean=False)
-                yield from (text for text in texts_in(node) if text != told and not text.startswith("Ballast: "))
+                inner = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef)]
+                unsaid = {ast.get_docstring(each, clean=False) for each in inner}
+                yield from (text for text in texts_in(node) if text not in unsaid and not text.startswith("Ballast: "))
 
 
 def test_every_wording_of_a_node_is_known() -> None:
