@@ -371,9 +371,10 @@ def make_plan(
             if work.turns > 1:
                 again = first_call_seconds(by_piece, found, sizes.beside(held, None)) + compute - seconds
                 call_seconds = candidate.step_seconds * steps / work.calls
-                candidate = candidate.coming_back(
-                    candidate.stay_bytes - sizes.decoded_bytes, max(0.0, again - call_seconds), work.turns / steps
-                )
+                # What no other piece overwrites stays in the ring from call to call, but leaves with it.
+                lying = sum(sizes.pieces[i].packed_bytes for i in set(found.streamed) - set(found.copied))
+                turn_bytes = candidate.stay_bytes - sizes.decoded_bytes + lying
+                candidate = candidate.coming_back(turn_bytes, max(0.0, again - call_seconds), work.turns / steps)
             made.append(candidate)
     made = [
         replace(c, overhead_bytes=overhead.driver_bytes(c.peak_vram_bytes) - c.peak_vram_bytes)
