@@ -48,7 +48,7 @@ def open_pipeline(
     vae: str | Path | None = None,
     transformer_2: str | Path | None = None,
     tokenizers: Mapping[str, str | Path] | Iterable[tuple[str, str | Path]] = (),
-    loras: Loras = (),
+    loras: Loras | None = (),
     weights: str = "auto",
     cache_encoded: bool = False,
     image_encoder: str | Path | None = None,

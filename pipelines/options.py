@@ -32,6 +32,8 @@ _INSTEAD = {
     "latents": "noise",
     "num_inference_steps": "steps",
 }
+_LISTS = {"sigmas", "timesteps"}  # of a schedule: an empty one counts as none for some code, and not for other
+_COUNTS = {"max_sequence_length"}
 
 
 class UnknownOptionError(TypeError):
@@ -65,6 +67,26 @@ def check_numbers(whole: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
         number = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
         if scale is not None and not number:
             raise ValueError(f"{name} is {str(scale)[:80]!r}; it takes a number.")
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, for values that stock code would take for something else, or fail on late."""
+    for name in _LISTS & options.keys():
+        if options[name] is not None and not _is_list(options[name]):
+            raise ValueError(f"{name} is {str(options[name])[:80]!r}; it takes a list of numbers.")
+    most = {name: options[name] for name in _COUNTS & options.keys()}
+    check_numbers(most, {})
+    for name, value in most.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it takes at least 1.")
+
+
+def _is_list(value: Any) -> bool:
+    try:
+        numbers = [] if isinstance(value, str) else [float(each) for each in value]
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return bool(numbers) and all(map(math.isfinite, numbers))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Lora:
 
 
 def open_loras(
-    given: Given,
+    given: Given | None,
     units: Sequence[ManagedModel],
     pipeline_class: Any,
     known: Sequence[Lora] = (),
@@ -55,7 +55,7 @@ def open_loras(
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
     reader = functools.partial(read_lora, pipeline_class=pipeline_class, converters=converters)
-    return tuple(_open(*each, units, reader, known) for each in map(_spec, given))
+    return tuple(_open(*each, units, reader, known) for each in map(_spec, given or ()))
 
 
 def expert_of(path: Path) -> str | None:

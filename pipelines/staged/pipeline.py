@@ -27,7 +27,7 @@ class StagedPipeline(ManyRuns):
     """
 
     @plain_defaults()
-    def set_loras(self, loras: Loras) -> None:
+    def set_loras(self, loras: Loras | None) -> None:
         """Run with these LoRAs from now on, and with no others: (file, strength) each, in this order.
 
         The strength is a number for all models that the file is for, or a number for each that it is to be used for, by

@@ -19,11 +19,16 @@ def as_list(prompt: Prompt | None) -> list[str]:
     return [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-def check_text(*prompts: Prompt | None) -> None:
-    """Raise ValueError, in one line, for a prompt with half of a character in it, which no tokenizer reads."""
-    for text in (text for prompt in prompts for text in as_list(prompt)):
-        if isinstance(text, str) and (half := _HALF.search(text)):
-            raise ValueError(f"a prompt has half of a character in it, U+{ord(half[0]):04X}. Write that place anew.")
+def check_text(prompt: Prompt, negative_prompt: Negative = None) -> None:
+    """Raise ValueError, in one line, for what is no text and no list of texts, or has half of a character in it."""
+    for name, given in (("prompt", prompt), ("negative_prompt", "" if negative_prompt is None else negative_prompt)):
+        texts = as_list(given) if isinstance(given, str | list | tuple) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{name} is {str(given)[:80]!r}; it takes a text, or a list of them.")
+        for text in texts:
+            if half := _HALF.search(text):
+                code = f"U+{ord(half[0]):04X}"
+                raise ValueError(f"a prompt has half of a character in it, {code}. Write that place anew.")
 
 
 def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:

@@ -18,7 +18,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
-from ..options import TRUE_CFG, check_numbers, plain_defaults, plain_number
+from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
@@ -157,6 +157,8 @@ class SampleStage(StageRunner):
         seed, batch, cards, strength = map(plain_number, (seed, batch, cards, strength))
         options = {name: plain_number(value) for name, value in options.items()}
         check_seed(seed)
+        if on_step is not None and not callable(on_step):
+            raise ValueError(f"on_step is {str(on_step)[:80]!r}; it takes a function of step, steps and latents.")
         if noise is not None:
             check_noise(noise)
             check_finite(noise, "the noise holds")
@@ -307,6 +309,7 @@ class SampleStage(StageRunner):
         check_numbers(whole, {"guidance": guidance, TRUE_CFG: options.get(TRUE_CFG)})
         if steps < 1:
             raise ValueError(f"steps is {steps}; it takes at least 1.")
+        check_values(options)
         if (given := options.get("init_latents")) is not None:
             check_latents(given)
             check_finite(given, "the latents to start from hold")

@@ -14,7 +14,7 @@ from ...memory.host.flags import host_flags
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
-from ..options import plain_defaults, plain_number
+from ..options import check_values, plain_defaults, plain_number
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
@@ -48,6 +48,8 @@ class TextStage(StageRunner):
         """
         options = {name: plain_number(value) for name, value in options.items()}
         check_text(prompt, negative_prompt)
+        prompt = prompt if isinstance(prompt, str) else list(prompt)  # stock tells them from tuples
+        check_values(options)
         self._check_options(options)
         refuse_scales(self._loras, options)
         pictures = as_pictures(images, "images")

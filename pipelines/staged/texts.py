@@ -26,7 +26,7 @@ from ..encoding.embedding_cache import cache_key
 from ..options import plain_defaults
 from ..planning.forecasts import quietly
 from .family import Modules
-from .prompts import Negative, Prompt
+from .prompts import Negative, Prompt, check_text
 from .text import TextStage
 
 log = logging.getLogger("ballast")
@@ -106,6 +106,7 @@ class ManyTexts(TextStage):
 
     def _cached(self, text: Text) -> Conditioning | Exception | None:
         try:
+            check_text(text.prompt, text.negative_prompt)
             key = self._encoding_key(text.prompt, text.negative_prompt, text.options)
             return self.cache.get(key) if key else None
         except Exception as error:

@@ -61,6 +61,28 @@ def test_numbers_of_numpy_are_numbers(tiny_folders: Folders, tmp_path: Path, sim
         pipe.sample(cond, width=torch.tensor(48))
 
 
+def test_values_of_the_wrong_kind_are_told_in_one_line(tiny_folders: Folders, tmp_path: Path) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("sd3"), "cpu", cache_dir=tmp_path, loras=None)
+    cond = pipe.encode("a", "b")
+    for wrong in (None, b"a", [], ("a", None), 3):
+        with pytest.raises(ValueError, match=r"^prompt is .*; it takes a text, or a list of them\.$"):
+            pipe.encode(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^negative_prompt is '\[\]'; it takes a text"):
+        pipe.encode("a", [])
+    (made,) = pipe.run_items([Item(b"a")])  # type: ignore[arg-type]
+    assert str(made.error).startswith("prompt is ")
+    assert torch.equal(pipe.encode(("a",), ("b",)).tensors["prompt_embeds"], cond.tensors["prompt_embeds"])
+    for count, says in ((0, "at least 1"), (10.5, "a whole number")):
+        with pytest.raises(ValueError, match=f"^max_sequence_length is .*; it takes {says}"):
+            pipe.encode("a", max_sequence_length=count)
+    for sigmas in ([], "abc", [1.0, "x"], 3.0, [[1.0, 0.5]], [1.0, float("nan")]):
+        for ask in (pipe.sample, pipe.plan):
+            with pytest.raises(ValueError, match=r"^sigmas is .*; it takes a list of numbers\.$"):
+                ask(cond=cond, sigmas=sigmas, **SIZE)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="^on_step is '5'; it takes a function"):
+        pipe.sample(cond, on_step=5, **SIZE)  # type: ignore[arg-type]
+
+
 @pytest.fixture(params=["meta", "sim", "float64", "bfloat16"])
 def default(request: pytest.FixtureRequest, sim: ModuleType) -> Iterator[str]:
     """A default device or type that the caller has set; set by calling it."""
