@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..memory.planning.runplan import RunPlan
     from ..pipelines.encoding.conditioning import Conditioning
 
+# Pixels of a chart, alone or of several, drawn twice as large: nodes show it at about half of that, letters included.
+_WIDTH, _ALONE, _EACH = 450, 320, 265
 _FREE_STEP_BYTES = 2**28  # free memory differs by less from one moment to the next
 
 
@@ -152,7 +154,8 @@ class VramPlan(io.ComfyNode):
             beside = _choices(pipeline, budgets, {"cond": conditioning, **asked})
         text = "\n\n".join(filter(None, [text, beside]))
         show_text(cls, _lines(plans))
-        picture = np.asarray(draw_plans(plans, 900, 450 if len(plans) == 1 else 340), dtype=np.float32) / 255
+        drawn = draw_plans(plans, _WIDTH, _ALONE if len(plans) == 1 else _EACH, scale=2.0)
+        picture = np.asarray(drawn, dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], text, ui=ui.PreviewText(text))
 
     @classmethod

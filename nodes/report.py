@@ -17,6 +17,7 @@ from .shared.progress import show_text
 from .shared.running import prompt_id, shows_failure
 
 _DRAWN_STAGES = 6
+_WIDTH, _HEIGHT, _SCALE = 400, 300, 2.25  # the chart's pixels, and how much larger it is drawn
 _OLDER = "Nothing of Ballast ran in this prompt: all came from the cache. The stages are those of the prompt before."
 
 
@@ -83,7 +84,8 @@ class VramReport(io.ComfyNode):
         if manager is None or is_on_cpu:
             text = ON_CPU if is_on_cpu else "Nothing has run yet."
             show_text(cls, text)
-            return io.NodeOutput(torch.ones(1, 450, 900, 3), text, ui=ui.PreviewText(text))
+            blank = torch.ones(1, round(_HEIGHT * _SCALE), round(_WIDTH * _SCALE), 3)
+            return io.NodeOutput(blank, text, ui=ui.PreviewText(text))
         state = "\n".join([*[ON_CPU] * manager.accelerator.is_cpu, str(manager.report())])
         timeline = manager.timeline
         remark = f"{_OLDER}\n\n" * is_older
@@ -92,5 +94,5 @@ class VramReport(io.ComfyNode):
         newest = timeline.newest(min(stages, _DRAWN_STAGES), prompts)
         lines = [state.splitlines()[0], *(f"{stage.name}: {stage.summary()}" for stage in newest)]
         show_text(cls, "\n".join([*lines, *[_OLDER] * bool(remark)]))
-        picture = np.asarray(timeline.picture(900, 450, stages, prompts), dtype=np.float32) / 255
+        picture = np.asarray(timeline.picture(_WIDTH, _HEIGHT, stages, prompts, _SCALE), dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], report, ui=ui.PreviewText(report))

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.transforms import IdentityTransform
+from matplotlib.transforms import Affine2D, Transform
 from PIL import Image
 
 from ..sizes import format_bytes
@@ -36,6 +36,7 @@ SMALL, LARGE = 11.5, 13.0  # sizes of words in pixels
 _DPI = 72  # a point is a pixel
 _LEFT, _TOP, _RIGHT, _BOTTOM, _TITLE = 84, 46, 24, 70, 26  # margins in pixels
 _GAP, _TICK = 12, 22  # the least pixels between two labels, side by side and one above the other
+_ROW, _NARROW = 18, 600  # of a title or legend; below so many pixels a chart has one row more of each
 
 
 def new_figure(width: int, height: int) -> Figure:
@@ -62,29 +63,39 @@ def write(
     on: Figure | Axes, x: float, y: float, words: str, colour: str = INK, size: float = SMALL, at: str = "left"
 ) -> Text:
     """Words that begin, end or have their middle (`at`) at a pixel of a figure, from the top, or a point of axes."""
-    place: dict[str, Any] = {"transform": IdentityTransform()} if isinstance(on, Figure) else {}
+    place: dict[str, Any] = {"transform": _pixels(on)} if isinstance(on, Figure) else {}
     y = on.bbox.height - y if isinstance(on, Figure) else y
     return on.text(x, y, words, color=colour, size=size, family=FONT, ha=at, va="center", parse_math=False, **place)
 
 
+def _pixels(figure: Figure) -> Transform:
+    """Return the transform of a figure's pixels, which are more in the picture where that is drawn larger."""
+    return Affine2D().scale(1 / _DPI) + figure.dpi_scale_trans
+
+
 def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) -> None:
-    """Return a legend below so many pixels from the bottom, in as few rows as there is room for."""
+    """Add a legend below so many pixels from the bottom, in as few rows as there is room for.
+
+    Rows of several begin further to the left where a chart is narrow.
+    """
     look: dict[str, Any] = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "labelcolor": INK}
     look |= {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.4, "prop": {"family": FONT, "size": SMALL}}
-    place: dict[str, Any] = {"loc": "upper left", "bbox_transform": IdentityTransform()}
+    place: dict[str, Any] = {"loc": "upper left", "bbox_transform": _pixels(figure)}
+    left = left if figure.bbox.width >= _NARROW else _GAP
     while keys:
         for count in range(len(keys), 0, -1):
             legend = figure.legend(handles=keys[:count], ncols=count, bbox_to_anchor=(left, top), **place, **look)
             if count == 1 or legend.get_window_extent().width <= figure.bbox.width - left - 4:
                 break
             legend.remove()
-        keys, top = keys[count:], top - 18
+        keys, top = keys[count:], top - _ROW
 
 
-def to_image(figure: Figure) -> Image.Image:
-    """Return the figure as an RGB picture."""
+def to_image(figure: Figure, scale: float = 1.0) -> Image.Image:
+    """Return the figure as an RGB picture, of `scale` times as many pixels each way; letters and lines grow too."""
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
+    figure.set_dpi(_DPI * scale)
     canvas.draw()
     return Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
 
@@ -109,7 +120,9 @@ class ByteChart:
     ) -> None:
         self.figure, self.edges = new_figure(width, height), edges
         self.left, self.right = _LEFT, width - _RIGHT
-        self.top, self.bottom = _TOP + _TITLE * bool(title), height - _BOTTOM
+        self._legend = _BOTTOM - 31 + _ROW * (width < _NARROW)
+        lines = self._title(title, width)
+        self.top, self.bottom = _TOP + _TITLE * bool(title) + _ROW * (lines - 1), height - self._legend - 31
         self.axes = new_axes(self.figure, self.left, self.top, self.right, self.bottom)
         shown = [size for size in budgets if size <= 2.5 * peak_bytes]
         named = " to ".join(dict.fromkeys(map(format_bytes, (min(budgets), max(budgets)))))
@@ -124,10 +137,17 @@ class ByteChart:
             self.axes.axvline(start, color=MUTED, linewidth=0.6, linestyle="-", marker="", zorder=3)
             if budget in shown:
                 self.level(start, end, budget, _BUDGET, (0, (6, 6)))
-        heading, size = write(self.figure, self.left, 18, title, size=LARGE), LARGE
-        while heading.get_window_extent().x1 > width - 4 and size > 7:
-            size -= 1
-            heading.set_fontsize(size)
+
+    def _title(self, title: str, width: int) -> int:
+        """Write the title, where a chart is narrow in two lines if it must be. Returns their count."""
+        left, lines = (self.left, [title]) if width >= _NARROW else (_GAP, title.split("; ", 1))
+        for number, line in enumerate(lines):
+            more = ";" * (number + 1 < len(lines))
+            heading, size = write(self.figure, left, 18 + _ROW * number, f"{line}{more}", size=LARGE), LARGE
+            while heading.get_window_extent().x1 > width - 4 and size > 7:
+                size -= 1
+                heading.set_fontsize(size)
+        return len(lines)
 
     def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
         """Draw a line at a number of bytes."""
@@ -168,14 +188,14 @@ class ByteChart:
             texts[one].set_x(min(starts[one], most - widths[one]))
             most = texts[one].get_position()[0] - _GAP
 
-    def finish(self, areas: Mapping[str, str], lines: Mapping[str, str]) -> Image.Image:
-        """Add the legend, of these colours and of the budget. Returns the picture."""
+    def finish(self, areas: Mapping[str, str], lines: Mapping[str, str], scale: float = 1.0) -> Image.Image:
+        """Add the legend, of these colours and of the budget. Return the picture, drawn larger by `scale`."""
         keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in areas.items()]
         styles: list[tuple[str, str, Any]] = [(name, colour, "-") for name, colour in lines.items()]
         for name, colour, style in [*styles, (self._budget, _BUDGET, "--")]:
             keys.append(Line2D([], [], color=colour, label=name, linestyle=style, linewidth=1.3, marker=""))
-        add_legend(self.figure, keys, self.left, _BOTTOM - 31)
-        return to_image(self.figure)
+        add_legend(self.figure, keys, self.left, self._legend)
+        return to_image(self.figure, scale)
 
 
 def _round_step(ceiling: float, parts: int) -> int:

@@ -40,8 +40,8 @@ class Plan:
     parts: tuple[Part, ...]
 
 
-def draw_plan(plan: Plan, width: int, height: int) -> Image.Image:
-    """Return an RGB picture of `width` by `height` pixels."""
+def draw_plan(plan: Plan, width: int, height: int, scale: float = 1.0) -> Image.Image:
+    """Return an RGB picture of `width` by `height` pixels, of `scale` times as many each way."""
     parts, shares = plan.parts, _shares([part.seconds for part in plan.parts])
     starts = [0.0, *accumulate(shares)]
     edges = [starts[at] for at, part in enumerate(parts) if not at or part.stage != parts[at - 1].stage] + starts[-1:]
@@ -63,14 +63,15 @@ def draw_plan(plan: Plan, width: int, height: int) -> Image.Image:
     chart.axes.tick_params(axis="x", length=5, width=0.8, color=MUTED)
     chart.row(starts, [part.label for part in parts], chart.bottom + 14, [MUTED] * len(parts), SMALL, at="center")
     chart.stages(list(plan.stages), list(plan.stages.values()))
-    return chart.finish({**colours, "working memory": WORK}, {})
+    return chart.finish({**colours, "working memory": WORK}, {}, scale)
 
 
-def draw_plans(plans: Sequence[Plan], width: int, height: int) -> Image.Image:
-    """Pictures of plans, `height` pixels each, one above the other."""
-    whole = Image.new("RGB", (width, height * len(plans)))
-    for number, plan in enumerate(plans):
-        whole.paste(draw_plan(plan, width, height), (0, number * height))
+def draw_plans(plans: Sequence[Plan], width: int, height: int, scale: float = 1.0) -> Image.Image:
+    """Pictures of plans, `height` pixels each, one above the other; `scale` times as many pixels."""
+    drawn = [draw_plan(plan, width, height, scale) for plan in plans]
+    whole = Image.new("RGB", (drawn[0].width, sum(each.height for each in drawn)))
+    for number, each in enumerate(drawn):
+        whole.paste(each, (0, number * each.height))
     return whole
 
 

@@ -44,11 +44,13 @@ class Stage:
     failed: bool = False
 
 
-def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int) -> Image.Image:
-    """Draw a picture of `width` by `height` pixels, of our own bytes, with guests above them. Time between stages is
-    left out.
+def draw_timeline(
+    stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int, scale: float = 1.0
+) -> Image.Image:
+    """Draw our own bytes, with guests above them. Time between stages is left out.
 
-    `roles` has the role of each unit. Where the stages are of several runs, a line parts these.
+    The picture has `width` by `height` pixels, times `scale` each way. `roles` has the role of each unit. Where the
+    stages are of several runs, a line parts these.
     """
     edges = [0.0, *accumulate(stage.seconds for stage in stages)]
     spans = [span for stage in stages for span in stage.spans]
@@ -57,7 +59,7 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
         figure = new_figure(width, height)
         nothing = "All stages ran on the CPU: there is no VRAM to show." if edges[-1] else "Nothing has run yet."
         write(figure, 24, 54, nothing, size=LARGE)
-        return to_image(figure)
+        return to_image(figure, scale)
     several = len({stage.run for stage in stages}) > 1
     budgets = [stage.budget_bytes for stage in stages]
     planned = [stage.planned_bytes for stage in stages]
@@ -92,7 +94,7 @@ def draw_timeline(stages: Sequence[Stage], roles: Mapping[str, str], width: int,
     areas = {**colours, "working memory": WORK}
     if others := max(stage.other_bytes for stage in stages):
         areas[f"not drawn: {format_bytes(others)} of other models"] = OTHERS
-    return chart.finish(areas, {"planned peak": MUTED} if any(planned) else {})
+    return chart.finish(areas, {"planned peak": MUTED} if any(planned) else {}, scale)
 
 
 def _columns(

@@ -261,16 +261,19 @@ class RunPlan:
         return draw_plans([self], width, height)
 
 
-def draw_plans(plans: Sequence[RunPlan], width: int, height: int) -> Image:
-    """Pictures of plans, `width` by `height` pixels each, one above the other; without matplotlib one that says so."""
+def draw_plans(plans: Sequence[RunPlan], width: int, height: int, scale: float = 1.0) -> Image:
+    """Draw pictures of plans, `width` by `height` pixels each, one above the other, and all `scale` times as large.
+
+    Without matplotlib return one that says so.
+    """
     from ..charts import drawn
 
     def draw() -> Image:
         from ..charts import plan as charts
 
-        return charts.draw_plans([_charted(plan) for plan in plans], width, height)
+        return charts.draw_plans([_charted(plan) for plan in plans], width, height, scale)
 
-    return drawn(draw, width, height * len(plans))
+    return drawn(draw, round(width * scale), round(height * len(plans) * scale))
 
 
 def _charted(plan: RunPlan) -> charts.Plan:

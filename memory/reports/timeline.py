@@ -360,16 +360,24 @@ class Timeline:
         return format_table(rows)
 
     def picture(
-        self, width: int = 1200, height: int = 480, stages: int = _MAX_STAGES, runs: int | None = None
+        self,
+        width: int = 1200,
+        height: int = 480,
+        stages: int = _MAX_STAGES,
+        runs: int | None = None,
+        scale: float = 1.0,
     ) -> Image:
-        """VRAM over time in the newest stages, by unit, as an RGB picture; without matplotlib one that says so."""
+        """Draw VRAM over time in the newest stages, by unit, as an RGB picture; without matplotlib one that says so.
+
+        It has `width` by `height` pixels, times `scale` each way.
+        """
         from ..charts import drawn
 
         found = self.newest(stages, runs)
-        return drawn(lambda: _draw(found, width, height), width, height)
+        return drawn(lambda: _draw(found, width, height, scale), round(width * scale), round(height * scale))
 
 
-def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
+def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float = 1.0) -> Image:
     from ..charts.timeline import Span, Stage, draw_timeline
 
     def spans(stage: StageRecord) -> Iterator[Span]:
@@ -401,7 +409,7 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int) -> Image:
         for event in stage.events
         for model in (*event.residents, *event.guests)
     }
-    return draw_timeline(charted, roles, width, height)
+    return draw_timeline(charted, roles, width, height, scale)
 
 
 def names_of_runs(stages: Sequence[StageRecord]) -> list[str]:

@@ -27,8 +27,8 @@ def check_text(prompt: Prompt, negative_prompt: Negative = None) -> None:
             raise ValueError(f"{name} is {str(given)[:80]!r}; it takes a text, or a list of them.")
         for text in texts:
             if half := _HALF.search(text):
-                code = f"U+{ord(half[0]):04X}"
-                raise ValueError(f"a prompt has half of a character in it, {code}. Write that place anew.")
+                point = ord(half[0])
+                raise ValueError(f"a prompt has half of a character in it, U+{point:04X}. Write that place anew.")
 
 
 def match_negatives(prompt: Prompt, negative_prompt: Negative) -> Negative:

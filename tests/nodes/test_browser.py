@@ -107,7 +107,7 @@ def test_demo_runs_and_its_picture_appears(pages: dict[str, Any]) -> None:
     shown = {picture["type"]: picture for picture in ran["pictures"]}
     assert shown["SaveImage"]["sizes"] == [[64, 64]]
     assert shown["SaveImage"]["colours"][0] > 8, "more than one surface"
-    assert shown["PreviewImage"]["sizes"] == [[900, 450]]
+    assert shown["PreviewImage"]["sizes"] == [[900, 675]]
 
 
 def test_a_budget_is_what_is_typed(pages: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def test_timeline_of_a_purely_native_graph_is_shown(tmp_path: Path) -> None:
     (shown,) = seen["shown"]
     picture = Image.open(BytesIO(base64.b64decode(shown.split(",")[1]))).convert("RGB")
     picture.save(tmp_path / "shown.png")
-    assert picture.size == (900, 450)
+    assert picture.size == (900, 675)
     assert all(count > 50 for count in drawn(picture).values()), drawn(picture)
     assert all(
         f"{kind}: " in seen["texts"]["BallastVRAMReport"] for kind in ("CLIPTextEncode", "KSampler", "VAEDecode")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ballast.nodes import BallastExtension, load_files
+from ballast.memory.charts.axes import SMALL
+from ballast.nodes import BallastExtension, load_files, plan, report
 from PIL import Image
 from places import ROOT
 
@@ -145,6 +146,10 @@ A_LINE, SILENT = (
     94,
     {"BallastLoadPipeline", "BallastLoadModelFiles", "BallastNewbieOptions", "BallastPyramidFlowOptions"},
 )
+CHARTS = {  # pixels that the nodes draw
+    "BallastVRAMPlan": (plan._WIDTH, plan._EACH),
+    "BallastVRAMReport": (report._WIDTH, report._HEIGHT),
+}
 SHOWS = {"SaveImage", "SaveVideo", "PreviewImage", "LoadImage", "BallastSampler"}  # previews on
 
 
@@ -208,16 +213,19 @@ def test_no_link_runs_to_the_left(file: Path) -> None:
 
 
 @each_workflow
-def test_a_chart_is_as_wide_as_its_node(file: Path) -> None:
-    """VRAM Plan draws 340 pixels for each of several budgets, 900 wide; a node that is too low would shrink them."""
+def test_the_letters_of_a_chart_can_be_read_as_the_template_opens(file: Path) -> None:
     workflow = read(file)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     for _, source, _, target, *_ in workflow["links"]:
-        if nodes[source]["type"] != "BallastVRAMPlan":
+        if nodes[source]["type"] not in CHARTS or nodes[target]["type"] != "PreviewImage":
             continue
-        budgets = nodes[source]["widgets_values"][list(widgets_of("BallastVRAMPlan")).index("vram_gb")].split(",")
+        drawn_width, drawn_height = CHARTS[nodes[source]["type"]]
+        if nodes[source]["type"] == "BallastVRAMPlan":
+            place = list(widgets_of("BallastVRAMPlan")).index("vram_gb")
+            drawn_height *= len(nodes[source]["widgets_values"][place].split(","))
         width, height = nodes[target]["size"]
-        assert (height - SLOT - 6) / (340 * len(budgets)) >= 0.95 * width / 900
+        shown = min(width / drawn_width, (height - SLOT - 6) / drawn_height)
+        assert SMALL * shown * workflow["extra"]["ds"]["scale"] >= 6.5
 
 
 def test_no_file_is_left_alone() -> None:

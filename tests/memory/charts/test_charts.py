@@ -179,14 +179,23 @@ def test_of_too_many_labels_those_of_failed_stages_stay() -> None:
     assert "stage, failed" in [text.get_text() for text in chart.figure.texts]
 
 
-def test_a_long_title_and_a_long_legend_fit() -> None:
-    chart = ByteChart(640, 300, MB, [MB], [0, 1], "a title that is longer than the picture is wide, " * 2)
-    assert max(text.get_window_extent().x1 for text in chart.figure.texts) <= 640
+@pytest.mark.parametrize(("width", "rows"), [(640, 2), (450, 3)])
+def test_a_long_title_and_a_long_legend_fit(width: int, rows: int) -> None:
+    chart = ByteChart(width, 300, MB, [MB], [0, 1], "a title that is; longer than the picture is wide, " * 2)
+    assert max(text.get_window_extent().x1 for text in chart.figure.texts) <= width
     chart.finish({f"text_encoder_{number}": INK for number in range(7)}, {})
-    assert len(chart.figure.legends) == 2
+    assert len(chart.figure.legends) == rows
     for legend in chart.figure.legends:
         box = legend.get_window_extent()
-        assert box.x1 <= 640 and box.y0 >= 0
+        assert box.x1 <= width and box.y0 >= 0
+
+
+def test_a_chart_that_is_drawn_larger_looks_the_same() -> None:
+    """Nodes show pictures smaller than they are: letters must grow with them."""
+    small, large = (draw_plan(plan(), 450, 265, scale) for scale in (1.0, 2.0))
+    assert large.size == (900, 530)
+    differs = abs(np.asarray(small).astype(int) - np.asarray(large.resize(small.size, Image.Resampling.BOX)))
+    assert differs.mean() < 8, "0 to 255; 32 if letters were as large as before"
 
 
 @pytest.mark.parametrize("size", [(900, 450), (1200, 480), (901, 451), (333, 217), (1237, 619)])

@@ -213,9 +213,9 @@ def test_a_card_without_a_clock_has_no_seconds_in_its_picture(
 ) -> None:
     drawn: list[str] = []
 
-    def read(figure: Figure) -> Image.Image:
+    def read(figure: Figure, scale: float) -> Image.Image:
         drawn.extend(text.get_text() for text in figure.findobj(Text))
-        return to_image(figure)
+        return to_image(figure, scale)
 
     monkeypatch.setattr(axes, "to_image", read)
     for tflops, is_timed in ((None, False), (1e-3, True)):
@@ -266,7 +266,7 @@ def test_node_plans_for_the_budget_of_the_pipeline(sim: ModuleType) -> None:
     sim.enable(total="4GB", tflops=1.0)
     reference = load(vram_gb=0.5)
     picture, text, drawn = run_plan(reference)
-    assert picture.shape == (1, 450, 900, 3)
+    assert picture.shape == (1, 640, 900, 3)
     assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.02
     head, brief, reason, batch = drawn.splitlines()
     assert batch.startswith("Sampling takes ")
@@ -281,7 +281,7 @@ def test_node_plans_for_several_budgets(sim: ModuleType) -> None:
     reference = load()
     least = reference.open().plan(WIDTH, HEIGHT, 3, 4.0, vram=1).peak_vram_bytes
     picture, text, drawn = run_plan(reference, vram_gb=f"8, {least // 1024 + 1}KB ,1 KB,")
-    assert picture.shape == (1, 3 * 340, 900, 3)
+    assert picture.shape == (1, 3 * 530, 900, 3)
     head, *lines = drawn.splitlines()
     assert head == f"sd3, {WIDTH} x {HEIGHT}, 3 steps."
     assert [line.split(":")[0] for line in lines][::2] == ["8.00 GB", "1.00 KB"]
