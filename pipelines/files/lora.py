@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ...memory.units.changes import Change
 from ...memory.units.weights import check_unchanged, file_identity, read_header, refuse_pickle, stamps_of
 from .lora_conversion import by_conversion
 from .lora_layouts import Converters, by_weights, by_words
-from .lora_names import ByComponent, by_own_names, flat, is_of_text, names_in, plain, without
+from .lora_names import ByComponent, by_own_names, flat, is_of_text, layers_among, names_in, plain, without
 from .lora_parts import Found, Tensors, parsed, unwrapped
 
 Branches = dict[str, dict[str, tuple[Change, ...]]]  # by component, by path of the module
@@ -36,6 +36,7 @@ _MOST_TENSORS = 100_000
 _MOST_PARTS = 6  # that a message names
 _EMBEDDING = "bundle_emb."
 _ENDINGS = (".safetensors", ".sft")
+_PART = re.compile(r"\.(?:lora|hada|lokr|diff|dora)(?=[._])")
 
 
 def check_lora(path: Path) -> None:
@@ -131,13 +132,16 @@ def _placed(
     found = by_own_names(path, tensors, modules)
     others = without(tensors, found)
     theirs = by_weights(path, others, modules, converters) if others else None
-    strays = [name for name in without(others, theirs or {}) if not leave_out.takes(name)]
+    strays = list(without(others, theirs or {}))
+    apart = _of_other_parts(strays, {*names_in(found), *names_in(theirs or {})}, modules)
+    strays = [name for name in strays if not (name in apart and leave_out.takes(name))]
     if strays and theirs is None:
         left = {name: tensor for name, tensor in others.items() if name not in leave_out.names}
         theirs = by_conversion(path, left, pipeline_class, modules)
         strays = strays if theirs is None else []
     if strays or not (found or theirs):
-        raise ValueError(f"{path} {_why(strays or list(tensors), found, theirs or {}, pipeline_class)}")
+        why = _why(strays or list(tensors), found, theirs or {}, pipeline_class, apart)
+        raise ValueError(f"{path} {why}")
     for component, parts in (theirs or {}).items():
         known = found.setdefault(component, {})
         if twice := next((target for target in parts if target in known), None):
@@ -147,16 +151,41 @@ def _placed(
     return found
 
 
-def _why(strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipeline_class: Any) -> str:
+def _of_other_parts(strays: Sequence[str], placed: Collection[str], modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names without a place that may be left out: of layers that the model does not have.
+
+    Of a layer that it has, what nobody knows may say how much the others count; so may an alpha alone.
+    """
+    layers = {_layer(name) for name in placed} | layers_among(map(_layer, strays), modules)
+    weighted = {_layer(name) for name in strays if not name.endswith(".alpha")}
+    apart = set()
+    for name in strays:
+        layer = _layer(name)
+        alone = name.endswith(".alpha") and layer not in weighted
+        if layer and not alone and layer not in layers:
+            apart.add(name)
+    return apart
+
+
+def _layer(name: str) -> str:
+    """Return the layer that a name begins with, whether or not the rest of it is known."""
+    known = parsed(name)
+    return known[0] if known else _PART.split(unwrapped(name))[0] if _PART.search(name) else name.rpartition(".")[0]
+
+
+def _why(
+    strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipeline_class: Any, apart: Collection[str]
+) -> str:
     """Return why a file is refused that has names without a place, in a sentence or two."""
     known_as = getattr(pipeline_class, "__name__", "this pipeline")
     named = [*names_in(found), *names_in(theirs)]
     has = {word for name in named for word in _words(name)}
     parts = dict.fromkeys(_part(_words(name), has) for name in strays)
-    told = f"has weights that {known_as} has no place for, such as {strays[0]}."
+    first = next((name for name in strays if not name.endswith("alpha")), strays[0])
+    told = f"has weights that {known_as} has no place for, such as {first}."
     if strays[0].startswith(_EMBEDDING):
         told = f"bundles an embedding for prompts ({strays[0]}), which is no part of a LoRA and is not run."
-    if named and all(parts):
+    if named and all(parts) and set(strays) <= set(apart):
         return f"{told} To run it without: leave out {', '.join(list(parts)[:_MOST_PARTS])}."
     return f"{told} It is of another model, or changes more than can be run exactly."
 
@@ -198,6 +227,8 @@ def _read(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
             settings.setdefault(component, {})[key] = value
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has damaged notes ({_SETTINGS}) in its header. Download it again.") from error
+    if stray := next((name for name in ("r", "lora_alpha", "use_dora", "use_rslora") if name in settings), None):
+        raise ValueError(f"{path} notes {stray} in its header and not of which model. Get the LoRA from elsewhere.")
     return tensors, settings
 
 

@@ -7,7 +7,7 @@ underscores. Of text encoders also those of ComfyUI.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -51,6 +51,16 @@ def without(tensors: Mapping[str, torch.Tensor], found: ByComponent) -> dict[str
     """Return the tensors of a file that no layer takes."""
     used = names_in(found)
     return {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def layers_among(names: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names that are those of layers of these modules."""
+    places = _Places(modules)
+    layers = {
+        key: {path for path, inner in each.named_modules() if isinstance(inner, LAYERS)}
+        for key, each in modules.items()
+    }
+    return {name for name in names if (place := places.of(name)) and place[1] in layers[place[0]]}
 
 
 def targets(module: nn.Module) -> set[str]:

@@ -81,8 +81,10 @@ class Found:
             return
         if not tensor.ndim:
             raise ValueError(f"{path} has one number as {name}, which must have dimensions. Download it again.")
-        if what in self.tensors or what in ("down_bias", "mid_bias"):
+        if what in self.tensors:
             raise ValueError(f"{path} has {name} beside another of its kind. Get the LoRA from elsewhere.")
+        if what in ("down_bias", "mid_bias"):
+            raise ValueError(f"{path} has {name}, a bias within a pair, which is not run. Get a plain LoRA.")
         self.tensors[what] = tensor
 
     def shape(self) -> tuple[int, ...] | None:

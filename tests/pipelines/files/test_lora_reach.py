@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ from ballast.pipelines.files.lora import LeaveOut, read_lora
 from ballast.pipelines.sampling.loras import expert_of
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.normalization import RMSNorm as DiffusersNorm
+from safetensors.torch import save_file
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -216,6 +219,35 @@ def test_parts_that_a_model_has_not_are_left_out_by_name(
     module = lora_files.transformer_of(folder)
     assert len(read_lora(plain, None, {"transformer": module}, leave_out=named)["transformer"]) == 2
     assert not named.names, "what has a place is used"
+
+
+def test_what_may_scale_a_layer_that_is_there_is_never_left_out(tmp_path: Path) -> None:
+    module = tiny.FAMILIES["flux"].build().transformer
+    name = "transformer_blocks.0.attn.to_q"
+    pair = {
+        f"transformer.{name}.lora_A.weight": torch.ones(4, 32),
+        f"transformer.{name}.lora_B.weight": torch.ones(32, 4),
+    }
+    for stray in (
+        f"transformer.{name}.lora_alpha",
+        f"transformer.{name}.lora_A.second.weight",
+        f"transformer.{name}.lora_A.weight_scale",
+        "transformer.transformer_blocks.0.attn.to_k.weight",
+        "diffusion_model.double_blocks.0.img_attn.qkv.alpha",
+        "lora_scale",
+    ):
+        path = lora_files.write(tmp_path / "stray.safetensors", pair | {stray: torch.ones(1)})
+        with pytest.raises(ValueError, match=f"no place for, such as {re.escape(stray)}. It is of another model"):
+            read_lora(path, None, {"transformer": module}, leave_out=LeaveOut([stray, *stray.split(".")]))
+
+
+def test_settings_of_no_model_are_refused(tmp_path: Path) -> None:
+    """An alpha among them would count for nothing."""
+    module = tiny.FAMILIES["flux"].build().transformer
+    path = tmp_path / "settings.safetensors"
+    save_file(lora_files.weights(module, 4), path, {"lora_adapter_metadata": json.dumps({"r": 4, "lora_alpha": 2})})
+    with pytest.raises(ValueError, match="notes r in its header and not of which model"):
+        read_lora(path, None, {"transformer": module})
 
 
 def test_a_bundled_embedding_is_named(tmp_path: Path) -> None:
