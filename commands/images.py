@@ -35,6 +35,7 @@ _TURNS = {
     8: "ROTATE_90",
 }  # fmt: skip
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262  # tags; 1 is black at 0
+_GAMMA = 0.45455  # of PNGs in sRGB, 1 / 2.2
 _HDR_CURVES = (16, 18)  # PQ and HLG, as H.273 numbers them
 
 
@@ -143,6 +144,8 @@ def _as_seen(picture: Image, path: Path) -> Image:
     """
     from PIL import Image
 
+    if picture.format == "PNG":
+        _check_png(picture, path)
     picture.load()  # first: Pillow itself turns TIFF then, and says so
     icc, grey_bits = picture.info.get("icc_profile"), _grey_bits(picture)
     with suppress(Exception):  # of EXIF that is broken; viewers show such pictures as they lie
@@ -168,6 +171,34 @@ def _as_seen(picture: Image, path: Path) -> Image:
     if picture.mode not in ("L", "CMYK"):
         picture = picture.convert("L" if picture.mode == "1" else "RGB")
     return (_in_srgb(picture, icc) if icc else picture).convert("RGB")
+
+
+def _check_png(picture: Image, path: Path) -> None:
+    """Raise ValueError, in one line, for what a PNG says of its numbers and Pillow does not heed."""
+    info: Any = picture.info
+    if isinstance(info.get("transparency"), tuple) and ";16" in str(getattr(picture, "tile", "")):
+        raise ValueError(_TRANSPARENT.format(path))  # it is looked for in 8 of 16 bits
+    if _png_curve(picture) in _HDR_CURVES:
+        raise ValueError(f"{path} is an HDR picture, and models take others. Convert it to SDR.")
+    gamma = info.get("gamma", _GAMMA)
+    if not {"icc_profile", "srgb"} & info.keys() and abs(gamma - _GAMMA) > 0.05 * _GAMMA:
+        raise ValueError(f"{path} is of another brightness than sRGB (gamma {gamma:g}). Save it in sRGB.")
+
+
+def _png_curve(picture: Image) -> int | None:
+    """Return the transfer curve that a PNG names, as H.273 numbers it."""
+    if (file := picture.fp) is None:
+        return None
+    place = file.tell()
+    try:
+        file.seek(8)
+        while len(head := file.read(8)) == 8 and head[4:] != b"IDAT":
+            content = file.read(int.from_bytes(head[:4], "big") + 4)
+            if head[4:] == b"cICP" and len(content) > 1:
+                return content[1]
+        return None
+    finally:
+        file.seek(place)
 
 
 def _grey_bits(picture: Image) -> int:

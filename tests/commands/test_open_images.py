@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,39 @@ def test_transparency_of_16_bits_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "clear.png"
     Image.fromarray(ramp()).save(path, transparency=0)
     assert "is transparent in parts" in refusal(lambda: open_image(path, None, None), path)
+
+
+def write_png(path: Path, depth: int, *chunks: tuple[bytes, bytes]) -> None:
+    """A PNG of two equal pixels in RGB, with further chunks."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = struct.pack(">IIBBBBB", 2, 1, depth, 2, 0, 0, 0)
+    rows = zlib.compress(b"\0" + bytes(range(16, 16 + 3 * depth // 8)) * 2)
+    parts = [chunk(*each) for each in ((b"IHDR", head), *chunks, (b"IDAT", rows), (b"IEND", b""))]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "says"),
+    [
+        ([(b"tRNS", bytes(range(16, 22)))], "is transparent in parts"),
+        ([(b"gAMA", struct.pack(">I", 100_000))], r"of another brightness than sRGB (gamma 1). Save it in sRGB."),
+        ([(b"cICP", bytes([9, 16, 0, 1]))], "is an HDR picture"),
+        ([(b"gAMA", struct.pack(">I", 45_455))], ""),
+        ([(b"gAMA", struct.pack(">I", 100_000)), (b"sRGB", b"\0")], ""),
+        ([(b"cICP", bytes([1, 13, 0, 1]))], ""),
+    ],
+)
+def test_what_a_png_says_of_its_numbers_is_heeded(chunks: list[tuple[bytes, bytes]], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "said.png"
+    write_png(path, 16, *chunks)
+    for call in (lambda: open_image(path, None, None), lambda: open_frames(path)):
+        if says:
+            assert says in refusal(call, path)
+        else:
+            assert call().shape == (1, 1, 2, 3)
 
 
 def test_an_alpha_that_hides_nothing_is_taken(tmp_path: Path) -> None:
