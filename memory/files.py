@@ -21,6 +21,7 @@ log = logging.getLogger("ballast")
 
 _PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
 _LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
+_LONGEST_NAME = 240  # bytes, of 255 that file systems take: numbers of pictures and frames come beside
 _PROBE_BYTES = 2**20  # about as much as a picture takes: a disk that is full takes files of 0 bytes
 _warned: set[Path] = set()  # folders of caches that cannot be written
 MAX_JSON_BYTES = 16 * 2**20  # an index of 100 000 weights has less
@@ -148,7 +149,9 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Make the folder of a result. OSError, in one line, where the result cannot be written."""
+    """Make the folder of a result. OSError or ValueError, in one line, where the result cannot be written."""
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ValueError(f"{path.name[:40]}... is too long a name for a file. Take one of 240 letters at most.")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder. Name a file.")
     if path.exists() and not path.stat().st_mode & stat.S_IWUSR:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ from ..encoding.conditioning import to_host
 from ..sampling.latents import WrongLatentsError, check_finite, check_latents
 
 log = logging.getLogger("ballast")
+
+_LONGEST = 200  # bytes of a name, of 255 that file systems take
 
 
 class DecodeError(RuntimeError):
@@ -79,6 +82,7 @@ def rescued(
 def _saved(latents: torch.Tensor, folder: Path, name: str, metadata: Mapping[str, str]) -> Path | None:
     """Where in the folder the latents are now; None if it takes none."""
     path = None
+    name = os.fsencode(name)[:_LONGEST].decode(errors="ignore")
     try:
         path = _claimed(folder, name)
         save_latents(latents, path, metadata)

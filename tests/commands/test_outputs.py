@@ -18,6 +18,7 @@ from ballast.commands.main import main
 from ballast.commands.results import Result
 from ballast.commands.workers import Worker
 from ballast.memory import files
+from ballast.pipelines.decoding.rescue import DecodeError, load_latents, rescued
 from ballast.pipelines.staged import samples
 from ballast.pipelines.staged.vae import VaeStages
 from PIL import Image
@@ -57,6 +58,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("sd3", "file/picture.png", "file takes no results (File exists). Name another folder."),
         ("sd3", "file/in/picture.png", "in takes no results (Not a directory). Name another folder."),
         ("sd3", "folder.png", "folder.png is a folder. Name a file."),
+        ("sd3", f"{'x' * 240}.png", "is too long a name for a file."),
         ("sd3", "protected.png", "protected.png is write-protected. Name another file."),
     ],
 )
@@ -181,6 +183,16 @@ def test_latents_of_a_film_that_cannot_be_written_are_kept(
     assert [path.name for path in tmp_path.iterdir()] == [saved.name]
     assert generate(tiny_folders("wan"), tmp_path / "film.MP4", "--latent", str(saved)) == 0
     assert images.open_frames(tmp_path / "film.MP4").shape == (5, 32, 48, 3)
+
+
+def test_latents_of_a_long_name_are_kept(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DecodeError, match="not lost"),
+        rescued(torch.ones(1, 4, 2, 2), tmp_path, "\u4e2d" * 100, {}, ""),
+    ):
+        raise ValueError("no")
+    (saved,) = tmp_path.iterdir()
+    assert torch.equal(load_latents(saved), torch.ones(1, 4, 2, 2))
 
 
 def test_names_in_capitals_mean_the_same(tmp_path: Path) -> None:
