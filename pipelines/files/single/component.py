@@ -117,10 +117,15 @@ def difference(cls: type, config: Mapping[str, Any], single: SingleFile) -> tupl
     """Compare a file with a config of that class, but for the sizes of a model that was made smaller.
 
     The name of the first such value, what the file has, and what the config has; None where all are the same.
+    ValueError, in one line, for a file that lacks a weight whose shape is to tell.
     """
     layout, completed = single.layout, _completed(cls, config)
     assert layout is not None
-    for name, value in layout.config(single.shapes, completed).items():
+    try:
+        told = layout.config(single.shapes, completed)
+    except KeyError as error:
+        raise ValueError(f"{single.path} lacks {error.args[0]}. Get the whole model.") from error
+    for name, value in told.items():
         if name not in layout.sizes and not _same(value, completed.get(name)):
             return name, value, completed.get(name)
     return None

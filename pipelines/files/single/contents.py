@@ -63,6 +63,10 @@ def read_single(
     rows = {name: whole(full, weights[full].codec.shape) for name, full in own.items()}
     try:
         places = layout.places(rows, config)
+    except KeyError as error:  # of one that tells how wide others are
+        raise ValueError(
+            f"{path} is no whole {layout.title}: it lacks {error.args[0]}. Get the whole model."
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is no whole {layout.title}: {error}. Get the whole model.") from error
     shapes = Shapes({name: at.shape for name, at in places.items()})

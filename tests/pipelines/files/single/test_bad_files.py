@@ -125,6 +125,7 @@ def test_scaled_fp8_that_lacks_a_scale(base: Path, tiny_folders: Folders, tmp_pa
         ("double_blocks.1.img_mlp.0.bias", "transformer_blocks.1.ff.net.0.proj.bias"),
         ("single_blocks.2.linear1.weight", "single_transformer_blocks.2.proj_mlp.weight"),
         ("final_layer.adaLN_modulation.1.weight", "norm_out.linear.weight"),
+        ("img_in.weight", "x_embedder.weight"),
     ],
 )
 def test_a_weight_that_is_missing(
