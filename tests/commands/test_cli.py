@@ -9,6 +9,7 @@ from typing import Any
 import ballast.commands.main
 import numpy as np
 import pytest
+import thumbnails
 import tiny
 import torch
 from adapters import lora_files
@@ -18,6 +19,7 @@ from ballast.memory import simulated
 from ballast.pipelines.files.single import published
 from pictured.pictures import picture
 from PIL import Image
+from places import ROOT
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
 from single_files.original_names import original
@@ -44,7 +46,12 @@ def test_demo_draws_a_picture_and_a_timeline(tmp_path: Path, capsys: pytest.Capt
     picture = np.asarray(Image.open(out).convert("RGB")).astype(int)
     red, _, blue = np.moveaxis(picture, -1, 0)
     assert (red > blue)[:, : picture.shape[1] // 2].sum() > 4 * (red > blue)[:, picture.shape[1] // 2 :].sum()
-    assert Image.open(timeline).size == (1200, 480)
+    drawn, shown = (Image.open(path).convert("RGB") for path in (timeline, ROOT / "demo" / "timeline.png"))  # README's
+    assert drawn.size == shown.size == (1200, 480)
+    for box in ((0, 40, 84, 416), (84, 430, 1200, 480)):  # where no seconds are told
+        assert thumbnails.is_alike(shown.crop(box), drawn.crop(box)), f"{box}: make demo draws another picture now"
+    heights = [np.median(np.asarray(each)[46:408, 400:1000].astype(int), axis=1) for each in (drawn, shown)]
+    assert (abs(heights[0] - heights[1]).max(axis=-1) > 20).sum() < 4, "make demo draws another picture now"
     assert simulated.stats().allocated_bytes == 0
 
 
