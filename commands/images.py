@@ -187,7 +187,8 @@ def _check_png(picture: Image, path: Path) -> None:
 
 def _png_curve(picture: Image) -> int | None:
     """Return the transfer curve that a PNG names, as H.273 numbers it."""
-    if (file := picture.fp) is None:
+    file: Any = getattr(picture, "fp", None)
+    if file is None:
         return None
     place = file.tell()
     try:
