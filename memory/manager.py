@@ -374,6 +374,14 @@ class MemoryManager:
         with self._lock:
             return self._residents.copies.room_bytes()
 
+    def ram_for(self, unit: ManagedModel, ram_bytes: int, ran: Sequence[ManagedModel] = ()) -> int:
+        """RAM of a budget that a unit may have without taking it from any that runs before it does again.
+
+        For a run in which `ran` comes before it.
+        """
+        with self._lock:
+            return self._residents.copies.free_for(unit, ran, ram_bytes)
+
     def make_ram_room(self, wanted_bytes: int) -> int:
         """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
         with self._lock:

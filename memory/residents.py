@@ -56,7 +56,7 @@ class Residents:
         self.timeline = Timeline(accelerator, self._on_device, lambda: guests_on(accelerator.device))
         self.device_bytes_in = 0
         self.work = WorkBook()
-        self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
+        self.copies = HostCopies(books, everyone, self.budget, self.timeline, self.schedule, self._coming)
         self.readings = Readings(accelerator, self.units, self.budget, self.copies, self.timeline, self._give_ram)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
         # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and

@@ -7,6 +7,7 @@ least max(compute, streamed bytes / bandwidth).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -138,6 +139,19 @@ class UnitSizes:
         held = tuple(piece.held_bytes for piece in self.pieces)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
+    def disk_bytes(
+        self, found: Arrangement, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int
+    ) -> int:
+        """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some pieces, None for all.
+
+        Those that are `there` by now, None for all, are not read for it.
+        """
+        if kept is None:
+            return 0 if there is None else self.total_bytes - self.ram_bytes(there)
+        again = set(found.copied) - kept  # in each call
+        once = set(range(len(self.pieces))) - again - (kept if there is None else kept & there)
+        return self.fixed_bytes - self.decoded_bytes + self.ram_bytes(once) + calls * self.ram_bytes(again)
+
     def ram_bytes(self, pieces: Iterable[int]) -> int:
         """Return what these of the pieces take in RAM."""
         return sum(self.pieces[i].packed_bytes for i in pieces)
@@ -169,7 +183,7 @@ class Candidate:
     `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
     weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
     and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
-    cross the bus in a step after the first. `why_not` is empty for the one that was chosen.
+    cross the bus in a step after the first, and the stage reads `disk_bytes`. `why_not` is empty for the chosen one.
     """
 
     placement: PlacementName
@@ -193,6 +207,7 @@ class Candidate:
     turn_bytes: int = 0
     turn_seconds: float = 0.0
     step_bytes: int = 0
+    disk_bytes: int = 0
     why_not: str = ""
 
     @property
@@ -312,6 +327,7 @@ def make_plan(
     measured: Measured | None = None,
     overhead: Overhead | None = None,
     ram_stated: bool = True,
+    free_ram_bytes: int = sys.maxsize,
 ) -> Plan:
     """Return the best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
@@ -321,8 +337,8 @@ def make_plan(
     not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
     What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
     `overhead`. RAM that nobody stated refuses nothing: then
-    windows are taken of what is left to others. When nothing fits, the plan is the one that wants least, with `fits`
-    false.
+    windows are taken of what is left to others. Of RAM `free_ram_bytes` are taken from no others. When
+    nothing fits, the plan is the one that wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -363,6 +379,8 @@ def make_plan(
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
+            kept = None if held is None else sizes.ram_pieces(found, min(ram_bytes, free_ram_bytes))
+            candidate = replace(candidate, disk_bytes=sizes.disk_bytes(found, kept, there, work.calls))
             first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run

@@ -67,6 +67,11 @@ class StagePlan:
         return sum(plan.first_step_seconds for plan in self.units)
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes that it reads from disk."""
+        return sum(plan.disk_bytes for plan in self.units)
+
+    @property
     def seconds(self) -> float:
         """All that it takes."""
         return self.first_step_seconds + (self.steps - 1) * self.step_seconds
@@ -139,6 +144,11 @@ class RunPlan:
     def driver_bytes(self) -> int:
         """The most that the driver counts for this process, as far as it tells: what the budget is for."""
         return max(stage.driver_bytes for stage in self.stages)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that are read from disk, with what is in RAM by now."""
+        return sum(stage.disk_bytes for stage in self.stages)
 
     @property
     def _peak_words(self) -> str:

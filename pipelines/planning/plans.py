@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,13 +105,24 @@ def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: 
     return replace(plan, best=one.best)
 
 
-def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
-    """Return the plan of a whole run, without loading anything. Raises ValueError for what the pipeline cannot run."""
+def plan_run(
+    run: Run,
+    budget_bytes: int,
+    ram_bytes: int,
+    rates: Rates | None,
+    free_ram: Callable[[ManagedModel, int, Sequence[ManagedModel]], int],
+) -> RunPlan:
+    """Return the plan of a whole run, without loading anything. Raises ValueError for what the pipeline cannot run.
+
+    `free_ram` tells the RAM of a budget that a unit takes from no others, once others have run.
+    """
     forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
     place = functools.partial(place, ram_stated=run.ram_stated, reads=functools.cache(reads_pieces))
+    ran = run.encoding.units if "encode" in forecasts else ()
+    place = functools.partial(place, free_ram=lambda unit: free_ram(unit, ram_bytes, ran))
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
@@ -178,8 +190,11 @@ def plan_stage(
     overhead: Overhead | None = None,
     ram_stated: bool = True,
     reads: Callable[[ManagedModel], bool] = reads_pieces,
+    free_ram: Callable[[ManagedModel], int] = lambda unit: sys.maxsize,
 ) -> StagePlan:
     """Return the plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
+
+    `free_ram` tells the RAM that a unit takes from no others.
 
     A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
     least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
@@ -233,6 +248,7 @@ def plan_stage(
             measured=known[unit],
             overhead=overheads[unit],
             ram_stated=ram_stated,
+            free_ram_bytes=ram_left(named[unit], max(0, free_ram(named[unit])), unified),
         )
 
     plans: dict[str, Plan] = {}

@@ -1,0 +1,101 @@
+"""RAM goes to what the next run of the same kind needs, before what the last ones have left; plans say what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ballast
+import newbie_folders
+import pyramid_folders
+import pytest
+import tiny
+from ballast.memory import manager
+from ballast.memory.planning.fit import sizes_of
+
+FAMILIES = ["flux"]
+Folders = Callable[[str], Path]
+
+
+class Runs:
+    """Runs of a pipeline, with RAM for a share of its transformer beside windows and the VAE."""
+
+    def __init__(self, name: str, folder: Path, cache: Path, share: float) -> None:
+        family = tiny.FAMILIES.get(name)
+        self.encoding, self.given = {}, {"width": 64, "height": 64, "steps": 4}
+        if family is not None:
+            size = dict(zip(("width", "height"), family.size, strict=True))
+            self.encoding = {"negative_prompt": "grey" if family.negative else "", **family.encode_kwargs}
+            self.given |= {**size, "frames": family.frames, "guidance": family.guidance, **family.call_kwargs}
+        elif name == "pyramid":
+            self.given |= {"frames": 9, "guidance": 2.0}
+        whole = ballast.open_pipeline(folder, device="sim", cache_dir=cache)
+        for unit in (*whole.encoders, *whole.denoisers, whole.decoder):
+            unit.drop()
+        (self.dit,) = whole.denoisers
+        windows = 3 * max(piece.packed_bytes for piece in sizes_of(self.dit).pieces)
+        self.pipe = whole.within(ram=int(share * self.dit.size_bytes) + windows + whole.decoder.size_bytes)
+        self.conds: dict[str, Any] = {}
+
+    def __call__(self, prompt: str, seed: int) -> int:
+        """Run once. Returns the bytes read from disk, which are those planned."""
+        pipe, mgr = self.pipe, manager("sim")
+        known = {"cond": self.conds[prompt]} if prompt in self.conds else {"prompt": prompt, **self.encoding}
+        plan, begun = pipe.plan(**known, **self.given), mgr.disk_bytes_read
+        cond = self.conds[prompt] = pipe.encode(prompt, **self.encoding)
+        encoded = mgr.disk_bytes_read
+        latents = pipe.sample(cond, seed=seed, **self.given)
+        planned, read = mgr.timeline.stages[-1].planned, mgr.disk_bytes_read - encoded
+        pipe.decode(latents)
+        assert planned is not None and planned.disk_bytes == pytest.approx(read, rel=0.05)
+        assert plan.disk_bytes == pytest.approx(mgr.disk_bytes_read - begun, rel=0.05)
+        return mgr.disk_bytes_read - begun
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def runs(tiny_folders: Folders, sim: ModuleType, root: Path) -> Callable[[str, float], Runs]:
+    def opened(name: str, share: float) -> Runs:
+        ours = {"newbie": newbie_folders.official, "pyramid": lambda folder: pyramid_folders.save("mmdit", folder)}
+        folder = root / name
+        if name not in ours:
+            folder = tiny_folders(name)
+        elif not folder.exists():
+            ours[name](folder)
+        return Runs(name, folder, root / "cache", share)
+
+    return opened
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoders_whose_prompt_is_known_leave_ram_to_the_transformer(
+    name: str, runs: Callable[[str, float], Runs]
+) -> None:
+    run = runs(name, 0.5)
+    encoders = run.pipe.encoders
+    run("a boat", 1)
+    run("a boat", 2)
+    read = run("a boat", 3)
+    assert sum(unit.host_bytes for unit in encoders) < 0.1 * sum(unit.size_bytes for unit in encoders)
+    assert read < 0.65 * run.dit.size_bytes
+    assert run("a boat", 4) == read
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoders_stay_where_each_prompt_is_new(name: str, runs: Callable[[str, float], Runs]) -> None:
+    run = runs(name, 0.5)
+    for number in range(3):
+        run(f"boat {number}", number)
+    assert all(unit.in_ram for unit in run.pipe.encoders)
+
+
+def test_second_run_reads_nothing_where_the_transformer_fits(runs: Callable[[str, float], Runs]) -> None:
+    run = runs("flux", 1.0)
+    run("a car", 1)
+    assert run("a car", 2) == run("a car", 3) == 0
