@@ -99,7 +99,7 @@ class RunPlan:
     caveat: str = ""  # sentences: where a forecast is a bound on what will be, and what LoRAs take
     pictures: int = 1
     at_once: int = 1
-    best: BestBatch | None = None  # None where several pictures cannot be sampled at once
+    best: BestBatch | None = None  # None where several pictures cannot be sampled at once, or one does not fit
 
     @property
     def is_timed(self) -> bool:
@@ -169,7 +169,7 @@ class RunPlan:
     @property
     def first_step_seconds(self) -> float:
         """Seconds of the first sampling step, which brings the weights."""
-        return self._sample.units[0].first_step_seconds
+        return self._sample.first_step_seconds
 
     @property
     def total_seconds(self) -> float:
@@ -318,7 +318,7 @@ def compare(plans: Sequence[RunPlan]) -> str:
         sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
         times = map(plan._time, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
-        best = str(plan.best.pictures if plan.best else 1) if plan.is_timed else "-"
+        best = str(plan.best.pictures if plan.best else 1) if plan.is_timed and plan.samples else "-"
         rows.append((budget, plan.sampling.label, *sizes, *times, best, fits))
     reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
     one = plans[0]
