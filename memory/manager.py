@@ -429,8 +429,8 @@ class MemoryManager:
                 if not (keep or unit.pinned or unit.leases):
                     self._residents.evict(unit)
                     self._residents.copies.keep_budget(unit)
-                elif unit.placement is not None:
-                    unit.placement.settle()
+                else:
+                    self._residents.settle(unit)
         _watch.wake()
 
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:

@@ -113,6 +113,11 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
         places = list(slots(unit.module))
         divided = divide(unit.module, places, unit.calls)
         tables = [slot for table in divided.tables for slot in table.slots]
+        in_files = unit.file_bytes()
+
+        def read_bytes(own: Sequence[Slot]) -> int:
+            return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
+
         sizes = UnitSizes(
             total_bytes=unit.size_bytes,
             table_bytes=nbytes_of(tables),
@@ -126,6 +131,7 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
                     tuple(owner.path for owner in piece.owners),
                     piece.codecs,
                     piece.plain_bytes,
+                    read_bytes(piece.slots) if in_files else None,
                 )
                 for piece in divided.pieces
                 if piece.called
@@ -133,6 +139,8 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
             is_estimate=any(map(_is_estimate, places)),
             dtype=_dtype_of(places),
+            rest_read_bytes=read_bytes(divided.rest) if in_files else None,
+            read_bytes=read_bytes(places) if in_files else None,
         )
         known = _sizes[unit] = (made_by, sizes)
     return known[1]
