@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from .books import Books
 from .budget import Budget, spare_ram_bytes
-from .planning.eviction import Use, choose_shrinks, free_for
+from .planning.eviction import Use, choose_shrinks
+from .planning.ram_state import RamState
 from .reports.timeline import Timeline
 from .schedule import Schedule
 from .units.unit import ManagedModel
@@ -63,16 +64,18 @@ class HostCopies:
         """RAM of the budget that no copy takes."""
         return self._budget.ram_bytes - sum(unit.host_bytes for unit in self._everyone())
 
-    def free_for(self, unit: ManagedModel, ran: Sequence[ManagedModel] = (), ram_bytes: int | None = None) -> int:
-        """RAM that a unit may have without taking it from any that somebody refers to and that runs sooner.
-
-        For a run in which `ran` comes before it, in a RAM budget, by default the present one.
-        """
-        ram_bytes = self._budget.ram_bytes if ram_bytes is None else ram_bytes
-        held = {other: other.host_bytes for other in self._everyone() if not other.is_cached}
-        staying = {other for other in held if not self._may_go(other)}
-        ended = [*self._schedule.ended(), *([ran] if ran else [])]
-        return free_for(unit, ram_bytes, held, staying, self._schedule.units(), ended)
+    def state(self, ram_bytes: int | None = None) -> RamState:
+        """Return what RAM holds now, in a RAM budget, by default the present one."""
+        units = sorted(self._everyone(), key=lambda unit: unit.last_use)
+        return RamState(
+            self._budget.ram_bytes if ram_bytes is None else ram_bytes,
+            {unit: unit.host_bytes for unit in units if unit.host_bytes},
+            {unit: unit.held for unit in units if unit.host_bytes and not unit.in_ram},
+            frozenset(unit for unit in units if not self._may_go(unit)),
+            frozenset(unit for unit in units if unit.is_cached),
+            tuple(self._schedule.units()),
+            tuple(self._schedule.ended()),
+        )
 
     def fixed_bytes(self) -> int:
         """Bytes of the copies that may not be dropped now."""

@@ -26,6 +26,7 @@ from .errors import release_frames
 from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
+from .planning.ram_state import RamState
 from .planning.runplan import StagePlan
 from .reports.guests import guest_reports
 from .reports.report import Report, UnitReport
@@ -374,13 +375,10 @@ class MemoryManager:
         with self._lock:
             return self._residents.copies.room_bytes()
 
-    def ram_for(self, unit: ManagedModel, ram_bytes: int, ran: Sequence[ManagedModel] = ()) -> int:
-        """RAM of a budget that a unit may have without taking it from any that runs before it does again.
-
-        For a run in which `ran` comes before it.
-        """
+    def ram_state(self, ram_bytes: int | None = None) -> RamState:
+        """Return what RAM holds now, for plans in a RAM budget, by default the present one."""
         with self._lock:
-            return self._residents.copies.free_for(unit, ran, ram_bytes)
+            return self._residents.copies.state(ram_bytes)
 
     def make_ram_room(self, wanted_bytes: int) -> int:
         """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""

@@ -90,7 +90,7 @@ class Readings:
 
         An encoder, which is read once wherever to, takes none from others.
         """
-        spare = ram_left(unit, self._copies.free_for(unit), self._accelerator.is_unified)
+        spare = ram_left(unit, self._copies.state().free_for(unit), self._accelerator.is_unified)
         return (spare if unit.role == "text_encoder" else self.left_for(unit)), spare
 
     def left_for(self, unit: ManagedModel, kind: str = "") -> int:

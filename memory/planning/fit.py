@@ -12,7 +12,7 @@ import torch
 
 from ..sizes import format_bytes
 from ..units.branches import keys_of
-from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
+from ..units.pieces import PieceWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
@@ -118,24 +118,19 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
         def read_bytes(own: Sequence[Slot]) -> int:
             return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
 
+        def size_of(piece: PieceWeights) -> PieceSize:
+            paths = tuple(owner.path for owner in piece.owners)
+            read = read_bytes(piece.slots) if in_files else None
+            return PieceSize(piece.packed_bytes, piece.held_bytes, paths, piece.codecs, piece.plain_bytes, read)
+
         sizes = UnitSizes(
             total_bytes=unit.size_bytes,
             table_bytes=nbytes_of(tables),
             fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
             decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
             decoding=decoding_bytes(divided.owners, places),
-            pieces=tuple(
-                PieceSize(
-                    piece.packed_bytes,
-                    piece.held_bytes,
-                    tuple(owner.path for owner in piece.owners),
-                    piece.codecs,
-                    piece.plain_bytes,
-                    read_bytes(piece.slots) if in_files else None,
-                )
-                for piece in divided.pieces
-                if piece.called
-            ),
+            pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
+            idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
             is_estimate=any(map(_is_estimate, places)),
             dtype=_dtype_of(places),

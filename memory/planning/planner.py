@@ -63,7 +63,8 @@ class UnitSizes:
     `decoding` takes so much for a moment when each of these modules is called, "" when the unit itself is.
     With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
     computes in `dtype`, as safetensors names it. Of files `read_bytes` are read for all, and `rest_read_bytes` for what
-    lies outside all pieces; None for what these are as stored.
+    lies outside all pieces; None for what these are as stored. The `idle` pieces, which no call needs, are numbered
+    after the others.
     """
 
     total_bytes: int
@@ -77,6 +78,7 @@ class UnitSizes:
     dtype: str = "BF16"
     read_bytes: int | None = None
     rest_read_bytes: int | None = None
+    idle: tuple[PieceSize, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -154,21 +156,28 @@ class UnitSizes:
         Those that are `there` by now, None for all, are not read for it.
         """
         rest_bytes = self.fixed_bytes - self.decoded_bytes if self.rest_read_bytes is None else self.rest_read_bytes
-        whole_bytes = self.total_bytes if self.read_bytes is None else self.read_bytes
         if kept is None:
-            return 0 if there is None else whole_bytes - self.piece_read_bytes(there)
+            return self.missing_bytes(there)
         again = set(found.copied) - kept  # in each call
         once = set(range(len(self.pieces))) - again - (kept if there is None else kept & there)
         return rest_bytes + self.piece_read_bytes(once) + calls * self.piece_read_bytes(again)
 
+    def missing_bytes(self, there: frozenset[int] | None) -> int:
+        """Return what is to be read for all weights where these pieces are there, None for all."""
+        whole_bytes = self.total_bytes if self.read_bytes is None else self.read_bytes
+        return 0 if there is None else whole_bytes - self.piece_read_bytes(there)
+
     def piece_read_bytes(self, pieces: Iterable[int]) -> int:
         """Return what these of the pieces take in files."""
-        each = (self.pieces[i] for i in pieces)
+        each = map(self._piece, pieces)
         return sum(piece.packed_bytes if piece.read_bytes is None else piece.read_bytes for piece in each)
 
     def ram_bytes(self, pieces: Iterable[int]) -> int:
         """Return what these of the pieces take in RAM."""
-        return sum(self.pieces[i].packed_bytes for i in pieces)
+        return sum(self._piece(i).packed_bytes for i in pieces)
+
+    def _piece(self, i: int) -> PieceSize:
+        return self.pieces[i] if i < len(self.pieces) else self.idle[i - len(self.pieces)]
 
 
 def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
@@ -197,7 +206,8 @@ class Candidate:
     `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
     weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
     and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
-    cross the bus in a step after the first, and the stage reads `disk_bytes`. `why_not` is empty for the chosen one.
+    cross the bus in a step after the first, and the stage reads `disk_bytes`. Then RAM has the pieces that are `kept`,
+    None for all weights, beside `windows_bytes`. `why_not` is empty for the chosen one.
     """
 
     placement: PlacementName
@@ -222,6 +232,8 @@ class Candidate:
     turn_seconds: float = 0.0
     step_bytes: int = 0
     disk_bytes: int = 0
+    kept: frozenset[int] | None = None
+    windows_bytes: int = 0
     why_not: str = ""
 
     @property
@@ -394,7 +406,8 @@ def make_plan(
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
             kept = None if held is None else sizes.ram_pieces(found, min(ram_bytes, free_ram_bytes))
-            candidate = replace(candidate, disk_bytes=sizes.disk_bytes(found, kept, there, work.calls))
+            read, windows = sizes.disk_bytes(found, kept, there, work.calls), window_bytes(sizes, placement)
+            candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
             first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run

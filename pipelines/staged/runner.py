@@ -217,7 +217,7 @@ class StageRunner(ModelFamily):
             card=card_of(self.manager.device),
             unified=self.manager.accelerator.is_unified,
             outside_bytes=self.manager.accelerator.outside_bytes(),
-            free_ram=functools.partial(self.manager.ram_for, ram_bytes=ram_bytes),
+            ram=self.manager.ram_state(ram_bytes),
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)

@@ -300,7 +300,8 @@ def test_what_is_needed_next_stays_in_ram(
         again = drawn(opened(tiny_folders, tmp_path / f"again {known}", ram=ram), PROMPTS[:2])
         read[known] = mgr.disk_bytes_read - before
         assert all(map(torch.equal, again, expected))
-    assert read[True] <= 0.5 * read[False]
+    in_files = sum(parameter.nbytes for unit in pipe.encoders for parameter in unit.module.parameters())
+    assert read[True] < in_files < read[False], "nothing but encoders, and not all of these"
 
 
 @pytest.mark.long
