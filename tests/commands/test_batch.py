@@ -363,7 +363,7 @@ def test_three_equal_lists_in_three_processes_make_each_result_once(name: str, t
     frames, (width, height) = (family.frames, family.size) if family else (9 if "pyramid" in name else None, (64, 64))
     line = {"prompt": "a red boat", **({"frames": frames} if frames else {})}
     lines, out = jsonl(tmp_path / "prompts.jsonl", line), tmp_path / "out"
-    given = ["batch", lines, "--model", model, "--out", out, "--device", "sim", "--vram", "1GB", "--steps", "1"]
+    given = ["batch", lines, "--model", model, "--out", out, "--device", "sim", "--vram", "1GB", "--steps", "2"]
     given += ["--width", width, "--height", height]
     command = [sys.executable, "-c", _COMMAND, str(TESTS / "support"), *map(str, given)]
     found = []
