@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 from .books import Books
 from .budget import Budget, spare_ram_bytes
 from .planning.eviction import Use, choose_shrinks
+from .planning.ram_state import RamState
 from .reports.timeline import Timeline
+from .schedule import Schedule
 from .units.unit import ManagedModel
 from .vocabulary import Role
 
@@ -15,7 +17,8 @@ from .vocabulary import Role
 class HostCopies:
     """The copies in RAM, within the RAM budget of one manager. Dropping a copy costs reading it again.
 
-    `everyone` are the units of all managers, which share the RAM; `coming` tells what will run, None if unknown.
+    `everyone` are the units of all managers, which share the RAM; `schedule` says what will run, `coming` as the
+    policy looks at it.
     """
 
     def __init__(
@@ -24,10 +27,11 @@ class HostCopies:
         everyone: Callable[[], list[ManagedModel]],
         budget: Budget,
         timeline: Timeline,
+        schedule: Schedule,
         coming: Callable[[], list[Use] | None],
     ) -> None:
         self._books, self._everyone, self._budget = books, everyone, budget
-        self._timeline, self._coming = timeline, coming
+        self._timeline, self._schedule, self._coming = timeline, schedule, coming
 
     def keep_budget(self, wanted: ManagedModel | None = None, wanted_bytes: int = 0) -> None:
         """Drop copies until those left, and `wanted_bytes` more, keep the RAM budget."""
@@ -60,19 +64,31 @@ class HostCopies:
         """RAM of the budget that no copy takes."""
         return self._budget.ram_bytes - sum(unit.host_bytes for unit in self._everyone())
 
-    def wanted_bytes(self, unit: ManagedModel) -> int:
-        """Bytes of the copies, other than a unit's, that somebody refers to."""
-        return sum(other.host_bytes for other in self._everyone() if other is not unit and not other.is_cached)
+    def state(self, ram_bytes: int | None = None) -> RamState:
+        """Return what RAM holds now, in a RAM budget, by default the present one."""
+        units = sorted(self._everyone(), key=lambda unit: unit.last_use)
+        return RamState(
+            self._budget.ram_bytes if ram_bytes is None else ram_bytes,
+            {unit: unit.host_bytes for unit in units if unit.host_bytes},
+            {unit: unit.held for unit in units if unit.host_bytes and not unit.in_ram},
+            frozenset(unit for unit in units if not self._may_go(unit)),
+            frozenset(unit for unit in units if unit.is_cached),
+            tuple(self._schedule.units()),
+            tuple(self._schedule.ended()),
+        )
 
     def fixed_bytes(self) -> int:
         """Bytes of the copies that may not be dropped now."""
         droppable = self._droppable()
         return sum(unit.host_bytes for unit in self._everyone() if unit not in droppable)
 
+    def _may_go(self, unit: ManagedModel) -> bool:
+        return unit.reloadable and not unit.leases and not unit.placement
+
     def _droppable(self) -> dict[ManagedModel, int]:
         """Return the copies that can be read again, least recently used first."""
         holding = sorted((u for u in self._everyone() if u.host_bytes), key=lambda unit: unit.last_use)
-        return {u: u.host_bytes for u in holding if u.reloadable and not u.leases and not u.placement}
+        return {u: u.host_bytes for u in holding if self._may_go(u)}
 
     def _drop(self, droppable: dict[ManagedModel, int], capacity_bytes: int, wanted: Use) -> None:
         cached = {unit for unit in droppable if unit.is_cached}

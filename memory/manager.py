@@ -26,6 +26,7 @@ from .errors import release_frames
 from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
+from .planning.ram_state import RamState
 from .planning.runplan import StagePlan
 from .reports.guests import guest_reports
 from .reports.report import Report, UnitReport
@@ -374,6 +375,11 @@ class MemoryManager:
         with self._lock:
             return self._residents.copies.room_bytes()
 
+    def ram_state(self, ram_bytes: int | None = None) -> RamState:
+        """Return what RAM holds now, for plans in a RAM budget, by default the present one."""
+        with self._lock:
+            return self._residents.copies.state(ram_bytes)
+
     def make_ram_room(self, wanted_bytes: int) -> int:
         """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
         with self._lock:
@@ -421,8 +427,8 @@ class MemoryManager:
                 if not (keep or unit.pinned or unit.leases):
                     self._residents.evict(unit)
                     self._residents.copies.keep_budget(unit)
-                elif unit.placement is not None:
-                    unit.placement.settle()
+                else:
+                    self._residents.settle(unit)
         _watch.wake()
 
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:

@@ -86,12 +86,11 @@ class Readings:
         return self._held_in.get(unit)
 
     def ram_for(self, unit: ManagedModel) -> tuple[int, int]:
-        """RAM for the pieces of a unit that cannot have all, and as much as there is without taking it from others.
+        """RAM for the pieces of a unit that cannot have all, and what of it is taken from none that run sooner.
 
         An encoder, which is read once wherever to, takes none from others.
         """
-        spare = self._budget.ram_bytes - self._copies.wanted_bytes(unit)
-        spare = ram_left(unit, spare, self._accelerator.is_unified)
+        spare = ram_left(unit, self._copies.state().free_for(unit), self._accelerator.is_unified)
         return (spare if unit.role == "text_encoder" else self.left_for(unit)), spare
 
     def left_for(self, unit: ManagedModel, kind: str = "") -> int:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 from .accelerator import Accelerator
 from .books import Books
@@ -56,7 +55,7 @@ class Residents:
         self.timeline = Timeline(accelerator, self._on_device, lambda: guests_on(accelerator.device))
         self.device_bytes_in = 0
         self.work = WorkBook()
-        self.copies = HostCopies(books, everyone, self.budget, self.timeline, self._coming)
+        self.copies = HostCopies(books, everyone, self.budget, self.timeline, self.schedule, self._coming)
         self.readings = Readings(accelerator, self.units, self.budget, self.copies, self.timeline, self._give_ram)
         self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
         # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and
@@ -145,7 +144,7 @@ class Residents:
         """Note what its run took. What one that `failed` took tells nothing."""
         if called := self._called.pop(unit, None):
             before, held_bytes, had_bytes, decoded = called
-            peak = self._came(unit, "ran")
+            peak = self.timeline.record("ran", unit, self._came(unit)).peak_bytes
             if not failed:  # nor do weights count that were decoded for good meanwhile
                 measured = peak - before - max(0, unit.resident_bytes - had_bytes)
                 self.work.took(unit, measured, held_bytes, decoded)
@@ -179,6 +178,12 @@ class Residents:
             left = placement.resident_bytes
             placement.remove()
         self.timeline.record("evict", unit, left)
+
+    def settle(self, unit: ManagedModel) -> None:
+        """Wait for what is still coming of a unit that stays on the device."""
+        if unit.placement is not None:
+            unit.placement.settle()
+            self._came(unit)
 
     def leave_soon(self, unit: ManagedModel) -> None:
         """Evict a unit as soon as it does not run."""
@@ -277,7 +282,7 @@ class Residents:
             else:
                 unit.placement = placement
                 placement.goes_with(unit)
-                self._came(unit, "place")
+                self._placed(unit)
                 return
 
     def _give_ram(self, wanted: ManagedModel, missing_bytes: int) -> None:
@@ -411,7 +416,7 @@ class Residents:
         if alone:
             unit.placement.decode()
         if is_short:
-            self._came(unit, "place")
+            self._placed(unit)
 
     def _coming(self) -> list[Use] | None:
         return self.schedule.uses(self.work.working_bytes)
@@ -422,12 +427,15 @@ class Residents:
         placed = sorted((u for u in self.units() if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
-    def _came(self, unit: ManagedModel, kind: Literal["place", "ran"]) -> int:
-        """Count what a unit has brought to the device. Returns the highest allocation meanwhile."""
+    def _placed(self, unit: ManagedModel) -> None:
+        self.timeline.record("place", unit, self._came(unit))
+
+    def _came(self, unit: ManagedModel) -> int:
+        """Count what a unit has brought to the device since this was last asked. Returns the bytes."""
         came = unit.placement.take_bytes_in() if unit.placement else 0
         self.device_bytes_in += came
         self.readings.disk_bytes += unit.placement.take_bytes_read() if unit.placement else 0
-        return self.timeline.record(kind, unit, came).peak_bytes
+        return came
 
     def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
         """Return whether a unit is placed or divided otherwise than `strategy` wants, or than it now could be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from .units.unit import ManagedModel
 
 _Refs = list[weakref.ref[ManagedModel]]
 
+_STAGES = 64  # that are remembered, to guess what comes again
+
 
 class Schedule:
     """The coming runs of units, which it refers to weakly. Not known until it is set."""
@@ -18,6 +21,7 @@ class Schedule:
     def __init__(self) -> None:
         self._told: _Refs | None = None
         self._stage: _Refs | None = None
+        self._ended: deque[_Refs] = deque(maxlen=_STAGES)  # the units of the last stages
 
     def set(self, units: Sequence[ManagedModel] | None) -> None:
         """Set the units that are coming, or None when that is not known any more."""
@@ -36,6 +40,7 @@ class Schedule:
             yield
         finally:
             self._stage = before
+            self._ended.append(_refs(units))
 
     def strike(self, unit: ManagedModel) -> None:
         """Take the next run of a unit off, and those before it, which did not come."""
@@ -56,8 +61,16 @@ class Schedule:
 
     def units(self) -> list[ManagedModel]:
         """Return what is coming and still there, in order; nothing where that is not known."""
-        return [unit for ref in [*(self._stage or []), *(self._told or [])] if (unit := ref()) is not None]
+        return _there([*(self._stage or []), *(self._told or [])])
+
+    def ended(self) -> list[list[ManagedModel]]:
+        """Return the units of the last stages that are still there, in order."""
+        return [_there(units) for units in self._ended]
 
 
 def _refs(units: Sequence[ManagedModel]) -> _Refs:
     return [weakref.ref(unit) for unit in units]
+
+
+def _there(refs: _Refs) -> list[ManagedModel]:
+    return [unit for ref in refs if (unit := ref()) is not None]

@@ -34,7 +34,7 @@ class LlmInt8(Scaled):
     @property
     def workspace_bytes(self) -> int:
         """That of a chunk, and the scales."""
-        return super().workspace_bytes + 8 * self.scales
+        return super().workspace_bytes + 4 * self.scales
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         super()._decode((parts[0], parts[1].to(torch.float32) / LARGEST), out)

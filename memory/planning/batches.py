@@ -13,17 +13,19 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _GAIN = 1.05  # times as long is as good: a smaller batch is there sooner
 
 
-def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch:
-    """Return the smallest batch of which a picture takes hardly longer than of any other that fits.
+def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch | None:
+    """Return the smallest batch of which a picture takes hardly longer than of any other that fits; None if none does.
 
     `stage_of` gives the plan of sampling so many pictures at once.
     """
     each: dict[int, float] = {}
     for pictures in _SIZES:
         stage = stage_of(pictures)
-        if each and not all(plan.fits for plan in stage.units):
+        if not all(plan.fits for plan in stage.units):
             break
         each[pictures] = stage.seconds / pictures
+    if not each:
+        return None
     least = min(each.values())
     found = next(pictures for pictures, seconds in each.items() if seconds <= _GAIN * least)
     return BestBatch(found, each[found])

@@ -7,8 +7,9 @@ use is farthest go (Belady's rule, which is optimal for what can be divided); wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -46,6 +47,43 @@ def choose_shrinks(
             found[unit] = min(others[unit], missing)
             missing -= found[unit]
     return found
+
+
+def free_for(
+    unit: Key,
+    capacity_bytes: int,
+    held: Mapping[Key, int],
+    staying: Set[Key],
+    told: Sequence[Key],
+    ended: Sequence[Collection[Key]],
+) -> int:
+    """Return the bytes that a unit may hold without taking them from any that runs before it does again.
+
+    Nor does it take any from those that are `staying`; nor from any other as long as nobody can tell. `held` are the
+    bytes of all, out of `capacity_bytes`. For `told` and `ended` see `runs_sooner`.
+    """
+    sooner = runs_sooner(unit, told, ended)
+    others = (other for other in held if other != unit and (sooner is None or other in sooner or other in staying))
+    return capacity_bytes - sum(held[other] for other in others)
+
+
+def runs_sooner(unit: Key, told: Sequence[Key], ended: Sequence[Collection[Key]]) -> set[Key] | None:
+    """Return the units that run before one does again, None where nobody can tell.
+
+    `told` are those that run next, in order, and `ended` those of the last stages. What is told counts first. After it
+    runs repeat: what ran since the unit last did comes again. Runs of a unit that follow each other, as those of a
+    list do, count as one.
+    """
+    sooner: set[Key] = set()
+    for other in dropwhile(lambda other: other == unit, told):
+        if other == unit:
+            return sooner
+        sooner.add(other)
+    for stage in dropwhile(lambda stage: unit in stage, reversed(ended)):
+        sooner.update(stage)
+        if unit in stage:
+            return sooner - {unit}
+    return None
 
 
 def _by_next_use(units: Iterable[Key], future: Sequence[Use]) -> list[Key]:

@@ -12,7 +12,7 @@ import torch
 
 from ..sizes import format_bytes
 from ..units.branches import keys_of
-from ..units.pieces import decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
+from ..units.pieces import PieceWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
 from .decoded import decoded_for_good
@@ -113,26 +113,29 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
         places = list(slots(unit.module))
         divided = divide(unit.module, places, unit.calls)
         tables = [slot for table in divided.tables for slot in table.slots]
+        in_files = unit.file_bytes()
+
+        def read_bytes(own: Sequence[Slot]) -> int:
+            return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
+
+        def size_of(piece: PieceWeights) -> PieceSize:
+            paths = tuple(owner.path for owner in piece.owners)
+            read = read_bytes(piece.slots) if in_files else None
+            return PieceSize(piece.packed_bytes, piece.held_bytes, paths, piece.codecs, piece.plain_bytes, read)
+
         sizes = UnitSizes(
             total_bytes=unit.size_bytes,
             table_bytes=nbytes_of(tables),
             fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
             decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
             decoding=decoding_bytes(divided.owners, places),
-            pieces=tuple(
-                PieceSize(
-                    piece.packed_bytes,
-                    piece.held_bytes,
-                    tuple(owner.path for owner in piece.owners),
-                    piece.codecs,
-                    piece.plain_bytes,
-                )
-                for piece in divided.pieces
-                if piece.called
-            ),
+            pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
+            idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
             tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
             is_estimate=any(map(_is_estimate, places)),
             dtype=_dtype_of(places),
+            rest_read_bytes=read_bytes(divided.rest) if in_files else None,
+            read_bytes=read_bytes(places) if in_files else None,
         )
         known = _sizes[unit] = (made_by, sizes)
     return known[1]

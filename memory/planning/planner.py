@@ -7,6 +7,7 @@ least max(compute, streamed bytes / bandwidth).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,8 @@ from .tiers import held_in_ram
 class PieceSize:
     """A piece's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
 
-    `codecs` are how those are stored that are decoded at each call; decoded, all have `plain_bytes`.
+    `codecs` are how those are stored that are decoded at each call; decoded, all have `plain_bytes`. In files they take
+    `read_bytes`, None for as many as packed.
     """
 
     packed_bytes: int
@@ -37,6 +39,7 @@ class PieceSize:
     paths: tuple[str, ...] = ()
     codecs: tuple[Codec, ...] = ()
     plain_bytes: int = 0
+    read_bytes: int | None = None
 
     def decode_seconds(self, rates: Rates) -> float:
         """Return what decoding takes of a call."""
@@ -59,7 +62,9 @@ class UnitSizes:
     which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
     `decoding` takes so much for a moment when each of these modules is called, "" when the unit itself is.
     With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
-    computes in `dtype`, as safetensors names it.
+    computes in `dtype`, as safetensors names it. Of files `read_bytes` are read for all, and `rest_read_bytes` for what
+    lies outside all pieces; None for what these are as stored. The `idle` pieces, which no call needs, are numbered
+    after the others.
     """
 
     total_bytes: int
@@ -71,6 +76,9 @@ class UnitSizes:
     decoding: HeldBytes = ()
     is_estimate: bool = False
     dtype: str = "BF16"
+    read_bytes: int | None = None
+    rest_read_bytes: int | None = None
+    idle: tuple[PieceSize, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -109,6 +117,8 @@ class UnitSizes:
         Of a unit that is called once before its weights leave none is to be decoded for good.
         """
         rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
+        if read := self.piece_read_bytes(range(len(self.pieces))):  # what is cast on the way is so much faster read
+            from_disk *= self.ram_bytes(range(len(self.pieces))) / read
         once = work is not None and work.turns > 1 and not work.repeats
         if work is None or not work.modules:
             even = Loads.even(self.pieces)
@@ -138,9 +148,36 @@ class UnitSizes:
         held = tuple(piece.held_bytes for piece in self.pieces)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
+    def disk_bytes(
+        self, found: Arrangement, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int
+    ) -> int:
+        """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some pieces, None for all.
+
+        Those that are `there` by now, None for all, are not read for it.
+        """
+        rest_bytes = self.fixed_bytes - self.decoded_bytes if self.rest_read_bytes is None else self.rest_read_bytes
+        if kept is None:
+            return self.missing_bytes(there)
+        again = set(found.copied) - kept  # in each call
+        once = set(range(len(self.pieces))) - again - (kept if there is None else kept & there)
+        return rest_bytes + self.piece_read_bytes(once) + calls * self.piece_read_bytes(again)
+
+    def missing_bytes(self, there: frozenset[int] | None) -> int:
+        """Return what is to be read for all weights where these pieces are there, None for all."""
+        whole_bytes = self.total_bytes if self.read_bytes is None else self.read_bytes
+        return 0 if there is None else whole_bytes - self.piece_read_bytes(there)
+
+    def piece_read_bytes(self, pieces: Iterable[int]) -> int:
+        """Return what these of the pieces take in files."""
+        each = map(self._piece, pieces)
+        return sum(piece.packed_bytes if piece.read_bytes is None else piece.read_bytes for piece in each)
+
     def ram_bytes(self, pieces: Iterable[int]) -> int:
         """Return what these of the pieces take in RAM."""
-        return sum(self.pieces[i].packed_bytes for i in pieces)
+        return sum(self._piece(i).packed_bytes for i in pieces)
+
+    def _piece(self, i: int) -> PieceSize:
+        return self.pieces[i] if i < len(self.pieces) else self.idle[i - len(self.pieces)]
 
 
 def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
@@ -169,7 +206,8 @@ class Candidate:
     `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
     weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
     and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
-    cross the bus in a step after the first. `why_not` is empty for the one that was chosen.
+    cross the bus in a step after the first, and the stage reads `disk_bytes`. Then RAM has the pieces that are `kept`,
+    None for all weights, beside `windows_bytes`. `why_not` is empty for the chosen one.
     """
 
     placement: PlacementName
@@ -193,6 +231,9 @@ class Candidate:
     turn_bytes: int = 0
     turn_seconds: float = 0.0
     step_bytes: int = 0
+    disk_bytes: int = 0
+    kept: frozenset[int] | None = None
+    windows_bytes: int = 0
     why_not: str = ""
 
     @property
@@ -312,6 +353,7 @@ def make_plan(
     measured: Measured | None = None,
     overhead: Overhead | None = None,
     ram_stated: bool = True,
+    free_ram_bytes: int = sys.maxsize,
 ) -> Plan:
     """Return the best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
@@ -321,8 +363,8 @@ def make_plan(
     not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
     What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
     `overhead`. RAM that nobody stated refuses nothing: then
-    windows are taken of what is left to others. When nothing fits, the plan is the one that wants least, with `fits`
-    false.
+    windows are taken of what is left to others. Of RAM `free_ram_bytes` are taken from no others. When
+    nothing fits, the plan is the one that wants least, with `fits` false.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -363,6 +405,9 @@ def make_plan(
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
+            kept = None if held is None else sizes.ram_pieces(found, min(ram_bytes, free_ram_bytes))
+            read, windows = sizes.disk_bytes(found, kept, there, work.calls), window_bytes(sizes, placement)
+            candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
             first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
@@ -462,14 +507,15 @@ def _short_of_ram(
 ) -> Candidate:
     """Return the same where RAM does not hold all."""
     held = sizes.ram_bytes(sizes.ram_pieces(found, ram_bytes))
-    read = found.read_bytes / rates.disk_bytes_per_second * calls_per_step
+    read_bytes = sizes.piece_read_bytes(found.from_disk)
+    read = read_bytes / rates.disk_bytes_per_second * calls_per_step
     return replace(
         candidate,
         from_disk=True,
         ram_bytes=window_bytes(sizes, candidate.placement) + held,
         bound_seconds=max(candidate.bound_seconds, read),
         transfer_seconds=max(candidate.transfer_seconds, read),
-        read_bytes=found.read_bytes,
+        read_bytes=read_bytes,
         read_seconds=read,
     )
 

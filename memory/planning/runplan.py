@@ -67,6 +67,11 @@ class StagePlan:
         return sum(plan.first_step_seconds for plan in self.units)
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes that it reads from disk."""
+        return sum(plan.disk_bytes for plan in self.units)
+
+    @property
     def seconds(self) -> float:
         """All that it takes."""
         return self.first_step_seconds + (self.steps - 1) * self.step_seconds
@@ -94,7 +99,7 @@ class RunPlan:
     caveat: str = ""  # sentences: where a forecast is a bound on what will be, and what LoRAs take
     pictures: int = 1
     at_once: int = 1
-    best: BestBatch | None = None  # None where several pictures cannot be sampled at once
+    best: BestBatch | None = None  # None where several pictures cannot be sampled at once, or one does not fit
 
     @property
     def is_timed(self) -> bool:
@@ -141,6 +146,11 @@ class RunPlan:
         return max(stage.driver_bytes for stage in self.stages)
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes that are read from disk, with what is in RAM by now."""
+        return sum(stage.disk_bytes for stage in self.stages)
+
+    @property
     def _peak_words(self) -> str:
         """The peak, and where the driver counts more, that."""
         peak, driver = format_bytes(self.peak_vram_bytes), format_bytes(self.driver_bytes)
@@ -159,7 +169,7 @@ class RunPlan:
     @property
     def first_step_seconds(self) -> float:
         """Seconds of the first sampling step, which brings the weights."""
-        return self._sample.units[0].first_step_seconds
+        return self._sample.first_step_seconds
 
     @property
     def total_seconds(self) -> float:
@@ -311,7 +321,7 @@ def compare(plans: Sequence[RunPlan]) -> str:
         sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
         times = map(plan._time, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
-        best = str(plan.best.pictures if plan.best else 1) if plan.is_timed else "-"
+        best = str(plan.best.pictures if plan.best else 1) if plan.is_timed and plan.samples else "-"
         rows.append((budget, plan.sampling.label, *sizes, *times, best, fits))
     reasons = "\n".join(f"{format_bytes(plan.budget_bytes)}: {plan.reason}" for plan in plans)
     one = plans[0]

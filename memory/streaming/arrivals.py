@@ -30,7 +30,7 @@ class Arrivals:
         return bool(self._owing)
 
     def take_bytes(self) -> tuple[int, int]:
-        """Bytes that have come since this was last asked, and those of them that were not in RAM."""
+        """Bytes that have come since this was last asked, and those of files that were read for them."""
         taken, self._bytes_in, self._bytes_read = (self._bytes_in, self._bytes_read), 0, 0
         return taken
 
@@ -117,7 +117,7 @@ class Arrivals:
         for source, target in in_ram:
             self._queues.copy(target, source, after, done)
         self._bytes_in += sum(target.nbytes for _, target in in_ram + on_disk)
-        self._bytes_read += sum(target.nbytes for _, target in on_disk)
+        self._bytes_read += self._supply.file_bytes([source for source, _ in on_disk])
         piece.sent, piece.arrived = True, done if in_ram else None
         self._owing.remove(piece)
 

@@ -131,7 +131,7 @@ class Placement:
         return taken
 
     def take_bytes_read(self) -> int:
-        """Return the bytes of them that were not in RAM."""
+        """Return the bytes of files that were read for them."""
         self._count()
         taken, self._bytes_read = self._bytes_read, 0
         return taken
@@ -176,9 +176,11 @@ class Placement:
         self._supply.await_disk([weight])
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
-            rows = rows_of(slot, self._found.get(id(weight)), ids.cpu()).to(self.device)
+            ids = ids.cpu()
+            rows = rows_of(slot, self._found.get(id(weight)), ids).to(self.device)
             self._bytes_in += rows.nbytes
-            self._bytes_read += rows.nbytes * weight.is_meta
+            if nbytes := self._supply.file_bytes([weight]):
+                self._bytes_read += nbytes * ids.unique().numel() // len(slot.holder[slot.key])
             return rows
 
         with LookUp(slot.holder[slot.key], fetch):
@@ -188,7 +190,7 @@ class Placement:
         """Bring weights to the device: from RAM, or from the disk through the windows, which must be open."""
         copies = self._supply.bring([slot.tensor for slot in moving], self.device)
         came = sum(tensor.nbytes for tensor in copies.values())
-        self._bytes_read += came
+        self._bytes_read += self._supply.file_bytes([slot.tensor for slot in moving])
         for slot in moving:
             if id(slot.tensor) not in copies:
                 self._supply.await_ram([slot.tensor])

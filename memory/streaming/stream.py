@@ -318,8 +318,7 @@ class Streamed(Placement):
         self._supply.load(place)
         place.holds = True  # not before, in case it is interrupted
         self._bytes_in += place.piece.packed_bytes
-        if self._supply.is_on_disk(place.piece):
-            self._bytes_read += place.piece.stored_bytes
+        self._bytes_read += self._supply.file_bytes(place.piece.tensors())
 
     def _keep_decoded(self, piece: Piece) -> None:
         """Keep a resident piece dequantized."""

@@ -94,13 +94,14 @@ class Supply:
 
     def passed(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that these have come, of which some are on disk."""
-        self._incoming.progress.passes(self._file_bytes(tensors))
+        self._incoming.progress.passes(self.file_bytes(tensors))
 
     def expect(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that these are going to come."""
-        self._incoming.progress.expect(self._file_bytes(tensors))
+        self._incoming.progress.expect(self.file_bytes(tensors))
 
-    def _file_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+    def file_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the bytes of files that hold these, as far as they are on disk."""
         return sum(file_bytes(self._on_disk[key]) for key in {id(tensor) for tensor in tensors} & self._on_disk.keys())
 
     def follow(self, groups: Sequence[Sequence[Copy]]) -> None:

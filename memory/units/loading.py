@@ -118,11 +118,11 @@ def bytes_to_read(
     stored: Mapping[str, Source],
     calls: CallOrder | None = None,
     pieces: Collection[int] | None = None,
-) -> int:
-    """Bytes of files that the same takes; 0 if not all is found."""
+) -> int | None:
+    """Bytes of files that the same takes; None if not all is found."""
     found = find_stored(module, stored)
     if found is None:
-        return 0
+        return None
     wanted = [slot.tensor for slot in slots(module)]
     if pieces is not None:
         divided = divide(module, list(slots(module)), calls or CallOrder())

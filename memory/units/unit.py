@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, PlacementName, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
-from .encoding import Source, mark_encoded, mark_made, unmark_encoded, unmark_made
+from .encoding import Source, file_bytes, host_tensor, mark_encoded, mark_made, unmark_encoded, unmark_made
 from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
 from .made_file import note_use, read_made, write_made
 from .pieces import CallOrder, PieceWeights, divide
@@ -338,7 +338,7 @@ class ManagedModel:
         return self._read is not None
 
     def load(self, look: Look = lambda read: None, behind: bool = False) -> int:
-        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes read.
+        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes of files that takes.
 
         `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
         reading, and nothing of what was read stays. With `behind` this returns at once where it can; then the unit has
@@ -348,9 +348,9 @@ class ManagedModel:
             if not behind:
                 self.await_reading()
             return 0
-        here = sum(self._held.values())
         if behind and (coming := self.read_ahead(look)):
             return coming
+        coming = self.bytes_to_read()
         try:
             if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
                 with building, torch.inference_mode(), Interruptible(look):
@@ -358,15 +358,16 @@ class ManagedModel:
         except BaseException as error:
             release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
             raise
-        return self._is_in_ram(here)
+        self._is_in_ram()
+        return coming
 
     def bytes_to_read(self, pieces: Collection[int] | None = None) -> int:
         """Bytes of files that `load` takes, or `hold` for these pieces; of the weights where files do not tell."""
         if self._on_host or self._read is None:
             return 0
         missing = None if pieces is None else set(pieces) - self.held
-        told = bytes_to_read(self.module, self._stored(), self.calls, missing) if self._stored else 0
-        return told or self.size_bytes
+        told = bytes_to_read(self.module, self._stored(), self.calls, missing) if self._stored else None
+        return self.size_bytes - self.branch_bytes if told is None else told
 
     def read_ahead(self, look: Look = lambda read: None) -> int:
         """Begin to bring the weights to RAM, as `load` does with `behind`. Returns the bytes that come.
@@ -375,15 +376,17 @@ class ManagedModel:
         """
         if self._on_host or self._read is None or self._stored is None or self.maker:
             return 0
-        here = sum(self._held.values())
+        coming = self.bytes_to_read()
         self.reading = load_behind(self.module, self._stored(), look, self.calls)
-        return self._is_in_ram(here) if self.reading else 0
+        if not self.reading:
+            return 0
+        self._is_in_ram()
+        return coming
 
-    def _is_in_ram(self, before: int) -> int:
-        """Note that RAM holds all, or soon does. Returns the bytes that were not there `before`."""
+    def _is_in_ram(self) -> None:
+        """Note that RAM holds all, or soon does."""
         self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
         self._held.clear()
-        return max(0, self.size_bytes - self.branch_bytes - before)
 
     def await_reading(self) -> None:
         """Wait until all that is being read has come. Raises what the reading raised; then it is given up."""
@@ -422,6 +425,7 @@ class ManagedModel:
         missing = sorted(set(pieces) - set(self._held))
         if self._on_host or not missing or self._stored is None:
             return 0
+        coming = self.bytes_to_read(missing)
         if behind:
             self.reading = load_behind(self.module, self._stored(), look, self.calls, missing)
             self._coming = frozenset(missing)
@@ -432,9 +436,9 @@ class ManagedModel:
                 release_frames(error)
                 raise
         divided = self._pieces()
-        read = {i: divided[i].stored_bytes for i in missing}
-        self._held, self._held_calls = self._held | read, self.calls
-        return sum(read.values())
+        self._held |= {i: divided[i].stored_bytes for i in missing}
+        self._held_calls = self.calls
+        return coming
 
     def keep(self, pieces: Collection[int]) -> int:
         """Give up what is in RAM of it but these of its pieces. Returns the bytes freed."""
@@ -462,6 +466,12 @@ class ManagedModel:
         """
         stored = self._stored() if self._stored and not self.maker else {}
         return stored if stored and find_stored(self.module, stored) is not None else None
+
+    def file_bytes(self) -> dict[int, int]:
+        """Return the bytes of files that each of the tensors takes that lie there, by the `id` of what it holds now."""
+        stored = self._stored() if self._stored else {}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {id(host_tensor(each)): file_bytes(at) for name, each in named if (at := stored.get(name)) is not None}
 
     def is_stale(self) -> bool:
         """Return whether files that it is read from are others by now, or gone."""

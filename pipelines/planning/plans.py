@@ -17,6 +17,7 @@ from ...memory.planning.fit import ram_left, reads_pieces, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
 from ...memory.planning.planner import Plan, make_plan
+from ...memory.planning.ram_state import RamState, ram_of
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.planning.turns import beside_each_other
 from ...memory.probe import card_of
@@ -104,8 +105,17 @@ def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: 
     return replace(plan, best=one.best)
 
 
-def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -> RunPlan:
-    """Return the plan of a whole run, without loading anything. Raises ValueError for what the pipeline cannot run."""
+def plan_run(
+    run: Run,
+    budget_bytes: int,
+    ram_bytes: int,
+    rates: Rates | None,
+    ram: RamState,
+) -> RunPlan:
+    """Return the plan of a whole run, without loading anything. Raises ValueError for what the pipeline cannot run.
+
+    `ram` is what RAM holds now.
+    """
     forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
@@ -114,25 +124,32 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
-    steps, at_once = run.sampling.steps, run.sampling.pictures
-    sampling = run.sampling.with_all_steps(forecasts["sample"])
-    sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy)
-    stages = [sample(steps=steps * -(-run.pictures // at_once))]
-    best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures)) if run.pictures == 1 else None
-    for sight in reversed(sights):
+    stages = []
+
+    def planned(stage: StagePlan, units: Sequence[ManagedModel]) -> None:
+        nonlocal ram
+        stages.append(stage)
+        ram = ram.after_stage(stage, units)
+
+    if "encode" in forecasts:
+        planned(place("encode", forecasts["encode"], run.encoding.units, ram=ram), run.encoding.units)
+    plan_vae = functools.partial(_plan_vae, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
+    plan_vae = functools.partial(plan_vae, ram_stated=run.ram_stated)
+    for sight in sights:
         if sight.forecast is not None:
-            seeing = place(SEEING, sight.forecast, sight.units)
+            planned(place(SEEING, sight.forecast, sight.units, ram=ram), sight.units)
         else:
             assert sight.vae is not None and sight.pixels is not None
             vae = replace(sight.vae, machine_bytes=run.machine_bytes, recalls=rates is None)
-            seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used, run.ram_stated)
-        stages.insert(0, seeing)
-    if "encode" in forecasts:
-        stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
+            planned(plan_vae(SEEING, vae, sight.pixels, ram=ram), [vae.vae])
+    steps, at_once = run.sampling.steps, run.sampling.pictures
+    sampling = run.sampling.with_all_steps(forecasts["sample"])
+    sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy, ram=ram)
+    best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures)) if run.pictures == 1 else None
+    planned(sample(steps=steps * -(-run.pictures // at_once)), run.sampling.units)
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
-    latents = torch.zeros(shape)
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
-    stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used, run.ram_stated))
+    planned(plan_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
     words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
         run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), words,
@@ -178,8 +195,11 @@ def plan_stage(
     overhead: Overhead | None = None,
     ram_stated: bool = True,
     reads: Callable[[ManagedModel], bool] = reads_pieces,
+    ram: RamState | None = None,
 ) -> StagePlan:
     """Return the plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
+
+    `ram` is what RAM holds when it begins, by default of these units alone, and as now.
 
     A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
     least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
@@ -201,7 +221,7 @@ def plan_stage(
     forecast = scaled(forecast, pictures) if pictures > 1 else forecast
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
-    ram = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
+    room = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
     rooms = {}  # for the weights of all units, while each of them runs
     for each, work in forecast.units.items():
         takes = overheads[each].on(work.with_decoding(sizes_of(named[each]).decoding_beside())).peak_bytes
@@ -215,25 +235,31 @@ def plan_stage(
         )
     )
 
+    state = ram_of(units) if ram is None else ram
+
     def plan(unit: str, work: UnitForecast) -> Plan:
-        return make_plan(
+        nonlocal state
+        made = make_plan(
             unit,
             sizes_of(named[unit]),
             work,
             rates,
             budget_bytes,
-            ram[unit],
+            room[unit],
             steps=forecast.steps,
             strategy=strategy,
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
-            there=None if named[unit].in_ram else named[unit].held,
-            from_disk=sizes_of(named[unit]).total_bytes > ram[unit] and reads(named[unit]),
+            there=state.there(named[unit]),
+            from_disk=sizes_of(named[unit]).total_bytes > room[unit] and reads(named[unit]),
             whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
             overhead=overheads[unit],
             ram_stated=ram_stated,
+            free_ram_bytes=ram_left(named[unit], max(0, state.free_for(named[unit])), unified),
         )
+        state = state.after(named[unit], made.kept, made.windows_bytes)
+        return made
 
     plans: dict[str, Plan] = {}
     left: dict[str, int] = {}  # to the others beside a unit, and not always taken
@@ -261,6 +287,7 @@ def _plan_vae(
     ram_bytes: int,
     rates: Rates,
     ram_stated: bool,
+    ram: RamState | None = None,
 ) -> StagePlan:
     assert run.forecasts is not None
     way, latents = run.start(latents, rates)
@@ -271,6 +298,8 @@ def _plan_vae(
     if way.name == "cpu":
         ram_bytes = ram_bytes if ram_stated else max(ram_bytes, run.vae.size_bytes)
         plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
+        there = (ram or ram_of([run.vae])).there(run.vae)
+        plan = replace(plan, disk_bytes=sizes_of(run.vae).missing_bytes(there))
         return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
     if way.name == "stripes":
         overhead = run.overhead(in_stripes(0))
@@ -292,6 +321,7 @@ def _plan_vae(
         by_user=False,
         overhead=overhead,
         ram_stated=ram_stated,
+        ram=ram,
     )
     return replace(planned, note=note, rates=rates)
 

@@ -139,7 +139,7 @@ class StagedPipeline(ManyRuns):
                 0 if ram is None else ram_bytes,
                 ram is not None or self.ram_bytes is not None,
             )
-            return plan_run(run, budget_bytes, ram_bytes, rates)
+            return plan_run(run, budget_bytes, ram_bytes, rates, self.manager.ram_state(ram_bytes))
 
         with self._wearing([*self.encoders, *pipe.denoisers]):
             return plan_batch(planned, whole.count, lambda: prompts == cards == 1 and pipe._at_once(2, self) > 1)

@@ -203,12 +203,13 @@ class StageRunner(ModelFamily):
         self.manager.keep_made(units)
         if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
             return {}
+        ram_bytes = self._ram_budget(None)
         place = functools.partial(
             plan_stage,
             stage,
             found,
             units,
-            ram_bytes=self._ram_budget(None),
+            ram_bytes=ram_bytes,
             ram_stated=self.ram_bytes is not None,
             rates=measured_rates(self.manager.device, units[0].disk),
             strategy=strategy,
@@ -216,6 +217,7 @@ class StageRunner(ModelFamily):
             card=card_of(self.manager.device),
             unified=self.manager.accelerator.is_unified,
             outside_bytes=self.manager.accelerator.outside_bytes(),
+            ram=self.manager.ram_state(ram_bytes),
         )
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)

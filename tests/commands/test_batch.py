@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 
 import ballast
 import ballast.commands.main
+import newbie_folders
 import numpy as np
 import pyramid_folders
 import pytest
@@ -342,20 +344,34 @@ def progress(out: Path) -> int:
     return 2 * len(list(out.glob("*.png"))) + len(list(out.glob("latents/*.latent")))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["pyramid", "wan"])
+_OURS = {
+    "pyramid": functools.partial(pyramid_folders.save, "flux"),
+    "pyramid_mmdit": functools.partial(pyramid_folders.save, "mmdit"),
+    "newbie": newbie_folders.official,
+}
+_EVERY = [
+    pytest.param(name, marks=pytest.mark.long if name in ("pyramid", "wan") else pytest.mark.soak)
+    for name in (*tiny.FAMILIES, *_OURS)
+]
+
+
+@pytest.mark.parametrize("name", _EVERY)
 def test_three_equal_lists_in_three_processes_make_each_result_once(name: str, tmp_path: Path) -> None:
     """And none forecasts what another has: the order of sets, which a hash seed decides, counts for nothing."""
-    model = pyramid_folders.save("flux", tmp_path / name) if name == "pyramid" else tiny.save(name, tmp_path / name)
-    lines, out = jsonl(tmp_path / "prompts.jsonl", {"prompt": "a red boat", "frames": 9}), tmp_path / "out"
-    given = ["batch", lines, "--model", model, "--out", out, "--device", "sim", "--vram", "1GB", "--steps", "1"]
-    given += ["--width", "64", "--height", "64"]
+    model, family = tmp_path / name, tiny.FAMILIES.get(name)
+    _OURS.get(name, functools.partial(tiny.save, name))(model)
+    frames, (width, height) = (family.frames, family.size) if family else (9 if "pyramid" in name else None, (64, 64))
+    line = {"prompt": "a red boat", **({"frames": frames} if frames else {})}
+    lines, out = jsonl(tmp_path / "prompts.jsonl", line), tmp_path / "out"
+    given = ["batch", lines, "--model", model, "--out", out, "--device", "sim", "--vram", "1GB", "--steps", "2"]
+    given += ["--width", width, "--height", height]
     command = [sys.executable, "-c", _COMMAND, str(TESTS / "support"), *map(str, given)]
     found = []
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-        films, kept = out.glob("*.webp"), (tmp_path / "cache").rglob("forecasts/*")
-        found.append(({path: path.stat().st_mtime_ns for path in films}, set(kept)))
+        made = [path for path in out.iterdir() if path.suffix in (".webp", ".png")]
+        kept = set((tmp_path / "cache").rglob("forecasts/*"))
+        found.append(({path: path.stat().st_mtime_ns for path in made}, kept))
     assert len(found[0][0]) == 1 and found[0][1]
     assert found[1] == found[2] == found[0]

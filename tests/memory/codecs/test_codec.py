@@ -13,6 +13,7 @@ from ballast.memory.codecs import exact12, fp8, int8, raw
 from ballast.memory.codecs.bitsandbytes import LlmInt8
 from ballast.memory.codecs.codec import CHUNK_WEIGHTS, Codec, chunks, pair_table, table_of, tiles
 from ballast.memory.codecs.four_bit import FourBit
+from ballast.memory.codecs.fp8 import Fp8
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.codecs.int8 import Int8, RotatedInt8
 from ballast.memory.codecs.microscaled import Mxfp8, Nvfp4
@@ -71,6 +72,17 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         for kind in TYPES.values()
         if kind.decode
     },
+}
+TALL = (60_000, 16)  # of which the scales count
+SAMPLES |= {
+    f"{codec.name}, tall": lambda codec=codec: noise(codec)
+    for codec in (
+        Int8(TALL, BF16, torch.int8, TALL[0], torch.float16),
+        Fp8(TALL, BF16, torch.float8_e4m3fn, TALL[0], torch.float16),
+        RotatedInt8(TALL, BF16, torch.int8, TALL[0], group=16),
+        LlmInt8(TALL, BF16, torch.int8, TALL[0]),
+        ShiftedInt8(TALL, BF16, torch.int8, TALL[0]),
+    )
 }
 PADDED = ("int8 convrot", "mxfp8", "nvfp4", "4 bit", "4 bit with codes as scales")  # to tiles, to blocks
 each_codec = pytest.mark.parametrize("name", SAMPLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 
-from ballast.memory.planning.eviction import Use, choose_shrinks
+from ballast.memory.planning.eviction import Use, choose_shrinks, free_for, runs_sooner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,3 +104,43 @@ def test_cached_ones_leave_before_any_other_and_no_more_than_must(
         assert not any(left[unit] for unit in cached), "others left while a cached one stayed"
     else:
         assert list(leaving) == [unit for unit in held if unit in cached][: len(leaving)] or known
+
+
+CYCLES = st.lists(st.integers(0, 9), min_size=2, max_size=6, unique=True)
+
+
+@given(CYCLES, st.integers(2, 4), st.integers(1, 3), st.data())
+def test_all_others_of_a_run_that_repeats_come_sooner(
+    cycle: list[int], times: int, in_a_row: int, data: st.DataObject
+) -> None:
+    """Each unit may run several times in a row, as in a list."""
+    now = data.draw(st.integers(0, len(cycle) - 1))
+    ended = [[unit] for unit in [*cycle * times, *cycle[:now]] for _ in range(in_a_row)]
+    ended += [[cycle[now]]] * data.draw(st.integers(0, in_a_row))
+    assert runs_sooner(cycle[now], [], ended) == set(cycle) - {cycle[now]}
+    assert runs_sooner(10, [], ended) is None, "it has not run"
+
+
+@given(CYCLES, st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=9), st.data())
+def test_what_is_told_counts_more_than_any_guess(order: list[int], ended: list[list[int]], data: st.DataObject) -> None:
+    unit = data.draw(st.integers(0, 9))
+    before = [other for other in order if other != unit]
+    held, staying = {each: 1 + each for each in range(10)}, data.draw(st.sets(st.integers(0, 9)))
+    sooner = set(before)
+    if before:
+        assert runs_sooner(unit, [unit, *before, unit, *range(10)], ended) == sooner
+        kept = sum(held[other] for other in (sooner | staying) - {unit})
+        assert free_for(unit, 99, held, staying, [*before, unit], ended) == 99 - kept
+    told_in_part = runs_sooner(unit, before, ended)
+    assert told_in_part is None or told_in_part >= sooner, "a unit never takes from what is told to run sooner"
+    assert free_for(unit, 99, held, staying, before, ended) <= 99 - sum(held[o] for o in (sooner | staying) - {unit})
+
+
+def test_what_an_encoder_left_goes_to_the_transformer_once_its_prompt_is_known() -> None:
+    held = {"text": 5, "dit": 1, "vae": 2}
+    once = [["text"], ["dit"], ["vae"]]
+    assert free_for("dit", 10, held, set(), ["vae"], once[:1]) == 3, "nobody can tell what comes after the first run"
+    assert free_for("dit", 10, held, set(), [], [*once, ["text"]]) == 3, "each prompt is new"
+    assert free_for("dit", 10, held, set(), [], once) == 8
+    assert free_for("dit", 10, held, {"text"}, [], once) == 3, "it is on the device"
+    assert free_for("dit", 10, held, set(), ["dit", "vae"], [*once, ["text"], ["dit"], ["dit"]]) == 3, "a list goes on"

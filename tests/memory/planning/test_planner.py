@@ -14,10 +14,12 @@ import tiny
 import torch
 from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
+from ballast.memory.planning.batches import best_batch, scaled
 from ballast.memory.planning.decoded import placing_bytes
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
+from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
 from torch import nn
@@ -275,3 +277,27 @@ def test_unit_computes_in_what_most_of_its_weights_are_in(most: str, rest: str, 
     large, small = nn.Linear(32, 32, dtype=getattr(torch, most)), nn.Linear(8, 8, dtype=getattr(torch, rest))
     unit = ManagedModel.from_module("dit", "transformer", nn.Sequential(small, large))
     assert sizes_of(unit).dtype == expected
+
+
+def test_first_step_of_a_run_brings_all_that_samples() -> None:
+    """Two experts, or a ControlNet."""
+    one, other = planned("8GB"), planned("4GB")
+    stage = StagePlan("sample", (one, other), steps=28, rates=RATES)
+    run = RunPlan("wan", "cuda", "", 28, 8 * GB, RATES, (stage,))
+    assert run.first_step_seconds == one.first_step_seconds + other.first_step_seconds
+    assert run.total_seconds == pytest.approx(run.first_step_seconds + 27 * run.step_seconds)
+
+
+def test_best_batch_is_none_where_one_picture_does_not_fit() -> None:
+    def run(budget: str) -> RunPlan:
+        def stage(pictures: int) -> StagePlan:
+            work = scaled(Forecast(0, {"dit": WORK}), pictures).units["dit"]
+            return StagePlan("sample", (planned(budget, work),), steps=28, rates=RATES)
+
+        best = best_batch(stage)
+        return RunPlan("flux", "cuda", "", 28, parse_bytes(budget), RATES, (stage(1),), best=best)
+
+    fits, exceeds = run("1.69GB"), run("1.6GB")
+    assert fits.best is not None and exceeds.best is None and not exceeds.samples
+    rows = compare([fits, exceeds]).splitlines()
+    assert [row.split()[-2:] for row in rows if row.split()[-1:] in (["yes"], ["NO"])] == [["1", "yes"], ["-", "NO"]]
