@@ -16,7 +16,7 @@ from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
-from ...memory.planning.planner import Plan, make_plan
+from ...memory.planning.planner import Plan, make_plan, plan_on_cpu
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.planning.turns import beside_each_other
 from ...memory.probe import card_of
@@ -114,28 +114,36 @@ def plan_run(run: Run, budget_bytes: int, ram_bytes: int, rates: Rates | None) -
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
+    on_cpu = run.strategy == "cpu" and run.device.type == "cpu"  # all of it; on a card sampling alone
+    if on_cpu:
+        place = functools.partial(place, strategy="cpu")
     steps, at_once = run.sampling.steps, run.sampling.pictures
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy)
     stages = [sample(steps=steps * -(-run.pictures // at_once))]
-    best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures)) if run.pictures == 1 else None
+    best = None
+    if run.pictures == 1 and run.strategy != "cpu":
+        best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures))
+    plan_vae = functools.partial(
+        _plan_vae, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, ram_stated=run.ram_stated, on_cpu=on_cpu
+    )
     for sight in reversed(sights):
         if sight.forecast is not None:
             seeing = place(SEEING, sight.forecast, sight.units)
         else:
             assert sight.vae is not None and sight.pixels is not None
             vae = replace(sight.vae, machine_bytes=run.machine_bytes, recalls=rates is None)
-            seeing = _plan_vae(SEEING, vae, sight.pixels, budget_bytes, ram_bytes, used, run.ram_stated)
+            seeing = plan_vae(SEEING, vae, sight.pixels)
         stages.insert(0, seeing)
     if "encode" in forecasts:
         stages.insert(0, place("encode", forecasts["encode"], run.encoding.units))
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     latents = torch.zeros(shape)
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
-    stages.append(_plan_vae("decode", vae, latents, budget_bytes, ram_bytes, used, run.ram_stated))
+    stages.append(plan_vae("decode", vae, latents))
     words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
-        run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), words,
+        run.model, str(run.device), run.size, steps, ram_bytes if on_cpu else budget_bytes, used, tuple(stages), words,
         run.pictures, at_once, best,
     )  # fmt: skip
 
@@ -209,13 +217,18 @@ def plan_stage(
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
     held = (
         {}
-        if strategy == "leafwise"
+        if strategy in ("leafwise", "cpu")
         else beside_each_other(
             {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
         )
     )
 
     def plan(unit: str, work: UnitForecast) -> Plan:
+        if strategy == "cpu":
+            return plan_on_cpu(
+                unit, sizes_of(named[unit]), work, rates, ram_bytes, forecast.steps, there=named[unit].in_ram,
+                from_disk=reads(named[unit]), ram_stated=ram_stated,
+            )  # fmt: skip
         return make_plan(
             unit,
             sizes_of(named[unit]),
@@ -246,7 +259,7 @@ def plan_stage(
         else:
             plans[each] = plan(each, work)
     for each in turning:
-        names = " and ".join(other for other in turning if other != each)
+        names = " and ".join(other for other in turning if other != each and strategy != "cpu")
         others = sum(held[other] for other in held if other != each)
         if names:
             plans[each] = plans[each].taking_turns(names, others - left.get(each, 0), forecast.idle_bytes)
@@ -257,12 +270,19 @@ def _plan_vae(
     name: str,
     run: VaeRun,
     latents: torch.Tensor,
+    *,
     budget_bytes: int,
     ram_bytes: int,
     rates: Rates,
     ram_stated: bool,
+    on_cpu: bool = False,
 ) -> StagePlan:
     assert run.forecasts is not None
+    if on_cpu and (whole := run.forecasts.whole(latents)):
+        return plan_stage(
+            name, whole, [run.vae], budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, strategy="cpu",
+            ram_stated=ram_stated,
+        )  # fmt: skip
     way, latents = run.start(latents, rates)
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:

@@ -285,7 +285,7 @@ def test_steps_and_scale_of_guidance_need_no_new_dry_run(tiny_folders: Folders, 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"strategy": "cpu"}, "nothing to plan"),
+        ({"strategy": "none"}, "unknown strategy"),
         ({"steps": 0}, "at least 1"),
         ({"frames": 9}, "pictures, not videos"),
         ({"vram": "lots"}, "lots"),
