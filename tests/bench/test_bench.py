@@ -14,7 +14,7 @@ import ballast.commands.main
 import pytest
 import torch
 from ballast import bench
-from ballast.bench import load, load_worker, measure, models, published
+from ballast.bench import load, load_worker, measure, models, plans, published
 from ballast.memory import simulated
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.rates import ASSUMED
@@ -223,3 +223,10 @@ def test_weights_that_are_written_have_no_nan_and_are_those_of_the_module(tmp_pa
     assert sum(tensor.nbytes for tensor in found.values()) == nbytes
     assert len(found) > 200
     assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def test_plans_are_judged_by_each_figure() -> None:
+    row = {"imports": 4.0, "open": 4.5, "first": 19.0, "kept": 3.9, "again": 0.9, "rss_bytes": 10**9}
+    assert plans.verdict(row) == "ok"
+    for name, much in {"open": 4.7, "first": 20.1, "kept": 4.1, "again": 1.1, "rss_bytes": 3 * 10**9}.items():
+        assert plans.verdict(row | {name: much}) == f"TOO MUCH: {name}"
