@@ -35,9 +35,10 @@ def config_of(width: int) -> T5Config:
     )  # fmt: skip
 
 
-def _skeleton(width: int) -> T5EncoderModel:
+def _skeleton(width: int) -> nn.Module:
     with torch.device("meta"):
-        return T5EncoderModel(config_of(width)).to(torch.bfloat16).requires_grad_(False)
+        module: nn.Module = T5EncoderModel(config_of(width))
+    return module.to(torch.bfloat16).requires_grad_(False)
 
 
 def names_of(width: int) -> dict[str, tuple[int, ...]]:
