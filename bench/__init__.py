@@ -74,9 +74,10 @@ def main(argv: Sequence[str]) -> int:
 
     load = commands.add_parser(
         "load",
-        help="reading weights from a cold disk to RAM, against safetensors",
-        description="Writes a file of random weights, and reads it in turns: as Ballast does, and by safetensors with "
-        "load_state_dict. Each time in a new process, with nothing of the file in the page cache.",
+        help="reading weights from a cold disk to RAM, against transformers",
+        description="Writes a T5 encoder of random weights, and reads it in turns: as Ballast does, and by "
+        "from_pretrained of transformers, mapped and copied to RAM. Each time in a new process, with nothing of the "
+        "file in the page cache.",
     )
     load.add_argument("--gb", type=float, default=2, help="GB of weights; as many of disk until it ends")
     load.add_argument("--rounds", type=int, default=5, help="how often each way is taken")

@@ -1,4 +1,4 @@
-"""`ballast bench load`: weights from a cold disk to RAM, against safetensors' own way, side by side."""
+"""`ballast bench load`: weights from a cold disk to RAM, against transformers' own way, side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from ..memory.units import direct
 from . import apart, report
-from .load_worker import WAYS, names_of, width_of
+from .load_worker import OURS, STOCK_COPIED, WAYS, config_of, names_of, width_of
 from .measure import Meter, environment
 
 _POOL_BYTES = 2**24  # random bytes that the file repeats
@@ -35,7 +35,7 @@ def run(gigabytes: float, rounds: int, folder: Path | None, out: Path, timeout: 
         raise ValueError(f"--gb is {gigabytes:g} and --rounds {rounds}; both take a number above 0.")
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        path = Path(name) / "weights.safetensors"
+        path = Path(name) / "model.safetensors"
         nbytes = write_weights(path, width_of(gigabytes * 1e9))
         for turn in range(rounds):
             order = list(WAYS)
@@ -57,6 +57,9 @@ def run(gigabytes: float, rounds: int, folder: Path | None, out: Path, timeout: 
     headings = {"name": "way", "seconds": "seconds", "least": "least", "most": "most", "gbps": "GB/s"}
     headings |= {"peak_bytes": "RAM peak", "over_weights": "of weights", "cached_bytes": "left in cache"}
     report.say("\n" + report.table(headings, table))
+    seconds = {row["name"]: row["seconds"] for row in table}
+    if STOCK_COPIED in seconds:
+        report.say(f"\n{OURS} takes {seconds[OURS] / seconds[STOCK_COPIED]:.2f} of the seconds of {STOCK_COPIED}.")
     report.say("" if cold else "The page cache could not be emptied here: these are not the disk's seconds.")
     report.say(f"wrote {out / 'load.json'}")
     return 0
@@ -73,7 +76,8 @@ def _row(way: str, found: list[dict[str, Any]], nbytes: int) -> dict[str, Any]:
 
 
 def write_weights(path: Path, width: int) -> int:
-    """Write a safetensors file of the worker's module with random bytes, to the disk. Returns the bytes of weights."""
+    """Write the worker's module with random bytes, to the disk: config and weights. Returns the bytes of weights."""
+    path.with_name("config.json").write_text(config_of(width).to_json_string(), "utf-8")
     header, end = {}, 0
     for name, shape in names_of(width).items():
         begin, end = end, end + 2 * prod(shape)

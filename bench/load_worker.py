@@ -10,47 +10,40 @@ from pathlib import Path
 
 import psutil
 import torch
-from safetensors.torch import load_file
 from torch import nn
+from transformers import T5Config, T5EncoderModel
 
 from ..memory import ManagedModel
-from ..memory.units import hostbuffer
 from ..memory.units.weights import stored_tensors
 from .rss import peak_rss_bytes
 
-_WOKEN_BYTES = 64 * 2**20
-_BLOCKS, _SQUARES = 24, 12  # and how many squares of the width the products of a block make up
-
-
-class _Block(nn.Module):
-    """As large as a block of a transformer, with its small tensors."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-class _Model(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(_BLOCKS))
+_LAYERS, _WORDS = 24, 32128  # of T5-XXL
+_SQUARES = 11.5 * _LAYERS  # of the width, that the products of all layers make up
 
 
 def width_of(nbytes: float) -> int:
     """Return the width with which the weights take about so many bytes."""
-    return max(16, 16 * round((nbytes / 2 / _BLOCKS / _SQUARES) ** 0.5 / 16))
+    half = _WORDS / _SQUARES / 2
+    return max(16, 16 * round(((nbytes / 2 / _SQUARES + half**2) ** 0.5 - half) / 16))
+
+
+def config_of(width: int) -> T5Config:
+    """Return the config of a text encoder as T5-XXL is, of another width."""
+    return T5Config(
+        vocab_size=_WORDS, d_model=width, d_kv=16, d_ff=width * 5 // 2, num_layers=_LAYERS, num_heads=width // 16,
+        feed_forward_proj="gated-gelu", architectures=["T5EncoderModel"],
+    )  # fmt: skip
 
 
 def _skeleton(width: int) -> nn.Module:
     with torch.device("meta"):
-        return _Model(width).to(torch.bfloat16).requires_grad_(False)
+        module: nn.Module = T5EncoderModel(config_of(width))
+    return module.to(torch.bfloat16).requires_grad_(False)
 
 
 def names_of(width: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all weights, in the order in which a file has them."""
-    return {name: tuple(tensor.shape) for name, tensor in sorted(_skeleton(width).state_dict().items())}
+    return {name: tuple(tensor.shape) for name, tensor in sorted(_skeleton(width).named_parameters())}
 
 
 def _by_ballast(path: Path, width: int) -> nn.Module:
@@ -62,22 +55,23 @@ def _by_ballast(path: Path, width: int) -> nn.Module:
     return unit.module
 
 
-def _assigned(path: Path, width: int) -> nn.Module:
-    module = _skeleton(width)
-    module.load_state_dict(load_file(path), assign=True)
+def _by_stock(path: Path, width: int) -> nn.Module:
+    return T5EncoderModel.from_pretrained(path.parent, dtype=torch.bfloat16)
+
+
+def _by_stock_copied(path: Path, width: int) -> nn.Module:
+    module = _by_stock(path, width)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
     return module
 
 
-def _copied(path: Path, width: int) -> nn.Module:
-    module = _skeleton(width).to_empty(device="cpu")
-    module.load_state_dict(load_file(path))
-    return module
-
-
+OURS = "ballast"
+STOCK_COPIED = "from_pretrained, copied"  # to anonymous memory, as ours lies; else it maps the file
 WAYS: dict[str, Callable[[Path, int], nn.Module]] = {
-    "ballast": _by_ballast,
-    "load_file, assign=True": _assigned,
-    "load_file, copied": _copied,
+    OURS: _by_ballast,
+    "from_pretrained": _by_stock,
+    STOCK_COPIED: _by_stock_copied,
 }
 
 
@@ -89,9 +83,8 @@ def main(argv: Sequence[str]) -> None:
 
 def measure(path: Path, way: str) -> dict[str, float]:
     """Seconds until each page of the weights was looked at, since what is mapped is only read then. RAM in bytes."""
-    width = stored_tensors([path])["blocks.0.q.bias"].shape[0]
+    width = stored_tensors([path])["encoder.final_layer_norm.weight"].shape[0]
     _skeleton(width)
-    _wake_memory(path.stat().st_size)
     before = _start_peak()
     start = time.perf_counter()
     module = WAYS[way](path, width)
@@ -102,16 +95,6 @@ def measure(path: Path, way: str) -> dict[str, float]:
     values = list(module.state_dict().values())
     total = sum(int(value.view(torch.int16).sum(dtype=torch.int64)) for value in values)
     return {"seconds": seconds, "peak_bytes": peak_bytes, "sum": total, "bytes": sum(value.nbytes for value in values)}
-
-
-def _wake_memory(nbytes: int) -> None:
-    """Write to as much memory as will be wanted, and free it: all ways are to find what they would on bare metal.
-
-    A virtual machine may give pages that are free for some seconds back to its host, the huge ones first. To have them
-    again takes longer than to read a disk, and which way pays for it is chance.
-    """
-    held = [hostbuffer.allocate(_WOKEN_BYTES).fill_(1) for _ in range(-(-nbytes // _WOKEN_BYTES) + 1)]
-    held.clear()
 
 
 def _start_peak() -> int:

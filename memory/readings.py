@@ -13,7 +13,7 @@ from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_ram, release_frames
 from .host import management as host
 from .planning.fit import ram_left, sizes_of, why_no_ram
-from .planning.planner import window_bytes
+from .planning.planner import least_ram_on_cpu, window_bytes
 from .reports.timeline import Progress as Doing
 from .reports.timeline import Timeline
 from .streaming.incoming import DiskTimes, Incoming, Progress
@@ -65,7 +65,9 @@ class Readings:
                 unit.load()
             return
         if not self._make_ram(unit, kind):
-            if kind != "cpu" and unit.source() is not None:
+            runs_from_disk = unit.source() is not None
+            least = least_ram_on_cpu(sizes_of(unit)) if runs_from_disk and kind == "cpu" else 0
+            if runs_from_disk and (limit is None or least <= self.left_for(unit, kind)):
                 if limit is None and not self._accelerator.is_unified:
                     self._timeline.ram_is_short(unit)
                 self._hold(unit, kind, pieces)
@@ -73,7 +75,7 @@ class Readings:
             if dropped := unit.drop():
                 self._timeline.record("drop", unit, dropped)
             if limit is not None:
-                raise DoesNotFitError(why_no_ram(unit, kind, self._copies.left_for(unit), limit))
+                raise DoesNotFitError(why_no_ram(unit, least, self._copies.left_for(unit), limit))
             self._copies.keep_budget(unit, unit.size_bytes)
         self._read(unit, lambda look: unit.load(look, behind=kind != "cpu"), kind)
 
@@ -85,13 +87,13 @@ class Readings:
         """Return the RAM that there was for a unit of which only pieces were brought there."""
         return self._held_in.get(unit)
 
-    def ram_for(self, unit: ManagedModel) -> tuple[int, int]:
+    def ram_for(self, unit: ManagedModel, kind: str = "") -> tuple[int, int]:
         """RAM for the pieces of a unit that cannot have all, and what of it is taken from none that run sooner.
 
-        An encoder, which is read once wherever to, takes none from others.
+        An encoder, which is read once wherever to, takes none from others, unless it runs there.
         """
         spare = ram_left(unit, self._copies.state().free_for(unit), self._accelerator.is_unified)
-        return (spare if unit.role == "text_encoder" else self.left_for(unit)), spare
+        return (spare if unit.role == "text_encoder" and kind != "cpu" else self.left_for(unit, kind)), spare
 
     def left_for(self, unit: ManagedModel, kind: str = "") -> int:
         """RAM that a unit's weights may take in a placement, once every other copy that may go is gone."""
@@ -197,7 +199,7 @@ class Readings:
 
     def _hold(self, unit: ManagedModel, kind: str, pieces: Pieces) -> None:
         """Hold in RAM as much of a unit as fits, the best pieces first."""
-        self._held_in[unit], spare = self.ram_for(unit)
+        self._held_in[unit], spare = self.ram_for(unit, kind)
         chosen, wanted = pieces(spare)
         if dropped := unit.keep(chosen):
             self._timeline.record("drop", unit, dropped)

@@ -22,7 +22,7 @@ from .copies import HostCopies
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, turns_of, why_nothing_fits
-from .planning.planner import meant_by
+from .planning.planner import meant_by, weights_on_cpu, window_bytes
 from .planning.turns import beside_each_other
 from .readings import Readings
 from .reports.guests import guests_on
@@ -71,6 +71,9 @@ class Residents:
     @contextmanager
     def take_turns(self, units: Collection[ManagedModel]) -> Iterator[None]:
         """Until the block ends let those of the units that take turns in each step stay, if that brings less."""
+        if self.accelerator.is_cpu:
+            yield
+            return
         doing = {unit: self.work.of(unit) for unit in units}
         works = {unit: each.forecast for unit, each in doing.items() if each.forecast and each.forecast.turns > 1}
         before, self._beside = self._beside, {}
@@ -174,8 +177,8 @@ class Residents:
         self._learn(unit)
         self._whole.forget(unit)
         with self.budget.forgets_strays():
+            left = unit.resident_bytes
             placement, unit.placement = unit.placement, None
-            left = placement.resident_bytes
             placement.remove()
         self.timeline.record("evict", unit, left)
 
@@ -232,7 +235,9 @@ class Residents:
         stated = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return stated and not fits
-        return fits or (stated and (self.readings.held_in(unit) or 0) != self.readings.ram_for(unit)[0])
+        return fits or (
+            stated and (self.readings.held_in(unit) or 0) != self.readings.ram_for(unit, unit.placement.name)[0]
+        )
 
     # How a unit comes
 
@@ -269,6 +274,8 @@ class Residents:
                 self.readings.load(unit, kind, functools.partial(self._ram_pieces, unit, kind))
                 self._make_room(unit, kind)
                 loads = self._demand(unit).loads if kind == "streamed" else None
+                if kind == "cpu":  # all comes through the windows
+                    loads = replace(self._wants(unit).loads, ram_bytes=window_bytes(sizes_of(unit), "streamed"))
                 placement = make_placement(
                     unit, kind, self.device, self._weights(unit, kind), loads, self.readings.incoming(unit)
                 )
@@ -350,6 +357,8 @@ class Residents:
         return fitting_placements(self._wants(unit), room, free, stated=self.budget.vram_limit is not None)
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
+        if kind == "cpu":
+            return weights_on_cpu(sizes_of(unit), self.readings.held_in(unit) or 0)
         room = self._room_bytes(unit)
         if kind == "resident":  # to decode some for good nothing has to go
             room = self.budget.vram_bytes - self._held_bytes(u for u in self.units() if u is not unit)
@@ -366,6 +375,8 @@ class Residents:
         return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
 
     def _ram_pieces(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
+        if kind == "cpu":  # where what stays is in RAM
+            return frozenset(), self._weights(unit, kind) + window_bytes(sizes_of(unit), "streamed")
         return ram_pieces(self._demand(unit, short=True), kind, self._weights(unit, kind), spare_bytes)
 
     def _make_room(self, unit: ManagedModel, kind: str) -> None:
@@ -396,7 +407,7 @@ class Residents:
         """Keep more or fewer of a unit's pieces, or of them dequantized, as the room and the work now want it."""
         if isinstance(unit.placement, Resident):
             unit.placement.refit(self._weights(unit, "resident"))
-        if isinstance(unit.placement, Streamed):
+        if isinstance(unit.placement, Streamed) and unit.placement.on_device:
             weights_bytes = self._weights(unit, "streamed")
             if weights_bytes > unit.resident_bytes and grow:
                 # Else pieces settle in the gaps that the last call left, and the next one finds none.

@@ -48,7 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long run with BALLAST_SOAK=1 alone: in `make check`, or in `make soak`."""
+    """Tests that take long run with BALLAST_SOAK=1 alone: in `make check`, or in `make soak`. Those at published size
+    run with BALLAST_SOAK=full."""
+    if os.environ.get("BALLAST_SOAK") != "full":
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="takes hours: with BALLAST_SOAK=full"))
     if not os.environ.get("BALLAST_SOAK"):
         for item in items:
             for mark, where in (("long", "make check"), ("soak", "make soak")):

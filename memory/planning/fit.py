@@ -223,10 +223,12 @@ def why_nothing_fits(
     )
 
 
-def why_no_ram(unit: ManagedModel, kind: str, room_bytes: int, limit_bytes: int) -> str:
-    """One line: the RAM that was wanted, the budget, and what to do."""
-    why = "on the CPU all of it must be there" if kind == "cpu" else "its files cannot be run from as they are"
+def why_no_ram(unit: ManagedModel, least_bytes: int, room_bytes: int, limit_bytes: int) -> str:
+    """One line: the RAM that was wanted, the budget, and what to do. From disk it runs in `least_bytes`, if any."""
+    why, wanted = "its files cannot be run from as they are", unit.size_bytes
+    if least_bytes:
+        why, wanted = "on the CPU two of its largest parts must be there, and windows", least_bytes
     return (
-        f"{unit.name} does not fit in RAM: {why}, which takes {format_bytes(unit.size_bytes)}, and of a RAM budget of "
+        f"{unit.name} does not fit in RAM: {why}, which takes {format_bytes(wanted, up=True)}, and of a RAM budget of "
         f"{format_bytes(limit_bytes)} {format_bytes(max(0, room_bytes))} can be had. Raise the RAM budget."
     )

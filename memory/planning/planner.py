@@ -244,10 +244,10 @@ class Candidate:
     @property
     def label(self) -> str:
         """The placement, how much of the weights stays, and how much comes from disk."""
-        if self.placement != "streamed":
-            return self.placement
         stays, read = (min(1, part / max(1, self.whole_bytes)) for part in (self.stay_bytes, self.read_bytes))
         where = f", {read:.0%} come from disk" if self.read_bytes else ""
+        if self.placement != "streamed":
+            return self.placement + where
         return f"streamed, {stays:.0%} of the weights stay{where}"
 
     def beginning_with(self, call_seconds: float, calls_per_step: float) -> Candidate:
@@ -452,6 +452,47 @@ def make_plan(
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
     )
+
+
+def least_ram_on_cpu(sizes: UnitSizes) -> int:
+    """Return the least RAM that a unit runs in on the CPU, from disk: a ring, and windows to read through."""
+    return sizes.least_streamed_bytes + window_bytes(sizes, "streamed")
+
+
+def weights_on_cpu(sizes: UnitSizes, ram_bytes: int) -> int:
+    """Return the weights beside the windows of a unit that runs on the CPU from disk in `ram_bytes`."""
+    return max(sizes.least_streamed_bytes, min(sizes.most_bytes, ram_bytes - window_bytes(sizes, "streamed")))
+
+
+def plan_on_cpu(
+    unit: str, sizes: UnitSizes, work: UnitForecast, rates: Rates, ram_bytes: int, steps: int, *, there: bool,
+    from_disk: bool, ram_stated: bool,
+) -> Plan:  # fmt: skip
+    """Return how a unit runs on the CPU: all in RAM, or `from_disk` with as much there as fits beside the windows.
+
+    With `there` RAM holds it already. The seconds are those of the disk: how fast a CPU computes is not known.
+    """
+    whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
+    found, taken, reason = Arrangement(0, (), 0, 0, 0.0), sizes.total_bytes, ""
+    if taken > ram_bytes and from_disk:
+        windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
+        found = arrange(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
+        taken = sizes.fixed_bytes + found.device_bytes + windows
+        reason = (
+            f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(found.read_bytes)} are read from disk in "
+            "each step"
+        )
+    fits = taken <= ram_bytes or not ram_stated
+    if not fits:
+        reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
+    first, read = 0 if there else sizes.total_bytes / disk, found.read_bytes / disk * work.calls / steps
+    passing = sum(sizes.pieces[i].held_bytes for i in found.streamed)
+    return Plan(
+        "cpu", 0, 0, taken, found.streamed, len(sizes.pieces), read, max(first, read), read, read,
+        from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
+        whole_bytes=sizes.total_bytes, read_bytes=found.read_bytes, read_seconds=read, unit=unit, fits=fits,
+        reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.",
+    )  # fmt: skip
 
 
 def _rooms(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from ..charts import plan as charts
 
-_UNTIMED = "not predicted on the simulated card"
 _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 
 
@@ -104,7 +103,16 @@ class RunPlan:
     @property
     def is_timed(self) -> bool:
         """Return whether its seconds are a forecast. A simulated card without a clock computes in no time."""
-        return not math.isinf(self.rates.operations_per_second)
+        return not (self.on_cpu or math.isinf(self.rates.operations_per_second))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the transformer runs on the CPU, whose seconds are not predicted."""
+        return self.placement == "cpu"
+
+    @property
+    def _untimed(self) -> str:
+        return "not predicted on the CPU" if self.on_cpu else "not predicted on the simulated card"
 
     @property
     def picture_seconds(self) -> float:
@@ -152,7 +160,9 @@ class RunPlan:
 
     @property
     def _peak_words(self) -> str:
-        """The peak, and where the driver counts more, that."""
+        """The peak, and where the driver counts more, that; of weights on the CPU the RAM."""
+        if self.on_cpu and not self.peak_vram_bytes:
+            return f"{format_bytes(self.ram_bytes)} of RAM in weights"
         peak, driver = format_bytes(self.peak_vram_bytes), format_bytes(self.driver_bytes)
         return peak if peak == driver else f"{peak} ({driver} by the driver)"
 
@@ -222,22 +232,22 @@ class RunPlan:
         return "\n\n".join([*parts, self.batch_words(), f"{self.basis()}{bound}"])
 
     def _time(self, value: float) -> str:
-        return seconds(value) if self.is_timed else "-"
+        return seconds(value) if self.is_timed or (self.on_cpu and value) else "-"
 
     def headline(self) -> str:
         """One line: what runs where, the budget, the peak, and the time."""
         total = seconds(self._sample.seconds)
         card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
-        where = f"{card}with {format_bytes(self.budget_bytes)}"
+        where = f"{card}with {format_bytes(self.budget_bytes)}{' of RAM' if self.on_cpu and not card else ''}"
         peak, step = self._peak_words, seconds(self.step_seconds)
-        takes = f"peak {peak}; {f'{step} a step, {total} for {self.steps}' if self.is_timed else _UNTIMED}"
+        takes = f"peak {peak}; {f'{step} a step, {total} for {self.steps}' if self.is_timed else self._untimed}"
         doubt = "" if self.fits else " IT DOES NOT FIT."
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
 
     def brief(self) -> str:
         """Return a shorter line: the budget, what becomes of the transformer, the peak, and the time."""
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
-        took = took if self.is_timed else _UNTIMED
+        took = took if self.is_timed else self._untimed
         peak = f"peak {self._peak_words}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
@@ -245,6 +255,8 @@ class RunPlan:
         """Return what sampling takes a picture, and in which batch it takes least."""
         if not self.is_timed:
             words = "The time of sampling, and with it the best batch, is not predicted on the simulated card."
+            if self.on_cpu:
+                words = "The time of sampling is not predicted on the CPU."
             return f"{words} It samples {self.at_once} at once." if self.pictures > 1 else words
         at_once = f", {self.at_once} at once" if self.pictures > 1 else ""
         words = f"Sampling takes {seconds(self.picture_seconds)} a picture{at_once}"
@@ -264,6 +276,8 @@ class RunPlan:
         if math.isinf(rates.operations_per_second):
             compute = "computing in no time"
         caveat = f"{self.caveat} " if self.caveat else ""
+        if self.on_cpu and self.device == "cpu":
+            return f"{caveat}Seconds are those of reading: {disk}, {rates.source}."
         return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:

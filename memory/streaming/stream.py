@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ..sizes import format_bytes
 from ..units.calls import Forward
 from ..units.encoding import Source
 from ..units.pieces import CallOrder, plain_bytes_of
+from ..vocabulary import PlacementName
 from .incoming import NOTHING, Incoming
 from .order import Order
 from .placement import Placement, decode_for_good, outside_inference
@@ -58,7 +59,7 @@ class Streamed(Placement):
     wants it pinned.
     """
 
-    name = "streamed"
+    name: ClassVar[PlacementName] = "streamed"
     _streams = True
 
     def __init__(
@@ -96,6 +97,10 @@ class Streamed(Placement):
             lambda piece: piece.called and piece.place is not None,
             lambda piece: piece.called and piece.place is not None and bool(piece.parts),
         )
+
+    @property
+    def host_bytes(self) -> int:
+        return super().host_bytes + (0 if self.on_device else self.resident_bytes)
 
     @staticmethod
     def least_bytes(module: nn.Module, calls: CallOrder | None = None) -> int:
@@ -448,3 +453,17 @@ class Streamed(Placement):
                 self.resident_bytes += wanted
             self._ring.lay(streaming, [piece for piece in self._pieces if not (piece.called or piece.resident)])
         self._order.forget()
+
+
+class CpuStreamed(Streamed):
+    """The unit runs on the CPU, from disk: the ring and the weights that stay lie in RAM, beside the windows."""
+
+    name = "cpu"
+    on_device = False
+
+    def describe(self) -> str:
+        return f"cpu, {super().describe()}"
+
+    def take_bytes_in(self) -> int:
+        super().take_bytes_in()
+        return 0

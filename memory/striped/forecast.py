@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ class StripedForecast:
     def seconds(self, rates: Rates) -> float:
         """Return how long that takes: in a pass, copies each way and computing in float32 go on at once."""
         return seconds(self.passes, rates.float32_operations_per_second, rates.pinned_bytes_per_second)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StripedForecast:
+        """Return the forecast of plain data from a file. KeyError, TypeError or ValueError for anything else."""
+        passes = tuple(Pass(**one) for one in data["passes"])
+        numbers = {key: value for key, value in data.items() if key != "passes"}
+        told = [*numbers.values(), *(number for one in passes for number in astuple(one))]
+        if not all(type(number) in (int, float) and 0 <= number < math.inf for number in told):
+            raise ValueError("there are facts that are not numbers from 0 up")
+        return cls(**numbers, passes=passes)
 
 
 def forecast(

@@ -19,9 +19,9 @@ from .. import ram, simulated
 from ..host import management as host
 from ..simulated.lazy import copies as simulated_copies
 from ..sizes import format_bytes
+from . import huge_pages
 
 ALIGNMENT_BYTES = 256
-HUGE_PAGE_BYTES = 2 * 2**20  # of x86 and, as it is mostly set up, of ARM
 _PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
@@ -149,23 +149,23 @@ def allocate(nbytes: int) -> torch.Tensor:
 def _map(nbytes: int) -> _Pages:
     """Pages for a buffer, private to this process: shared ones are never huge, and slow to be had.
 
-    A large buffer lies on huge pages, as far as it fills them: more than it takes is never had.
+    A large buffer lies on huge pages as far as it fills them, where they are faster to get. It never takes more RAM.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         pages = _Pages(-1, nbytes)  # of Windows
         pages.nbytes = nbytes
         return pages
-    whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    whole = nbytes // huge_pages.PAGE_BYTES * huge_pages.PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
     # What lies before the first huge page is never touched, and so takes no RAM.
-    pages = _Pages(-1, nbytes + (HUGE_PAGE_BYTES if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _Pages(-1, nbytes + (huge_pages.PAGE_BYTES if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.nbytes = nbytes
     with contextlib.suppress(OSError):  # a kernel that has none of it
         if hasattr(mmap, "MADV_DONTFORK"):  # a child would get copies of what the parent writes to
             pages.madvise(mmap.MADV_DONTFORK)
         if whole:
-            pages.first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-            pages.madvise(mmap.MADV_HUGEPAGE, pages.first, whole)
+            pages.first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge_pages.PAGE_BYTES
             pages.madvise(mmap.MADV_NOHUGEPAGE, pages.first + whole)
+            huge_pages.advise(pages, pages.first, whole)
     return pages
 
 

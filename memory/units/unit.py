@@ -303,7 +303,7 @@ class ManagedModel:
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on the device now."""
-        return self.placement.resident_bytes if self.placement else 0
+        return self.placement.resident_bytes if self.placement and self.placement.on_device else 0
 
     @property
     def host_bytes(self) -> int:

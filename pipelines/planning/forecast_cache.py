@@ -7,12 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...memory.files import read_json, write_cache
 from ...memory.planning.calls import KnownCalls
 from ...memory.planning.forecast import Forecast
+from ...memory.striped import StripedForecast
 
 MAX_ENTRIES = 1000
 
@@ -44,6 +46,16 @@ def calls(directory: Path, key: str) -> KnownCalls:
 def put_calls(directory: Path, key: str, known: KnownCalls) -> None:
     """Keep the calls of a module. As `put`."""
     _put(directory, key, known, known.to_dict())
+
+
+def stripes(directory: Path, key: str) -> StripedForecast | None:
+    """Return the forecast of a VAE in stripes."""
+    return _get(directory, key, StripedForecast.from_dict)
+
+
+def put_stripes(directory: Path, key: str, found: StripedForecast) -> None:
+    """Keep the forecast of a VAE in stripes. As `put`."""
+    _put(directory, key, found, asdict(found))
 
 
 def _get(directory: Path, key: str, parse: Callable[[Any], Any]) -> Any:

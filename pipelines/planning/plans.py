@@ -16,7 +16,7 @@ from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_pieces, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
-from ...memory.planning.planner import Plan, make_plan
+from ...memory.planning.planner import Plan, make_plan, plan_on_cpu
 from ...memory.planning.ram_state import RamState, ram_of
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.planning.turns import beside_each_other
@@ -124,6 +124,9 @@ def plan_run(
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
+    on_cpu = run.strategy == "cpu" and run.device.type == "cpu"  # all of it; on a card sampling alone
+    if on_cpu:
+        place = functools.partial(place, strategy="cpu")
     stages = []
 
     def planned(stage: StagePlan, units: Sequence[ManagedModel]) -> None:
@@ -133,8 +136,9 @@ def plan_run(
 
     if "encode" in forecasts:
         planned(place("encode", forecasts["encode"], run.encoding.units, ram=ram), run.encoding.units)
-    plan_vae = functools.partial(_plan_vae, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used)
-    plan_vae = functools.partial(plan_vae, ram_stated=run.ram_stated)
+    plan_vae = functools.partial(
+        _plan_vae, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, ram_stated=run.ram_stated, on_cpu=on_cpu
+    )
     for sight in sights:
         if sight.forecast is not None:
             planned(place(SEEING, sight.forecast, sight.units, ram=ram), sight.units)
@@ -145,14 +149,16 @@ def plan_run(
     steps, at_once = run.sampling.steps, run.sampling.pictures
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy, ram=ram)
-    best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures)) if run.pictures == 1 else None
+    best = None
+    if run.pictures == 1 and run.strategy != "cpu":
+        best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures))
     planned(sample(steps=steps * -(-run.pictures // at_once)), run.sampling.units)
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     planned(plan_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
     words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
     return RunPlan(
-        run.model, str(run.device), run.size, steps, budget_bytes, used, tuple(stages), words,
+        run.model, str(run.device), run.size, steps, ram_bytes if on_cpu else budget_bytes, used, tuple(stages), words,
         run.pictures, at_once, best,
     )  # fmt: skip
 
@@ -229,7 +235,7 @@ def plan_stage(
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
     held = (
         {}
-        if strategy == "leafwise"
+        if strategy in ("leafwise", "cpu")
         else beside_each_other(
             {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
         )
@@ -239,6 +245,11 @@ def plan_stage(
 
     def plan(unit: str, work: UnitForecast) -> Plan:
         nonlocal state
+        if strategy == "cpu":
+            return plan_on_cpu(
+                unit, sizes_of(named[unit]), work, rates, ram_bytes, forecast.steps, there=named[unit].in_ram,
+                from_disk=reads(named[unit]), ram_stated=ram_stated,
+            )  # fmt: skip
         made = make_plan(
             unit,
             sizes_of(named[unit]),
@@ -272,7 +283,7 @@ def plan_stage(
         else:
             plans[each] = plan(each, work)
     for each in turning:
-        names = " and ".join(other for other in turning if other != each)
+        names = " and ".join(other for other in turning if other != each and strategy != "cpu")
         others = sum(held[other] for other in held if other != each)
         if names:
             plans[each] = plans[each].taking_turns(names, others - left.get(each, 0), forecast.idle_bytes)
@@ -283,13 +294,20 @@ def _plan_vae(
     name: str,
     run: VaeRun,
     latents: torch.Tensor,
+    *,
     budget_bytes: int,
     ram_bytes: int,
     rates: Rates,
     ram_stated: bool,
+    on_cpu: bool = False,
     ram: RamState | None = None,
 ) -> StagePlan:
     assert run.forecasts is not None
+    if on_cpu and (whole := run.forecasts.whole(latents)):
+        return plan_stage(
+            name, whole, [run.vae], budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, strategy="cpu",
+            ram_stated=ram_stated,
+        )  # fmt: skip
     way, latents = run.start(latents, rates)
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from ...memory.units.unit import ManagedModel
 from ..decoding.decode import Call
 from ..decoding.policy import WayName
 from ..decoding.tiling import first_tile
+from . import forecast_cache
 from .forecasts import Forecaster, quietly, shape_of, shapes_in
 
 log = logging.getLogger("ballast")
@@ -26,9 +26,8 @@ log = logging.getLogger("ballast")
 Method = Literal["decode", "encode"]  # of the VAE
 
 _COPIES_OF_PIXELS = 4  # that tiled decoding holds at most: the tiles with their overlaps, 1.8, the rows, the whole
-_MOST = 256
 
-_striped: OrderedDict[str, StripedForecast | None] = OrderedDict()
+_not_in_stripes: set[str | None] = set()
 
 
 class VaeForecasts:
@@ -68,21 +67,22 @@ class VaeForecasts:
         """Return the forecast for exact stripes that keep a budget beside the weights."""
         sample = self._sample(tensor)
         key = self._key(f"stripes {budget_bytes} {operations_per_byte:g}", sample)
-        if key not in _striped:
+        if key in _not_in_stripes:
+            return None
+        found = forecast_cache.stripes(self._forecaster.directory, key) if key else None
+        if found is None:
             try:
                 with quietly(), self._forecaster.between_stages():
                     found = self._dry_run_stripes(sample, budget_bytes, operations_per_byte)
             except Exception as error:
                 log.info("Ballast: %s of %s cannot run in stripes (%s)", self._method, self._forecaster.name, error)
-                found = None
-            if key is None:
-                return found
-            _striped[key] = found
-            while len(_striped) > _MOST:
-                _striped.popitem(last=False)
-        found = _striped[key] if key else None
+                if key:
+                    _not_in_stripes.add(key)
+                return None
+            if key:
+                forecast_cache.put_stripes(self._forecaster.directory, key, found)
         times = tensor.numel() / sample.numel()
-        return found and replace(
+        return replace(
             found,
             host_peak_bytes=int(found.host_peak_bytes + (times - 1) * found.result_bytes),
             h2d_bytes=int(found.h2d_bytes * times),

@@ -83,12 +83,11 @@ class StagedPipeline(ManyRuns):
         `options` may be those of `encode`, too.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
+        With `strategy` "cpu" it is the plan of a run in RAM, and tells what is read from disk in each step.
         `rates` are those of the machine by default. At full size it takes seconds, once for each size. Raises
         ValueError for a budget that nobody stated, without a GPU, and for a size that the pipeline's own code cannot
         run.
         """
-        if strategy == "cpu":
-            raise ValueError("strategy is cpu, which takes no VRAM: there is nothing to plan. Use auto.")
         width, height, steps, guidance, frames = map(plain_number, (width, height, steps, guidance, frames))
         batch, cards, strength = map(plain_number, (batch, cards, strength))
         options = {name: plain_number(value) for name, value in options.items()}
@@ -110,7 +109,7 @@ class StagedPipeline(ManyRuns):
         whole = batch_of(batch, 0, None, prompts, arguments, pipe.own)
         pipe.check_count(max(prompts, whole.count))
         stated = self.vram_bytes if vram is None else parse_bytes(vram)
-        if not stated and self.manager.accelerator.is_cpu:
+        if not stated and self.manager.accelerator.is_cpu and strategy != "cpu":
             raise NoBudgetError("vram='8GB'")
         budget_bytes = self._vram_budget() if vram is None else stated or self._free_vram()
         ram_bytes = self._ram_budget(ram)

@@ -19,7 +19,7 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager, manager, refuse_fork
-from ...memory.planning.fit import sizes_of
+from ...memory.planning.fit import reads_pieces, sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
 from ...memory.probe import card_of
@@ -196,12 +196,15 @@ class StageRunner(ModelFamily):
     ) -> dict[str, Any]:
         """Return the forecast and the plan of a stage that is about to run here, as arguments of `_run_stage`.
 
-        Neither on the CPU. Raises DoesNotFitError where it exceeds a stated budget, or wants too much of the disk;
-        where it could run in `parts`, also for one that nobody stated. Before, the files of encoded weights are
-        written that there are to be.
+        Neither on the CPU where RAM holds all of each. Raises DoesNotFitError where it exceeds a stated budget, or
+        wants too much of the disk; where it could run in `parts`, also for one that nobody stated. Before, the files of
+        encoded weights are written that there are to be.
         """
         self.manager.keep_made(units)
-        if strategy == "cpu" or self.manager.accelerator.is_cpu or (found := forecast()) is None:
+        on_cpu, ram_bytes = strategy == "cpu" or self.manager.accelerator.is_cpu, self._ram_budget(None)
+        if on_cpu and all(unit.size_bytes <= ram_bytes or not reads_pieces(unit) for unit in units):
+            return {}
+        if (found := forecast()) is None:
             return {}
         ram_bytes = self._ram_budget(None)
         place = functools.partial(
@@ -212,13 +215,17 @@ class StageRunner(ModelFamily):
             ram_bytes=ram_bytes,
             ram_stated=self.ram_bytes is not None,
             rates=measured_rates(self.manager.device, units[0].disk),
-            strategy=strategy,
+            strategy="cpu" if on_cpu else strategy,
             steps=steps,
             card=card_of(self.manager.device),
             unified=self.manager.accelerator.is_unified,
             outside_bytes=self.manager.accelerator.outside_bytes(),
             ram=self.manager.ram_state(ram_bytes),
         )
+        if on_cpu:
+            here = place(budget_bytes=0)
+            self._refuse_short_ram(here)
+            return {"forecast": found, "planned": here}
         if self.vram_bytes is not None:
             self._refuse_misfit(place(budget_bytes=self.vram_bytes), strategy)
         here = place(budget_bytes=self._vram_budget())

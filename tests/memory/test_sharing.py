@@ -20,6 +20,8 @@ import pytest
 import torch
 from ballast.memory import DoesNotFitError, manager, ram, simulated
 from ballast.memory import manager as manager_of
+from ballast.memory.planning.fit import sizes_of
+from ballast.memory.planning.planner import least_ram_on_cpu
 from ballast.memory.units import hostbuffer
 from ballast.memory.units.structure import slots
 from ballast.pipelines import StagedPipeline
@@ -248,16 +250,26 @@ def test_ram_budget_holds_over_all_devices_together(models: dict[str, Path], sim
     manager_of("cpu").free()
 
 
-def test_too_little_ram_runs_from_disk_and_is_refused_on_the_cpu(
+def test_too_little_ram_runs_from_disk_and_is_refused_below_windows_on_the_cpu(
     models: dict[str, Path], expected: dict[str, torch.Tensor], sim: ModuleType
 ) -> None:
     pipe = ballast.open_pipeline(models["shapes"], device="sim", ram=500_000)
     cond = ballast.open_pipeline(models["shapes"], device="sim").encode("a red circle")
     assert torch.equal(pipe.sample(cond, **SIZE, strategy="leafwise"), expected["shapes"])
-    with pytest.raises(DoesNotFitError, match=r"^transformer does not fit in RAM: on the CPU .* 3\.77 MB.*") as why:
+    with pytest.raises(DoesNotFitError, match=r"^transformer: On the CPU: nothing fits .* of RAM.*") as why:
         pipe.sample(cond, **SIZE, strategy="cpu")
     assert "\n" not in str(why.value)
     why.value.__traceback__ = None
+    least = least_ram_on_cpu(sizes_of(pipe.denoisers[0]))
+    pipe = ballast.open_pipeline(models["shapes"], device="sim", ram=least)
+    held: list[int] = []
+    sim.reset_stats()
+    latents = pipe.sample(
+        cond, **SIZE, strategy="cpu", on_step=lambda *_: held.append(manager("sim").report().host_bytes)
+    )
+    torch.testing.assert_close(latents, expected["shapes"], atol=1e-5, rtol=0)
+    assert max(held) <= least < TRANSFORMER
+    assert sim.stats().h2d_bytes < 10_000, "no weight comes to the card"
     check_books(sim)
     del why, pipe
 

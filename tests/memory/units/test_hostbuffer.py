@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ballast.memory.units import hostbuffer
-from ballast.memory.units.hostbuffer import HUGE_PAGE_BYTES, allocate, bytes_of
+from ballast.memory.units import hostbuffer, huge_pages
+from ballast.memory.units.hostbuffer import allocate, bytes_of
+from ballast.memory.units.huge_pages import PAGE_BYTES, RETRY_BYTES, Policy
 from places import ROOT
 
 MB = 2**20
@@ -48,17 +49,49 @@ def test_buffer_is_as_long_as_asked_for_and_zero(nbytes: int) -> None:
 
 @on_linux
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_pages_are_private_and_huge_where_they_are_filled(nbytes: int) -> None:
+def test_pages_are_private_and_huge_where_they_are_filled(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "policy", Policy())
     flat = allocate(nbytes)
-    start, whole = flat.data_ptr(), nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    start, whole = flat.data_ptr(), nbytes // PAGE_BYTES * PAGE_BYTES
     flags = flags_at(start)
     assert "sh" not in flags
     assert "dc" in flags, "no child gets a copy"
     assert ("hg" in flags) == bool(whole)
     if whole:
-        assert start % HUGE_PAGE_BYTES == 0
+        assert start % PAGE_BYTES == 0
         assert "hg" in flags_at(start + whole - 1)
         assert {"nh", "dc"} <= flags_at(start + whole), "not where it would be had in part"
+
+
+def test_huge_pages_are_taken_only_where_they_are_faster() -> None:
+    policy = Policy()
+    assert policy.is_trial_due
+    assert policy.tried(0.3e-3, 0.7e-3).huge
+    policy = policy.tried(5e-3, 0.7e-3).allocated(RETRY_BYTES - 1)
+    assert not policy.huge
+    assert not policy.is_trial_due
+    policy = policy.allocated(1)
+    assert policy.is_trial_due
+    assert policy.tried(5e-3, 0.7e-3) == Policy(huge=False)
+    assert policy.tried(5e-3, 5e-3) == Policy()
+
+
+@on_linux
+@pytest.mark.parametrize("huge_seconds", [1e-4, 1.0])
+def test_buffer_lies_on_the_pages_that_were_faster(huge_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {mmap.MADV_HUGEPAGE: huge_seconds, mmap.MADV_NOHUGEPAGE: 1e-3}
+    monkeypatch.setattr(huge_pages, "_touch", lambda pages, begin, advice: seconds[advice])
+    monkeypatch.setattr(huge_pages, "policy", Policy())
+    flat, following = allocate(16 * MB), allocate(5 * MB)
+    for buffer in (flat, following):
+        for address in (buffer.data_ptr(), buffer.data_ptr() + 4 * MB - 1):
+            assert ("hg" in flags_at(address)) == (huge_seconds < 1e-3)
+    assert huge_pages.policy.plain_bytes == (0 if huge_seconds < 1e-3 else 20 * MB)
+
+
+@on_linux
+def test_trial_leaves_the_buffer_zero() -> None:
+    assert not allocate(16 * MB).any()
 
 
 @on_linux

@@ -285,7 +285,7 @@ def test_steps_and_scale_of_guidance_need_no_new_dry_run(tiny_folders: Folders, 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"strategy": "cpu"}, "nothing to plan"),
+        ({"strategy": "none"}, "unknown strategy"),
         ({"steps": 0}, "at least 1"),
         ({"frames": 9}, "pictures, not videos"),
         ({"vram": "lots"}, "lots"),
@@ -312,6 +312,30 @@ def test_feature_maps_go_by_the_stated_ram_and_not_by_what_is_free_here(
     monkeypatch.setattr(manager("sim"), "ram_room", lambda: 0)
     assert "in stripes" not in pipe.plan(**size, vram=less).stages[-1].note
     assert pipe.plan(**size, vram=less, ram="64GB").stages[-1].note == here.note
+
+
+def test_stripes_have_their_dry_run_once_for_all_processes(
+    tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    family = tiny.FAMILIES["flux"]
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", cache_dir=tmp_path)
+    size = {"width": 4 * family.size[0], "height": 4 * family.size[1], "steps": 2, "guidance": 1.0}
+    less = (pipe.plan(**size, vram="1GB").stages[-1].peak_vram_bytes + pipe.decoder.size_bytes) // 2
+    ran: list[int] = []
+    dry = VaeForecasts._dry_run_stripes
+    monkeypatch.setattr(VaeForecasts, "_dry_run_stripes", lambda *given: ran.append(1) or dry(*given))
+    forecast_cache._ram.clear()
+    first = pipe.plan(**size, vram=less).stages[-1]
+    assert "in stripes" in first.note and ran
+    ran.clear()
+    forecast_cache._ram.clear()  # as another process begins
+    assert pipe.plan(**size, vram=less).stages[-1] == first
+    assert not ran
+    for file in tmp_path.rglob("*.json"):
+        file.write_text(file.read_text("utf-8").replace('"host_peak_bytes": ', '"host_peak_bytes": -'), "utf-8")
+    forecast_cache._ram.clear()
+    assert pipe.plan(**size, vram=less).stages[-1] == first
+    assert ran, "what is damaged is made anew"
 
 
 def test_decoding_keeps_a_stated_budget(tiny_folders: Folders, sim: ModuleType) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import ballast
-import gguf
-import numpy as np
 import pytest
 from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
-from ballast.memory.units.weights import find_weights, read_header
 from gguf import GGMLQuantizationType as Type
 from places import ROOT
+from sparse_gguf import quantized
 
 pytestmark = pytest.mark.long
 
@@ -30,29 +27,6 @@ FORMATS = {
     "GGUF Q8_0": "",
     "GGUF Q4_K": "",
 }
-
-
-def quantized(folder: Path, kind: Type) -> None:
-    """The transformer as one sparse GGUF file, its matrices of a kind."""
-    shapes = {}
-    for file in find_weights(folder)[0]:
-        shapes |= {name: tuple(entry["shape"]) for name, entry in read_header(file).items()}
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    writer = gguf.GGUFWriter(path := folder / "model.gguf", "flux")
-    for name, shape in shapes.items():
-        fits = len(shape) == 2 and shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
-        stored = kind if fits else Type.BF16
-        weights, nbytes = gguf.GGML_QUANT_SIZES[stored]
-        rows = (*shape[:-1], shape[-1] // weights * nbytes)
-        writer.add_tensor_info(name, rows, np.dtype(np.uint8), prod(rows), raw_dtype=stored)
-    writer.write_header_to_file(path)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    sizes = [-(-info.nbytes // 32) * 32 for tensors in writer.tensors for info in tensors.values()]
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size + sum(sizes) + 32)
 
 
 @pytest.fixture(scope="module")
