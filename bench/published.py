@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..memory.planning.fit import sizes_of
-from ..memory.planning.solver import Loads, PieceLoad, arrange
+from ..memory.planning.solver import Loads, PieceLoad, place
 from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
 from ..pipelines import open_pipeline
@@ -197,7 +197,7 @@ def solve(
         load = Loads(scaled, bus, loads.before_seconds * times, disk, ram_bytes=ram_bytes)
         for residency in residencies:
             room_bytes = math.ceil(residency * weight_bytes) + ring_bytes
-            step = arrange(load, room_bytes).step_seconds
+            step = place(load, room_bytes).seconds
             from_disk = max(0.0, 1 - residency - ram_share) * weight_bytes / disk
             bound = max(ratio * copying, (1 - residency) * weight_bytes / bus, from_disk)
             window = window_bound_seconds(load, room_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.streaming.resident import Resident
+from ..memory.streaming.engine import Engine
 from ..memory.units.structure import block_lists
 from .stream import Regime, streamed
 
@@ -58,7 +58,7 @@ class Job:
 
 
 def _resident(job: Job) -> Any:
-    Resident(job.module, job.device).place()
+    Engine(job.module, job.device).place()
     return job.module
 
 

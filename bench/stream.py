@@ -19,15 +19,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..memory import simulated
 from ..memory.planning.dry_run import dry_run
+from ..memory.planning.fit import sizes_in, streamed_layout
 from ..memory.planning.forecast import UnitForecast
-from ..memory.planning.planner import PieceSize, UnitSizes
-from ..memory.planning.solver import arrange
+from ..memory.planning.planner import UnitSizes
 from ..memory.rates import Rates
-from ..memory.streaming.resident import Resident
-from ..memory.streaming.stream import Streamed
+from ..memory.streaming.engine import Engine
 from ..memory.units import hostbuffer
-from ..memory.units.pieces import CallOrder, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
-from ..memory.units.structure import slots
 from ..pipelines.families.hidream.routing import any_routing
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
@@ -100,9 +97,9 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
 
     The module must be on the CPU, and fit on the device as a whole.
     """
-    streamable = sum(piece.packed_bytes for piece in sizes_of(module).pieces)
+    streamable = sum(piece.packed_bytes for piece in sizes_in(module).pieces)
     bandwidth = meter.bandwidth()
-    resident = Resident(module, meter.device)
+    resident = Engine(module, meter.device)
     resident.place()
     try:
         if not meter.is_sim:
@@ -120,27 +117,6 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
     finally:
         resident.remove()
         meter.accelerator.empty_cache()
-
-
-def sizes_of(module: nn.Module, calls: CallOrder | None = None) -> UnitSizes:
-    """Return the weights of a module on the CPU, as the solver looks at them."""
-    places = list(slots(module))
-    divided = divide(module, places, calls or CallOrder())
-    pieces = tuple(
-        PieceSize(
-            piece.packed_bytes,
-            piece.held_bytes,
-            tuple(owner.path for owner in piece.owners),
-            piece.codecs,
-            piece.plain_bytes,
-        )
-        for piece in divided.pieces
-        if piece.called
-    )
-    fixed, workspace = plain_bytes_of(divided.rest), workspace_bytes(divided.owners)
-    decoded = fixed + workspace - nbytes_of(divided.rest)
-    decoding = decoding_bytes(divided.owners, places)
-    return UnitSizes(nbytes_of(places), fixed + workspace, pieces, decoded_bytes=decoded, decoding=decoding)
 
 
 @functools.lru_cache(maxsize=4)
@@ -163,17 +139,17 @@ def budget(sizes: UnitSizes, share: float) -> int:
 
 def streamed(
     module: nn.Module, size: str, regime: Regime, device: torch.device, room_bytes: int
-) -> tuple[Streamed, float]:
+) -> tuple[Engine, float]:
     """Return the placement that a run would choose with so much room for weights, and its seconds as the solver says.
 
     The module must be on the CPU. Raises ValueError if the room is too little to stream it.
     """
     work = forecast(size, regime.tokens)
-    sizes = sizes_of(module, work.call_order)
+    sizes = sizes_in(module, work.call_order)
     rate = regime.bandwidth
     loads = sizes.loads(work, Rates(rate, rate, rate, work.operations.total / regime.compute))
-    placement = Streamed(module, device, room_bytes, calls=work.call_order, loads=loads)
-    return placement, arrange(loads, room_bytes - sizes.fixed_bytes).step_seconds
+    layout = streamed_layout(module, room_bytes, work.call_order, loads)
+    return Engine(module, device, layout, calls=work.call_order), layout.seconds
 
 
 def measure(
@@ -192,9 +168,9 @@ def measure(
     if meter.is_sim:
         set_sim_bandwidth(regime.bandwidth)
     idle_bytes, step = meter.used_bytes(), models.inputs(size, regime.tokens, meter.device)
-    sizes = sizes_of(module, forecast(size, regime.tokens).call_order)
+    sizes = sizes_in(module, forecast(size, regime.tokens).call_order)
     placement, predicted = streamed(module, size, regime, meter.device, budget(sizes, share))
-    streamed_bytes = placement.streamed_bytes
+    streamed_bytes = placement.layout.copied_bytes
     placement.place()
     is_equal, driver_bytes = None, None
     try:
@@ -243,7 +219,7 @@ def python_overhead(device: torch.device, count: int = 32, calls: int = 200) -> 
     x = torch.ones(1, 8).to(device)
     medians = []
     with torch.inference_mode():
-        for placement in (Resident(module, device), Streamed(module, device)):
+        for placement in (Engine(module, device), Engine(module, device, streamed_layout(module))):
             placement.place()
             taken = []
             for _ in range(calls):

@@ -18,7 +18,7 @@ from ..memory.units import hostbuffer
 from . import models
 from .measure import Meter, environment, find_device, set_sim_bandwidth
 from .rivals import RIVALS, Job
-from .stream import Regime, budget, regimes, sizes_of
+from .stream import Regime, budget, regimes, sizes_in
 
 _STEPS = 5
 
@@ -63,7 +63,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(1)  # nothing there is large
     step = models.inputs(size, regime.tokens, meter.device)
 
-    room_bytes = request.get("budget_bytes") or budget(sizes_of(module), request["share"])
+    room_bytes = request.get("budget_bytes") or budget(sizes_in(module), request["share"])
     job = Job(module, meter.device, request["share"], room_bytes, request["work_bytes"], size, regime)
     start = time.perf_counter()
     ready = rival.prepare(job)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from .accelerator import Accelerator
 from .books import Books
 from .budget import Budget
@@ -23,15 +25,15 @@ from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import Demand, fitting_placements, ram_pieces, sizes_of, turns_of, why_nothing_fits
 from .planning.planner import meant_by, weights_on_cpu, window_bytes
+from .planning.solver import Layout
 from .planning.turns import beside_each_other
 from .readings import Readings
 from .reports.guests import guests_on
 from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
 from .sizes import format_bytes
-from .streaming.choice import make_placement
-from .streaming.resident import Resident
-from .streaming.stream import Streamed
+from .streaming.engine import Engine
+from .streaming.placement import Cpu, Placement
 from .streaming.timing import CallTimes
 from .units.made_file import trim_made
 from .units.unit import ManagedModel
@@ -135,13 +137,13 @@ class Residents:
         """Note that a unit is about to run."""
         allocated = self.timeline.record("call", unit).allocated_bytes
         work, placement = self.work.of(unit), unit.placement
-        decoded: frozenset[int] = placement.decoded if isinstance(placement, Resident) else frozenset()
-        self._called[unit] = allocated, self.budget.live_bytes, unit.resident_bytes, decoded
-        learns = work.learns and work.attempt.parts == 1 and unit.leases == 1
-        if learns and isinstance(placement, Streamed) and placement.time_call():
-            self._timed[unit] = work
-        elif learns and isinstance(placement, Resident):
-            self._whole.begins(unit, work)
+        dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
+        self._called[unit] = allocated, self.budget.live_bytes, unit.resident_bytes, dequantized
+        if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1:
+            if placement.time_call():
+                self._timed[unit] = work
+            elif placement.name == "resident":
+                self._whole.begins(unit, work)
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
@@ -153,14 +155,14 @@ class Residents:
                 self.work.took(unit, measured, held_bytes, decoded)
         if unit.placement is not None:
             unit.placement.rest(failed)
-            if isinstance(unit.placement, Resident):
+            if unit.placement.name == "resident":
                 self._whole.ended(unit, failed)
             self._learn(unit)
         self.readings.ran(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Evict pieces of a unit that do not run. Return the bytes really freed."""
-        if unit.placement is None or unit.pinned or (unit.leases and not isinstance(unit.placement, Streamed)):
+        if unit.placement is None or unit.pinned or (unit.leases and unit.placement.name != "streamed"):
             return 0
         freed = unit.placement.shrink(bytes)
         if freed:
@@ -246,10 +248,10 @@ class Residents:
 
     def _learn(self, unit: ManagedModel) -> None:
         """Note what the call that was timed computed, if the device is done with it."""
-        if isinstance(unit.placement, Streamed) and (measured := unit.placement.take_seconds()):
+        if unit.placement and (measured := unit.placement.take_seconds()):
             self.work.computed(unit, self._timed[unit], measured)
-        if isinstance(unit.placement, Resident) and (timed := self._whole.take(unit)):
-            self.work.computed_whole(unit, *timed, unit.placement.decoded)
+        if unit.placement and (timed := self._whole.take(unit)):
+            self.work.computed_whole(unit, *timed, unit.placement.dequantized)
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]
@@ -273,12 +275,7 @@ class Residents:
             try:
                 self.readings.load(unit, kind, functools.partial(self._ram_pieces, unit, kind))
                 self._make_room(unit, kind)
-                loads = self._demand(unit).loads if kind == "streamed" else None
-                if kind == "cpu":  # all comes through the windows
-                    loads = replace(self._wants(unit).loads, ram_bytes=window_bytes(sizes_of(unit), "streamed"))
-                placement = make_placement(
-                    unit, kind, self.device, self._weights(unit, kind), loads, self.readings.incoming(unit)
-                )
+                placement = self._new_placement(unit, kind)
                 placement.place()
             except Exception as error:
                 short = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
@@ -291,6 +288,24 @@ class Residents:
                 placement.goes_with(unit)
                 self._placed(unit)
                 return
+
+    def _new_placement(self, unit: ManagedModel, kind: str) -> Placement:
+        """Return how a unit is to sit; nothing is moved yet."""
+        source, device = None if unit.in_ram else unit.source(), self.device
+        if kind == "cpu":
+            device = torch.device("cpu")
+            if source is None:
+                return Cpu(unit.module, device, unit.calls)
+        incoming = self.readings.incoming(unit)
+        return Engine(unit.module, device, self._layout(unit, kind), source, unit.calls, incoming=incoming)
+
+    def _layout(self, unit: ManagedModel, kind: str) -> Layout:
+        """Return how the weights of a unit lie best in the room that there is now."""
+        demand, weights_bytes = self._demand(unit), self._weights(unit, kind)
+        if kind == "cpu":  # all comes through the windows
+            loads = replace(demand.loads, ram_bytes=window_bytes(demand.sizes, "streamed"))
+            demand = replace(demand, loads=loads)
+        return demand.layout(kind, weights_bytes)
 
     def _give_ram(self, wanted: ManagedModel, missing_bytes: int) -> None:
         """Evict others, so that their copies may be dropped, until `missing_bytes` of RAM can be had."""
@@ -369,10 +384,12 @@ class Residents:
         return self.work.demand(unit, self.budget.live_bytes)
 
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
-        """Return the demand of a unit, with the RAM that it had if that does not hold all, or is `short` now."""
+        """Return the demand of a unit where its weights are: in RAM, or as far as it holds them, if it is `short`."""
         demand = self._wants(unit)
-        ram_bytes = None if unit.in_ram and not short else self.readings.held_in(unit)
-        return replace(demand, loads=replace(demand.loads, ram_bytes=ram_bytes))
+        if unit.in_ram and not short:
+            return demand
+        on_disk = frozenset(range(len(demand.sizes.pieces))) - unit.held if not short else frozenset()
+        return replace(demand, loads=replace(demand.loads, ram_bytes=self.readings.held_in(unit), on_disk=on_disk))
 
     def _ram_pieces(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
         if kind == "cpu":  # where what stays is in RAM
@@ -405,27 +422,27 @@ class Residents:
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
         """Keep more or fewer of a unit's pieces, or of them dequantized, as the room and the work now want it."""
-        if isinstance(unit.placement, Resident):
-            unit.placement.refit(self._weights(unit, "resident"))
-        if isinstance(unit.placement, Streamed) and unit.placement.on_device:
-            weights_bytes = self._weights(unit, "streamed")
+        placement = unit.placement
+        if placement is None or placement.name == "cpu":
+            return
+        weights_bytes = self._weights(unit, placement.name)
+        if placement.name == "streamed":
             if weights_bytes > unit.resident_bytes and grow:
                 # Else pieces settle in the gaps that the last call left, and the next one finds none.
                 self.accelerator.empty_cache()
-            if weights_bytes < unit.resident_bytes or grow:
-                unit.placement.refit(weights_bytes, self._demand(unit).loads)
+            if weights_bytes >= unit.resident_bytes and not grow:
+                return
+        placement.apply(self._demand(unit).layout(placement.name, weights_bytes))
 
     def _complete(self, unit: ManagedModel, alone: bool) -> None:
-        """Bring back the pieces that others were given the room of, where a unit must be whole to run."""
-        if not isinstance(unit.placement, Resident):
+        """Make a unit ready for a call, which may have to be whole, and given others the room of some pieces."""
+        if unit.placement is None:
             return
-        if is_short := not unit.placement.is_whole:
+        if is_short := unit.placement.name == "resident" and not unit.placement.is_whole:
             self._make_room(unit, "resident")
             if alone:
                 self._resize(unit)
-        unit.placement.complete()
-        if alone:
-            unit.placement.decode()
+        unit.placement.complete(alone)
         if is_short:
             self._placed(unit)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .accelerator import Accelerator
-from .budget import Budget
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags
@@ -23,49 +21,23 @@ from .planning.measured import Overhead
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
 from .ram import give_back_heap
-from .reports.timeline import StageRecord, Timeline
+from .reports.timeline import StageRecord
 from .sizes import format_bytes
 from .streaming.pace import Pace
 from .units.batch import batch_of, in_parts, joined, shapes_of
 from .units.calls import Forward, interpose
 from .units.unit import ManagedModel
-from .work import Work, WorkBook
+from .work import Work
+
+if TYPE_CHECKING:
+    from .manager import MemoryManager
 
 log = logging.getLogger("ballast")
 
 
-class Device(Protocol):
-    """The members that a stage asks of its device's manager, which documents them."""
-
-    device: torch.device
-    accelerator: Accelerator
-    budget: Budget
-    timeline: Timeline
-
-    @property
-    def work(self) -> WorkBook: ...
-    @property
-    def budget_bytes(self) -> int: ...
-
-    def adopt(self, unit: ManagedModel) -> ManagedModel: ...
-    def units(self) -> list[ManagedModel]: ...
-    def execution_device(self, strategy: str) -> torch.device: ...
-    def take_turns(self, units: Sequence[ManagedModel]) -> AbstractContextManager[None]: ...
-    def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None: ...
-    def strike(self, unit: ManagedModel) -> None: ...
-    def acquire(
-        self, unit: ManagedModel, strategy: str, *, instead_of: Collection[ManagedModel], anew: bool
-    ) -> None: ...
-    def release(self, unit: ManagedModel, *, failed: bool) -> None: ...
-    def evict(self, unit: ManagedModel) -> None: ...
-    def make_room(self) -> None: ...
-    def leave(self, units: Sequence[ManagedModel], keep: bool) -> None: ...
-    def stop_reading(self) -> None: ...
-
-
 @contextmanager
 def run_stage(
-    manager: Device,
+    manager: MemoryManager,
     name: str,
     units: Sequence[ManagedModel],
     strategy: str,
@@ -122,7 +94,7 @@ def run_stage(
 
 
 @contextmanager
-def _entered(manager: Device, unit: ManagedModel) -> Iterator[None]:
+def _entered(manager: MemoryManager, unit: ManagedModel) -> Iterator[None]:
     """Count a stage of a unit; one within another stage of it, as `on_step` may run, leaves all as that one had it."""
     work, device = manager.work.of(unit), vars(unit.module)["_runs_on"]
     unit.stages += 1
@@ -136,7 +108,7 @@ def _entered(manager: Device, unit: ManagedModel) -> Iterator[None]:
             unit.runs_on(device)
 
 
-def _learn(manager: Device, record: StageRecord, units: Sequence[ManagedModel]) -> None:
+def _learn(manager: MemoryManager, record: StageRecord, units: Sequence[ManagedModel]) -> None:
     """Keep what a stage took beyond tensors, unless others had their share of it."""
     if not record.has_others:
         manager.work.took_in_all(units, record.overhead)
@@ -145,7 +117,7 @@ def _learn(manager: Device, record: StageRecord, units: Sequence[ManagedModel]) 
 class _Calls:
     """The calls of one unit in a stage: each under a lease, tried again in less memory when it runs out."""
 
-    def __init__(self, manager: Device, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
+    def __init__(self, manager: MemoryManager, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
         self.depth = unit.stages
         self.first = True

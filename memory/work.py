@@ -92,17 +92,16 @@ class WorkBook:
         if work.forecast:
             self._now[unit] = replace(work, forecast=replace(work.forecast, turns=1))
 
-    def working_bytes(self, unit: ManagedModel, held_bytes: int = 0, *, placing: bool = False) -> int:
+    def working_bytes(self, unit: ManagedModel, held_bytes: int = 0) -> int:
         """Return what a unit's present work takes beside its weights, on top of what its stage holds there by now.
 
-        0 if it is not known. With `placing` what of it is there already when it is called.
+        0 if it is not known.
         """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
         expected = work.forecast.with_decoding(sizes_of(unit).decoding_beside())
-        expected_bytes = expected.called_bytes if placing else expected.peak_bytes
-        peak_bytes = expected_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
+        peak_bytes = expected.peak_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0, decoded: Collection[int] = ()) -> None:
@@ -163,15 +162,12 @@ class WorkBook:
 
     def demand(self, unit: ManagedModel, held_bytes: int = 0) -> Demand:
         """Return the demand of a unit for its present work, on top of what its stage holds beside weights."""
-        work, sizes = self.of(unit), sizes_of(unit)
+        work, loads = self.of(unit), self._loads(unit)
         return Demand(
             unit.name,
-            sizes,
-            self._loads(unit),
+            sizes_of(unit),
+            replace(loads, spared_bytes=int(work.attempt.share * loads.spared_bytes)),
             self.working_bytes(unit, held_bytes),
-            self.working_bytes(unit, held_bytes, placing=True),
-            sizes.spared_bytes(work.forecast) if work.forecast else 0,
             work.attempt.share,
             work.forecast is not None,
-            work.forecast is not None and not work.forecast.repeats,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from ...memory import striped
 from ...memory.probe import rates
 from ...memory.sizes import format_bytes
-from ...memory.streaming.resident import Resident
+from ...memory.streaming.engine import Engine
 from ...memory.striped import Traffic
 from ...pipelines.decoding.decode import pace
 from ...pipelines.decoding.precision import full_float32
@@ -56,7 +56,7 @@ class _Decoder:
 
     @torch.inference_mode()
     def measure(self) -> None:
-        placement = Resident(self.module, self.meter.device)
+        placement = Engine(self.module, self.meter.device)
         placement.place()
         try:
             with full_float32():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...memory.streaming.resident import Resident
+from ...memory.streaming.engine import Engine
 from .. import models, stream
 from ..encoded import encode
 from ..stream import Regime
@@ -64,7 +64,7 @@ class _Engine:
         """Its row, and the regime with what a resident step of these weights takes, decoding included."""
         meter, module = self.meter, self.module
         idle_bytes, step = meter.used_bytes(), models.inputs(self.size, regime.tokens, meter.device)
-        placement = Resident(module, meter.device)
+        placement = Engine(module, meter.device)
         placement.place()
         try:
             meter.accelerator.take_peak_bytes()
@@ -77,7 +77,7 @@ class _Engine:
         finally:
             placement.remove()
             meter.accelerator.empty_cache()
-        streamable = sum(piece.packed_bytes for piece in stream.sizes_of(module).pieces)
+        streamable = sum(piece.packed_bytes for piece in stream.sizes_in(module).pieces)
         self.to.row(
             weights=weights, ratio=seconds * regime.bandwidth / streamable, share=None, tokens=regime.tokens,
             bandwidth=regime.bandwidth, compute=seconds, streamed_bytes=0, copied_bytes=0, first_step=first,

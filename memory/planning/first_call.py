@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .ring import WINDOWS, offsets, overwritten
-from .solver import Arrangement, Loads
+from .solver import Layout, Loads
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Beside:
     ram: frozenset[int] | None = None
 
 
-def first_call_seconds(loads: Loads, found: Arrangement, beside: Beside) -> float:
-    """Seconds of the first call in an arrangement, from when its weights begin to be read."""
+def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
+    """Seconds of the first call in a layout, from when its weights begin to be read."""
     bus, disk = loads.bytes_per_second, loads.disk_bytes_per_second
     sizes = loads.sizes
     passing = [sizes[i] for i in found.streamed]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..sizes import format_bytes
 from ..units.branches import keys_of
-from ..units.pieces import PieceWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
+from ..units.pieces import CallOrder, PieceWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
 from ..units.structure import Slot, slots
 from ..units.unit import ManagedModel
-from .decoded import decoded_for_good
+from ..vocabulary import PlacementName
 from .forecast import UnitForecast
 from .planner import PieceSize, UnitSizes, comparable, least_weights, meant_by, window_bytes
-from .solver import Arrangement, Loads, arrange
+from .solver import Layout, Loads, place
 from .turns import Turns
 
 log = logging.getLogger("ballast")
@@ -31,20 +32,16 @@ _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = we
 class Demand:
     """The demand of a unit on a device: its weights, and the memory of its work beside them.
 
-    `working_bytes` is 0 where it is not known, and `placing_bytes` what of it is there while pieces are decoded for
-    good; `spared_bytes` are none where all are. Of the pieces that could stay, a `share` may; `loads` are the pieces
-    with what they compute. A unit that is called `once` before it leaves decodes nothing for good.
+    `working_bytes` is 0 where it is not known. Of the pieces that could stay, a `share` may; `loads` are the pieces
+    with the seconds that they compute.
     """
 
     name: str
     sizes: UnitSizes
     loads: Loads
     working_bytes: int = 0
-    placing_bytes: int = 0
-    spared_bytes: int = 0
     share: float = 1.0
     has_forecast: bool = False
-    once: bool = False
 
     def least_weights(self, kind: str) -> int:
         """Return the least weights on the device in a placement.
@@ -58,28 +55,23 @@ class Demand:
         """Return the least that a placement takes on the device, weights and what is known of the work together."""
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
+    def layout(self, placement: str, weights_bytes: int) -> Layout:
+        """Return how the pieces lie in a placement on the device, with at most `weights_bytes` of weights there."""
+        name: PlacementName = "resident" if placement == "resident" else "streamed"
+        return place(self.loads, weights_bytes - self.sizes.outside_bytes(name), name)
+
     def call_seconds(self, kind: str, weights_bytes: int) -> float:
         """Return the planned seconds of a call with `weights_bytes` of weights on the device, and all in RAM."""
-        if kind == "resident":
-            decoded = decoded_for_good(self.sizes.pieces, weights_bytes - self.least_weights(kind))[0]
-            return self.loads.compute_seconds - sum(self.loads.pieces[i].decode_seconds for i in decoded)
-        if kind == "cpu":
-            return self.loads.compute_seconds
-        return arrange(self.loads, weights_bytes - self.sizes.fixed_bytes).step_seconds
+        return self.loads.compute_seconds if kind == "cpu" else self.layout(kind, weights_bytes).seconds
 
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
-        """Return the weights that a placement is to hold on the device.
+        """Return the most that weights may take on the device in a placement.
 
-        Streaming takes its share of the room that the work leaves, and the least as long as the work is not known; so
-        does what is resident, as far as there is something to decode for good.
+        That is a share of the room that the work leaves, and the least as long as the work is not known.
         """
         least = self.least_weights(kind)
-        if kind == "cpu" or not self.working_bytes or (kind == "resident" and self.once):
+        if kind == "cpu" or not self.working_bytes:
             return least
-        if kind == "resident":
-            room, spared = room_bytes - self.working_bytes - least, self.spared_bytes
-            rooms = int(self.share * room), room_bytes - self.placing_bytes - least, int(self.share * spared)
-            return least + decoded_for_good(self.sizes.pieces, *rooms)[1]
         most = max(least, min(self.sizes.most_bytes, room_bytes - self.working_bytes))
         return least + int(self.share * (most - least))
 
@@ -99,10 +91,8 @@ def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
     For a call in a placement with `weights_bytes` on the device, in the RAM that its loads tell. What stays on the
     device is held as far as there are `spare_bytes`, for which nothing has to go.
     """
-    sizes, found = demand.sizes, Arrangement(0, (), 0, 0, 0.0)
-    if kind == "streamed":
-        found = arrange(demand.loads, weights_bytes - sizes.fixed_bytes)
-    pieces = sizes.ram_pieces(found, min(demand.loads.ram_bytes or 0, spare_bytes))
+    sizes = demand.sizes
+    pieces = sizes.ram_pieces(demand.layout(kind, weights_bytes), min(demand.loads.ram_bytes or 0, spare_bytes))
     return pieces, window_bytes(sizes, kind) + sizes.ram_bytes(pieces)
 
 
@@ -110,35 +100,65 @@ def sizes_of(unit: ManagedModel) -> UnitSizes:
     """Return the weights of a unit as the planner looks at them."""
     known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes, unit.in_ram)
     if known is None or known[0] != made_by:
-        places = list(slots(unit.module))
-        divided = divide(unit.module, places, unit.calls)
-        tables = [slot for table in divided.tables for slot in table.slots]
-        in_files = unit.file_bytes()
-
-        def read_bytes(own: Sequence[Slot]) -> int:
-            return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
-
-        def size_of(piece: PieceWeights) -> PieceSize:
-            paths = tuple(owner.path for owner in piece.owners)
-            read = read_bytes(piece.slots) if in_files else None
-            return PieceSize(piece.packed_bytes, piece.held_bytes, paths, piece.codecs, piece.plain_bytes, read)
-
-        sizes = UnitSizes(
-            total_bytes=unit.size_bytes,
-            table_bytes=nbytes_of(tables),
-            fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
-            decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
-            decoding=decoding_bytes(divided.owners, places),
-            pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
-            idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
-            tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
-            is_estimate=any(map(_is_estimate, places)),
-            dtype=_dtype_of(places),
-            rest_read_bytes=read_bytes(divided.rest) if in_files else None,
-            read_bytes=read_bytes(places) if in_files else None,
-        )
-        known = _sizes[unit] = (made_by, sizes)
+        known = _sizes[unit] = (made_by, sizes_in(unit.module, unit.calls, unit.size_bytes, unit.file_bytes()))
     return known[1]
+
+
+def sizes_in(
+    module: nn.Module,
+    calls: CallOrder | None = None,
+    total_bytes: int | None = None,
+    in_files: Mapping[int, int] | None = None,
+) -> UnitSizes:
+    """Return the weights of a module that is not on the device.
+
+    They have `total_bytes`, or those of its tensors; `in_files` are the bytes that they take in files, by `id`.
+    """
+    places = list(slots(module))
+    divided = divide(module, places, calls or CallOrder())
+    tables = [slot for table in divided.tables for slot in table.slots]
+
+    def read_bytes(own: Sequence[Slot]) -> int | None:
+        if not in_files:
+            return None
+        return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
+
+    def size_of(piece: PieceWeights) -> PieceSize:
+        paths = tuple(owner.path for owner in piece.owners)
+        read = read_bytes(piece.slots)
+        return PieceSize(piece.packed_bytes, piece.held_bytes, paths, piece.codecs, piece.plain_bytes, read)
+
+    return UnitSizes(
+        total_bytes=nbytes_of(places) if total_bytes is None else total_bytes,
+        table_bytes=nbytes_of(tables),
+        fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
+        decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
+        decoding=decoding_bytes(divided.owners, places),
+        pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
+        idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
+        tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
+        is_estimate=any(map(_is_estimate, places)),
+        dtype=_dtype_of(places),
+        rest_read_bytes=read_bytes(divided.rest),
+        read_bytes=read_bytes(places),
+    )
+
+
+def streamed_layout(
+    module: nn.Module, weights_bytes: int = 0, calls: CallOrder | None = None, loads: Loads | None = None
+) -> Layout:
+    """Return how a module that is not on the device streams with `weights_bytes` there; 0 asks for the least.
+
+    `loads` say what its pieces compute, all as long as they are copied if not given. Raises ValueError for too little.
+    """
+    sizes = sizes_in(module, calls)
+    least = sizes.least_streamed_bytes
+    if 0 < weights_bytes < least:
+        raise ValueError(
+            f"{format_bytes(weights_bytes)} are too little to stream {type(module).__name__}: it wants "
+            f"{format_bytes(least)} for two of its largest pieces and for the weights outside of them."
+        )
+    return place(loads or Loads.even(sizes.pieces), max(weights_bytes, least) - sizes.fixed_bytes)
 
 
 def _dtype_of(places: Iterable[Slot]) -> str:

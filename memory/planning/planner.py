@@ -17,12 +17,12 @@ from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
-from .decoded import decoded_for_good, moment_bytes, placing_bytes
+from .decoded import moment_bytes
 from .first_call import Beside, first_call_seconds
 from .forecast import HeldBytes, Operations, UnitForecast
 from .measured import Measured, Overhead, measured_loads
 from .ring import WINDOWS
-from .solver import Arrangement, Loads, PieceLoad, arrange, least_bytes
+from .solver import Layout, Loads, PieceLoad, least_bytes, place
 from .tiers import held_in_ram
 
 
@@ -48,9 +48,13 @@ class PieceSize:
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
-    def decoding(self, rates: Rates) -> tuple[float, int, int]:
-        """Return the seconds saved by staying dequantized, the bytes that it costs, and those while it is done."""
-        return self.decode_seconds(rates), self.plain_bytes - self.held_bytes, moment_bytes(self.codecs)
+    def decoding(self, rates: Rates, free_bytes: int) -> tuple[float, int, int]:
+        """Return the seconds saved by staying dequantized, the bytes that it costs, and those while it is done.
+
+        It is done between two calls, when `free_bytes` of what these take are free.
+        """
+        more, moment = self.plain_bytes - self.held_bytes, max(0, moment_bytes(self.codecs) - free_bytes)
+        return self.decode_seconds(rates), more, moment
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,24 @@ class UnitSizes:
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
         return self.resident_bytes + more + max((moment_bytes(piece.codecs) for piece in self.pieces), default=0)
 
-    def decoding_beside(self, decoded: Collection[int] = ()) -> HeldBytes:
+    def decoding_beside(self, dequantized: Collection[int] = ()) -> HeldBytes:
         """Return `decoding` where just these pieces are dequantized for good."""
-        most, done = dict(self.decoding).get("", 0), {path for i in decoded for path in self.pieces[i].paths}
+        most, done = dict(self.decoding).get("", 0), {path for i in dequantized for path in self.pieces[i].paths}
         outside = most - sum(piece.held_bytes for piece in self.pieces)  # which come after what is in none
-        placing = max(outside, placing_bytes([self.pieces[i] for i in sorted(decoded)]))
         calls = ((path, nbytes) for path, nbytes in self.decoding if path and path not in done)
-        return (("", placing), *calls) if placing > 0 else tuple(calls)
+        return (("", outside), *calls) if outside > 0 else tuple(calls)
 
-    def spared_bytes(self, work: UnitForecast) -> int:
-        """Return what it takes less to have all pieces decoded for good than none, besides what these weigh."""
+    def _spared_bytes(self, work: UnitForecast) -> int:
+        """Return what calls take less to have all pieces dequantized for good than none, beside the weights."""
         of_pieces = {path for piece in self.pieces for path in piece.paths}
         others = tuple(each for each in self.decoding_beside() if each[0] not in of_pieces)
         return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
+
+    def outside_bytes(self, placement: PlacementName) -> int:
+        """Return the bytes beside the pieces that are called. A resident unit has those there, too, that are not."""
+        if placement != "resident":
+            return self.fixed_bytes
+        return self.resident_bytes - sum(piece.held_bytes for piece in self.pieces)
 
     @property
     def least_streamed_bytes(self) -> int:
@@ -125,6 +134,7 @@ class UnitSizes:
             seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
             return Loads(seconds, rate, disk_bytes_per_second=from_disk, once=once)
         before, operations = _by_piece(self.pieces, work)
+        between_calls = work.live_bytes + work.working_bytes - work.called_bytes  # bytes that are free then
         calls = max(1, work.calls)
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
@@ -132,14 +142,14 @@ class UnitSizes:
                 p.packed_bytes,
                 p.held_bytes,
                 own + p.decode_seconds(rates),
-                *(p.decoding(rates) if work.repeats else ()),
+                *(p.decoding(rates, between_calls) if work.repeats and p.codecs else ()),
             )
             for p, own in zip(self.pieces, taken, strict=True)
         )
-        return Loads(loads, rate, first, from_disk, once=once)
+        return Loads(loads, rate, first, from_disk, once=once, spared_bytes=self._spared_bytes(work))
 
-    def ram_pieces(self, found: Arrangement, ram_bytes: int) -> frozenset[int]:
-        """Which pieces an arrangement is to have in RAM, where that has `ram_bytes` and does not hold all."""
+    def ram_pieces(self, found: Layout, ram_bytes: int) -> frozenset[int]:
+        """Return the pieces of a layout to hold in RAM, where that has `ram_bytes` and does not hold all."""
         return held_in_ram([piece.packed_bytes for piece in self.pieces], found.copied, found.from_disk, ram_bytes)
 
     def beside(self, ram: frozenset[int] | None, there: frozenset[int] | None) -> Beside:
@@ -148,9 +158,7 @@ class UnitSizes:
         held = tuple(piece.held_bytes for piece in self.pieces)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
-    def disk_bytes(
-        self, found: Arrangement, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int
-    ) -> int:
+    def disk_bytes(self, found: Layout, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int) -> int:
         """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some pieces, None for all.
 
         Those that are `there` by now, None for all, are not read for it.
@@ -235,6 +243,7 @@ class Candidate:
     kept: frozenset[int] | None = None
     windows_bytes: int = 0
     why_not: str = ""
+    layout: Layout = Layout()
 
     @property
     def driver_bytes(self) -> int:
@@ -378,28 +387,22 @@ def make_plan(
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
+    if strategy == "leafwise":
+        loads = replace(loads, spared_bytes=0)
     by_piece = loads if work.modules else loads.computing(compute)
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
-            found = arrange(loads, room - sizes.fixed_bytes)
-            seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.decoded)
-            left, beside = room - sizes.fixed_bytes - found.device_bytes, work
-            if placement == "resident":
-                room = tensor_bytes - work.peak_bytes - least if strategy != "leafwise" else 0
-                placing_room = tensor_bytes - bare.called_bytes - overhead.workspace_bytes - least
-                spared = sizes.spared_bytes(bare) if strategy != "leafwise" else 0
-                rooms = room, placing_room, spared
-                decoded, more_bytes = decoded_for_good(sizes.pieces, *rooms) if work.repeats else (frozenset(), 0)
-                found = Arrangement(0, (), least - sizes.fixed_bytes + more_bytes, 0, 0.0)
-                seconds = compute - sum(sizes.pieces[i].decode_seconds(rates) for i in decoded)
-                more = work.repeats and any(p.codecs for i, p in enumerate(sizes.pieces) if i not in decoded)
-                left = room - more_bytes if more else 0
-                beside = overhead.on(bare.with_decoding(sizes.decoding_beside(decoded)))
+            outside = sizes.outside_bytes(placement)
+            found = place(loads, room - outside, placement)
+            seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.dequantized)
+            still_encoded = any(p.codecs for i, p in enumerate(sizes.pieces) if i not in found.dequantized)
+            left = room - outside - found.device_bytes if still_encoded else 0
+            beside = overhead.on(bare.with_decoding(sizes.decoding_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
-            if placement == "resident":  # whose first call decodes all as it goes
-                first_bytes = least + work.peak_bytes
-                candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
+            # The first call decodes all as it goes.
+            first_bytes = candidate.stay_bytes + outside - sizes.fixed_bytes + candidate.ring_bytes + work.peak_bytes
+            candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
             if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             if streams_from_disk:
@@ -473,10 +476,10 @@ def plan_on_cpu(
     With `there` RAM holds it already. The seconds are those of the disk: how fast a CPU computes is not known.
     """
     whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
-    found, taken, reason = Arrangement(0, (), 0, 0, 0.0), sizes.total_bytes, ""
+    found, taken, reason = Layout(), sizes.total_bytes, ""
     if taken > ram_bytes and from_disk:
         windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
-        found = arrange(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
+        found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
         reason = (
             f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(found.read_bytes)} are read from disk in "
@@ -491,7 +494,7 @@ def plan_on_cpu(
         "cpu", 0, 0, taken, found.streamed, len(sizes.pieces), read, max(first, read), read, read,
         from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
         whole_bytes=sizes.total_bytes, read_bytes=found.read_bytes, read_seconds=read, unit=unit, fits=fits,
-        reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.",
+        reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.", layout=found,
     )  # fmt: skip
 
 
@@ -499,9 +502,11 @@ def _rooms(
     placement: PlacementName, least: int, sizes: UnitSizes, work: UnitForecast, budget_bytes: int, strategy: str
 ) -> list[int]:
     """Return the bytes of weights to consider: all that the budget leaves, and the least."""
-    if placement == "resident" or strategy == "leafwise":
+    if strategy == "leafwise":
         return [least]
     most = min(budget_bytes - work.peak_bytes, sizes.most_bytes)
+    if placement == "resident":
+        return [max(least, most)]
     if strategy == "streamed":  # takes what there is, all of it too
         return [most, least] if least < most else [least]
     whole = sizes.resident_bytes if sizes.most_bytes == sizes.resident_bytes else sizes.most_bytes + 1
@@ -514,16 +519,16 @@ def _candidate(
     work: UnitForecast,
     rates: Rates,
     compute: float,
-    found: Arrangement,
+    found: Layout,
     steps: int,
     idle_bytes: int,
 ) -> Candidate:
     calls_per_step = work.calls / steps
     whole = sizes.fixed_bytes + sum(piece.held_bytes for piece in sizes.pieces)
     stay_bytes = whole - sum(sizes.pieces[i].held_bytes for i in found.streamed)
-    weights_bytes = sizes.fixed_bytes + found.device_bytes
+    weights_bytes = sizes.outside_bytes(placement) + found.device_bytes
     copied = found.copied_bytes / rates.pinned_bytes_per_second
-    seconds = found.step_seconds if found.streamed else compute
+    seconds = found.seconds if found.streamed else compute
     return Candidate(
         placement=placement,
         weights_bytes=weights_bytes,
@@ -538,13 +543,14 @@ def _candidate(
         step_bytes=round(found.copied_bytes * calls_per_step),
         ring_bytes=found.ring_bytes,
         stay_bytes=stay_bytes,
-        decoded_bytes=sum(sizes.pieces[i].plain_bytes - sizes.pieces[i].held_bytes for i in found.decoded),
+        decoded_bytes=sum(sizes.pieces[i].plain_bytes - sizes.pieces[i].held_bytes for i in found.dequantized),
         whole_bytes=whole,
+        layout=found,
     )
 
 
 def _short_of_ram(
-    candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Arrangement, ram_bytes: int, calls_per_step: float
+    candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Layout, ram_bytes: int, calls_per_step: float
 ) -> Candidate:
     """Return the same where RAM does not hold all."""
     held = sizes.ram_bytes(sizes.ram_pieces(found, ram_bytes))

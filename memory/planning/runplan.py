@@ -108,7 +108,7 @@ class RunPlan:
     @property
     def on_cpu(self) -> bool:
         """Return whether the transformer runs on the CPU, whose seconds are not predicted."""
-        return self.placement == "cpu"
+        return any(stage.name == "sample" and stage.main.placement == "cpu" for stage in self.stages)
 
     @property
     def _untimed(self) -> str:

@@ -12,12 +12,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from .decoded import Decoded, decoded_within
+from ..vocabulary import PlacementName
+from .decoded import Decoded, decoded_within, dequantizing_bytes
 from .ring import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
@@ -43,6 +44,11 @@ class PieceLoad:
     more_bytes: int = 0
     moment_bytes: int = 0
 
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether it may be dequantized for good."""
+        return self.decode_seconds > 0 or self.more_bytes != 0
+
 
 class HasSizes(Protocol):
     """A piece, or what is known of one."""
@@ -59,7 +65,7 @@ class Loads:
 
     What is not in RAM is read at a rate of its own. Those are the pieces `on_disk` or, with `ram_bytes`, whichever are
     best, where RAM holds no more than that of pieces that stream, windows included. After a call that comes `once` the
-    weights leave.
+    weights leave. Where all pieces are dequantized for good, calls take `spared_bytes` less beside the weights.
     """
 
     pieces: tuple[PieceLoad, ...]
@@ -69,6 +75,13 @@ class Loads:
     on_disk: frozenset[int] = frozenset()
     ram_bytes: int | None = None
     once: bool = False
+    spared_bytes: int = 0
+
+    @functools.cached_property
+    def all_dequantized_bytes(self) -> int:
+        """Bytes that all pieces take more to be dequantized for good."""
+        encoded = [i for i, piece in enumerate(self.pieces) if piece.is_encoded]
+        return dequantizing_bytes(self.pieces, encoded)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -93,23 +106,39 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """Pieces at the indices `streamed` pass through a ring; the others stay, of which those `decoded` do so decoded.
-    `step_seconds` are those of one call.
+class Layout:
+    """How the pieces of a unit lie on the device during its calls: decided by `place`, made true by the engine.
 
-    `device_bytes` is what they take on the device in all. Each call copies those that are `copied`, of `copied_bytes`
-    in all, and reads those `from_disk`, of `read_bytes`, first.
+    Pieces are numbered in the order of their calls. Those `streamed` pass through a ring of `ring_bytes`, the others
+    stay, of which those `dequantized` do so as plain tensors. They take `device_bytes` in all, ring included, and a
+    call takes `seconds`. Each call copies the pieces `copied`, of `copied_bytes`, and reads those `from_disk`, of
+    `read_bytes`, first. Layouts are equal that lie alike, whatever `loads` they were placed for and however long calls
+    take.
+
+    A `resident` layout without anything else is that of a whole unit, whatever pieces it has.
     """
 
-    ring_bytes: int
-    streamed: tuple[int, ...]
-    device_bytes: int
-    copied_bytes: int
-    step_seconds: float
+    placement: PlacementName = "resident"
+    ring_bytes: int = 0
+    streamed: tuple[int, ...] = ()
+    dequantized: tuple[int, ...] = ()
+    device_bytes: int = 0
     copied: tuple[int, ...] = ()
+    copied_bytes: int = 0
     from_disk: tuple[int, ...] = ()
     read_bytes: int = 0
-    decoded: tuple[int, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+    loads: Loads = field(default=Loads(()), compare=False, repr=False)
+
+    def within(self, room_bytes: int, ring_bytes: int | None = None) -> Layout:
+        """Return the layout of the same pieces in another room; a ring of `ring_bytes` stays, if it can."""
+        return place(self.loads, room_bytes, self.placement, ring_bytes)
+
+    def on_disk(self, pieces: frozenset[int], room_bytes: int) -> Layout:
+        """Return the layout where just these pieces are not in RAM."""
+        if pieces == self.loads.on_disk or self.placement == "resident":
+            return self
+        return place(replace(self.loads, on_disk=pieces), room_bytes, self.placement)
 
 
 def least_bytes(pieces: Sequence[PieceLoad]) -> int:
@@ -126,48 +155,62 @@ def least_ring_bytes(pieces: Sequence[PieceLoad]) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def arrange(loads: Loads, room_bytes: int, ring_bytes: int | None = None) -> Arrangement:
-    """Find the fastest arrangement of pieces in at most `room_bytes` on the device; of equally fast ones that which
-    reads least, then that which copies least.
+def place(
+    loads: Loads, room_bytes: int, placement: PlacementName = "streamed", ring_bytes: int | None = None
+) -> Layout:
+    """Decide how pieces lie in at most `room_bytes` on the device.
 
-    Seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is taken as that, and less
-    RAM than the windows as these. With `ring_bytes` there is a ring already, which stays if it can.
+    Of a `resident` unit all stay, in more room than there is if need be; the room decides what is dequantized for good.
+    Of one that may be `streamed` the layout is the fastest; of equally fast ones that which reads least, then that
+    which copies least. Its seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is
+    taken as that, and less RAM than the windows as these. A ring of `ring_bytes` that is there stays, if it can.
     """
+    found = _fastest(loads, room_bytes, placement, ring_bytes)
+    if loads.ram_bytes is None or loads.on_disk & set(found.copied) <= set(found.from_disk):
+        return found
+    # RAM holds other pieces than would be best.
+    return _fastest(replace(loads, ram_bytes=None), room_bytes, placement, ring_bytes)
+
+
+def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes: int | None) -> Layout:
     pieces, compute = loads.pieces, loads.compute_seconds
     whole = sum(piece.held_bytes for piece in pieces)
-    room = max(room_bytes, least_bytes(pieces))
-    if whole <= room and not any(piece.decode_seconds for piece in pieces):
-        return Arrangement(0, (), whole, 0, compute)
+    room = max(room_bytes, whole if placement == "resident" else least_bytes(pieces))
+    if whole <= room and not any(piece.is_encoded for piece in pieces):
+        return Layout(placement, device_bytes=whole, seconds=compute, loads=loads)
     ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
     on_disk = loads.on_disk if loads.ram_bytes is None else frozenset()
     stay = [(0, _Choice((), whole, 0))] if whole <= room else []
-    choices = _choices(pieces, loads.bytes_per_second, on_disk, _rings(pieces, room, ring_bytes))
+    rings = _rings(pieces, room, ring_bytes) if placement == "streamed" else ()
+    choices = _choices(pieces, loads.bytes_per_second, on_disk, rings) if rings else {}
     streamed = ((ring, choice) for ring, each in choices.items() for choice in each if ring + choice.held_bytes <= room)
     found = [*stay, *streamed]
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
+    if stay and rooms[0] < loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
+        rooms[0] += loads.spared_bytes
     options: list[tuple[float, int, int, _Option]] = []
-    for i, decoded in decoded_within(pieces, passing, rooms):
-        option = _Option(*found[i], decoded)
+    for one, decoded in zip(found, decoded_within(pieces, passing, rooms), strict=True):
+        option = _Option(*one, decoded)
         options.append((option.least_seconds(loads, ram), option.copied_bytes, len(options), option))
     options.sort()
-    best: Arrangement | None = None
+    best: Layout | None = None
     for least, copied_bytes, _, option in options:
-        if best and least > best.step_seconds:
+        if best and least > best.seconds:
             break
-        for made in _arranged(loads, option, ram, best):
+        for made in _layouts(loads, option, placement, ram, best):
             if best is None or _rank(made) < _rank(best):
                 best = made
         assert best is not None
-        near = best.step_seconds <= least + compute * _ROUNDING
+        near = best.seconds <= least + compute * _ROUNDING
         if near and not best.read_bytes and best.copied_bytes <= copied_bytes:
             break
     assert best is not None  # all may stream through the least ring
     return best
 
 
-def _rank(made: Arrangement) -> tuple[float, int, int, int]:
-    return made.step_seconds, made.read_bytes, made.copied_bytes, made.device_bytes
+def _rank(made: Layout) -> tuple[float, int, int, int]:
+    return made.seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
 def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> tuple[int, ...]:
@@ -277,7 +320,9 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
         yield (goal - whole) / ratios[k][2] if k == len(ratios) - 1 else (goal - whole) / rest
 
 
-def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement | None) -> Iterator[Arrangement]:
+def _layouts(
+    loads: Loads, option: _Option, placement: PlacementName, ram_bytes: float, best: Layout | None
+) -> Iterator[Layout]:
     """Combine an option with each set of pieces to come from disk, where RAM holds `ram_bytes` of those that stream.
 
     Yields each that may be better than the best so far.
@@ -303,7 +348,7 @@ def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement
         compute[i] -= pieces[i].decode_seconds
     transfer = [size / loads.bytes_per_second for size in sizes]
 
-    def made(from_disk: tuple[int, ...]) -> Arrangement:
+    def made(from_disk: tuple[int, ...]) -> Layout:
         read = {i: sizes[i] / disk for i in from_disk}
         seconds = step_seconds(compute, transfer, choice.streamed, ago, before, read)
         unit = _ROUNDING * loads.compute_seconds
@@ -311,23 +356,25 @@ def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement
             seconds = least_seconds
         elif unit > 1e-12 * seconds:
             seconds = max(least_seconds, math.ceil(seconds / unit - 1e-6) * unit)
-        return Arrangement(
+        return Layout(
+            placement,
             ring_bytes=ring,
             streamed=choice.streamed,
+            dequantized=decoded.pieces,
             device_bytes=device_bytes,
-            copied_bytes=copied_bytes,
-            step_seconds=seconds,
             copied=tuple(copied),
+            copied_bytes=copied_bytes,
             from_disk=from_disk,
             read_bytes=sum(sizes[i] for i in from_disk),
-            decoded=decoded.pieces,
+            seconds=seconds,
+            loads=loads,
         )
 
     if copied_bytes <= ram_bytes:
         yield made(tuple(i for i in copied if i in loads.on_disk) if loads.ram_bytes is None else ())
         return
-    least, within_seconds = made(()), best.step_seconds if best else math.inf
-    if least.step_seconds > within_seconds:
+    least, within_seconds = made(()), best.seconds if best else math.inf
+    if least.seconds > within_seconds:
         return
     times = [max(done, transfer[i] * (i in copied)) for i, done in enumerate(compute)]
     for from_disk in disk_choices(copied, times, int(ram_bytes)):
@@ -336,9 +383,9 @@ def _arranged(loads: Loads, option: _Option, ram_bytes: float, best: Arrangement
             return  # all that follow read more, but for a piece
         if over_bytes <= 0:
             found = made(from_disk)
-            within_seconds = min(within_seconds, found.step_seconds)
+            within_seconds = min(within_seconds, found.seconds)
             yield found
-            if found.step_seconds <= least.step_seconds:
+            if found.seconds <= least.seconds:
                 return
 
 

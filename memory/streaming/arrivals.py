@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .queues import Queues
-from .ring import Copy, Piece
+from .ring import Copy, Piece, State
 from .supply import Supply
 
 
@@ -41,27 +41,29 @@ class Arrivals:
             if id(slot.tensor) not in made:
                 made[id(slot.tensor)] = torch.empty_like(slot.tensor.detach(), device=self._queues.device)
         piece.owed = [(slot, made[id(slot.tensor)]) for slot in piece.slots]
-        piece.sent, piece.arrived = False, self._queues.event()
+        piece.arrived = self._queues.event()
+        piece.become(State.AWAITED)
         self._queues.mark(piece.arrived)  # work that is queued may still read what was there before
         self._owing.append(piece)
         return sum(tensor.nbytes for tensor in made.values())
 
     def await_ram(self, piece: Piece) -> None:
         """Wait until what a piece is copied from has come to RAM. Raises what the reading raised."""
-        if piece.owed and not piece.sent:
+        if piece.state is State.AWAITED:
             self._supply.await_ram([slot.tensor for slot, _ in piece.owed])
 
     def enter(self, piece: Piece) -> None:
         """Make work that is queued from now on wait for a piece."""
-        if not piece.owed:
-            return
-        if not piece.sent:
+        if piece.state is State.AWAITED:
             self._send(piece)
+        if piece.state is not State.COMING:
+            return
         self._queues.wait(piece.arrived)
         with torch.inference_mode(False), torch.no_grad():  # for tensors that outlive the call
             for slot, target in piece.owed:
                 slot.set(target)
         piece.owed, piece.arrived = [], None
+        piece.become(State.RESIDENT)
 
     def send_before(self, following: Piece | None, current: Piece | None) -> bool:
         """Queue the copies of what is called before another piece, as far as it has come to RAM.
@@ -95,17 +97,17 @@ class Arrivals:
 
     def forget(self, piece: Piece) -> None:
         """Cancel the upload of a piece. Its room may then be given up."""
-        if piece.owed and piece.sent and piece.arrived:
+        if piece.state is State.COMING and piece.arrived:
             self._queues.finish()  # the copies into what is freed
         if piece in self._owing:
             self._owing.remove(piece)
-        piece.owed, piece.sent, piece.arrived = [], False, None
+        piece.owed, piece.arrived = [], None
 
     def clear(self) -> None:
         """Forget all, when no copy is under way."""
         self._owing.clear()
         for piece in self._order:
-            piece.owed, piece.sent, piece.arrived = [], False, None
+            piece.owed, piece.arrived = [], None
 
     def _send(self, piece: Piece) -> None:
         """Queue the copies of a piece, behind what used their bytes before."""
@@ -118,7 +120,8 @@ class Arrivals:
             self._queues.copy(target, source, after, done)
         self._bytes_in += sum(target.nbytes for _, target in in_ram + on_disk)
         self._bytes_read += self._supply.file_bytes([source for source, _ in on_disk])
-        piece.sent, piece.arrived = True, done if in_ram else None
+        piece.arrived = done if in_ram else None
+        piece.become(State.COMING)
         self._owing.remove(piece)
 
     def _copies(self, piece: Piece) -> tuple[list[Copy], list[Copy]]:

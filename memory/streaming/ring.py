@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,12 +25,34 @@ from .queues import Queues
 # - A copy waits for the last use of the bytes that it overwrites (`Place.after`, collected by `Ring.claim`). Bytes and
 #   not places are tracked (`Ring._uses`), since a place may overwrite parts of several earlier ones.
 # - A call waits for its own copy (`Place.copied`).
-# So a copy can be queued as soon as its place overlaps no piece that is yet to run before it. `Streamed._fetch` queues
+# So a copy can be queued as soon as its place overlaps no piece that is yet to run before it. `Engine._fetch` queues
 # as many as that allows, also across the end of a step: the first pieces of the next step come while the last of this
 # one compute.
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, and to
 View = tuple[dict[str, Any], str, torch.Tensor]  # holder, key, and what it holds while the piece runs
+
+
+class State(Enum):
+    """Where the weights of a piece are."""
+
+    ON_HOST = "on the host"
+    STREAMED = "streamed"  # on the host, with a place in the ring to come to
+    AWAITED = "awaited"  # its room on the device is taken; no copy is queued
+    COMING = "coming"  # the copies to its room are queued
+    RESIDENT = "resident"
+    DEQUANTIZED = "dequantized"  # resident, as plain tensors
+
+
+_NEXT = {
+    State.ON_HOST: {State.ON_HOST, State.STREAMED, State.AWAITED},
+    State.STREAMED: {State.ON_HOST},
+    State.AWAITED: {State.COMING, State.ON_HOST},
+    State.COMING: {State.RESIDENT, State.ON_HOST},
+    State.RESIDENT: {State.DEQUANTIZED, State.ON_HOST},
+    State.DEQUANTIZED: {State.ON_HOST},
+}
+_RESIDENT = {State.AWAITED, State.COMING, State.RESIDENT, State.DEQUANTIZED}
 
 
 @dataclass(eq=False, repr=False)
@@ -39,18 +62,26 @@ class Piece(PieceWeights):
     hosts: tuple[torch.Tensor, ...] = ()  # the flat buffers, once they were needed: of the weights, and of branches
     pinned: bool = False  # they are, so that copies from them are asynchronous
     parts: Sequence[Any] | None = None  # what a `Stager` makes it up of, if it comes through one
-    resident: bool = False
-    decoded: bool = False  # for good, while it is resident
+    state: State = State.ON_HOST
     place: Place | None = None  # in the ring
     owed: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)  # its room, until the weights are there
-    sent: bool = False  # their copies have been queued
-    arrived: Any = None  # event: they are there; before they are sent, the room is free
+    arrived: Any = None  # event: they are there; before their copies are queued, the room is free
     undo: list[Callable[[], Any]] = field(default_factory=list)
+
+    def become(self, state: State) -> None:
+        """Change the state. AssertionError for a change that cannot happen."""
+        assert state in _NEXT[self.state], f"a piece that is {self.state.value} cannot become {state.value}"
+        self.state = state
+
+    @property
+    def resident(self) -> bool:
+        """Return whether it has room of its own on the device."""
+        return self.state in _RESIDENT
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that it takes on the device while it is resident."""
-        return self.plain_bytes if self.decoded else self.held_bytes
+        return self.plain_bytes if self.state is State.DEQUANTIZED else self.held_bytes
 
     @classmethod
     def of(cls, weights: PieceWeights) -> Piece:
@@ -167,6 +198,7 @@ class Ring:
         for piece, begin in [*zip(pieces, begins, strict=True), *((piece, 0) for piece in fitting)]:
             memory = self._memory[begin : begin + piece.packed_bytes]
             piece.place = Place(piece, memory, begin, self._queues.event(), self._queues.event())
+            piece.become(State.STREAMED)
             self.places.append(piece.place)
         free = self._queues.event()
         self._queues.mark(free)  # work that is queued may still read what was there before
@@ -200,6 +232,7 @@ class Ring:
         """Take the places away."""
         for place in self.places:
             place.piece.place = None
+            place.piece.become(State.ON_HOST)
             place.overlaps.clear()  # they know each other, and would wait for the collector with their memory
         self.places, self._uses = [], []
 

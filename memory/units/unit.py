@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..errors import release_frames
-from ..vocabulary import ROLES, PlacementName, Role, Tier
+from ..vocabulary import ROLES, Role, Tier
 from .branches import Worn, attach, attach_shapes, detach, keys_of, set_strengths
 from .encoding import Source, file_bytes, host_tensor, mark_encoded, mark_made, unmark_encoded, unmark_made
 from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
@@ -32,32 +32,10 @@ from .weights import Stamp, disk_number, is_unchanged
 
 if TYPE_CHECKING:
     from ..codecs.making import Maker
+    from ..streaming.placement import Placement
 
 # To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
 building = threading.RLock()
-
-
-class Placed(Protocol):
-    """How a unit sits on a device. `streaming.placement` has those that there are, and says what each of these does."""
-
-    name: ClassVar[PlacementName]
-    on_device: ClassVar[bool]
-    resident_bytes: int
-    host_slots: list[Slot]
-    calls: CallOrder
-
-    @property
-    def host_bytes(self) -> int: ...
-
-    def describe(self) -> str: ...
-    def grow(self, bytes: int) -> int: ...
-    def shrink(self, bytes: int) -> int: ...
-    def complete(self) -> None: ...
-    def rest(self, failed: bool = False) -> None: ...
-    def settle(self) -> None: ...
-    def take_bytes_in(self) -> int: ...
-    def take_bytes_read(self) -> int: ...
-    def remove(self) -> None: ...
 
 
 class ManagedModel:
@@ -89,7 +67,7 @@ class ManagedModel:
         self.label = label
         self.key = key
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
-        self.placement: Placed | None = None
+        self.placement: Placement | None = None
         self.pinned = False
         self.leases = 0
         self.last_use = 0
@@ -460,7 +438,7 @@ class ManagedModel:
         return divide(self.module, list(slots(self.module)), self.calls).pieces
 
     def source(self) -> Mapping[str, Source] | None:
-        """Where the weights lie in files, for `Streamed` to run from there without a `load`.
+        """Where the weights lie in files, for an engine to run from there without a `load`.
 
         None where only `load` can read them. Raises ValueError if a file is damaged.
         """

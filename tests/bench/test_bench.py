@@ -18,9 +18,9 @@ from ballast.bench import load, load_worker, measure, models, plans, published
 from ballast.memory import simulated
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.rates import ASSUMED
-from ballast.memory.streaming.stream import Streamed
 from PIL import Image
 from safetensors.torch import load_file
+from streamed_models import least_bytes
 
 needs_sim = pytest.mark.skipif(simulated.supported() is not None, reason=str(simulated.supported()))
 
@@ -153,7 +153,7 @@ def test_weights_are_the_same_for_the_same_seed() -> None:
     assert not all(torch.equal(value, states[2][name]) for name, value in states[0].items())
     arguments = models.inputs("tiny", 64, torch.device("cpu"))
     assert one(**arguments)[0].isfinite().all()
-    assert Streamed.least_bytes(one) < 0.2 * models.weight_bytes(one)
+    assert least_bytes(one) < 0.2 * models.weight_bytes(one)
 
 
 def test_bytes_are_counted_in_a_trace() -> None:

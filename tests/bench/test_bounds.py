@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from ballast.bench.bounds import window_bound_seconds
-from ballast.memory.planning.solver import Loads, PieceLoad, arrange, least_bytes
+from ballast.memory.planning.solver import Loads, PieceLoad, least_bytes, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_what_the_solver_finds_is_never_faster(
         ram_bytes=None if ram_share is None else 3 * max(size for size, _ in pieces) + int(ram_share * whole),
     )
     room = max(int(share * whole), least_bytes(loads.pieces))
-    assert window_bound_seconds(loads, room) <= arrange(loads, room).step_seconds * (1 + 1e-9)
+    assert window_bound_seconds(loads, room) <= place(loads, room).seconds * (1 + 1e-9)
 
 
 def test_more_room_bounds_no_longer_step() -> None:

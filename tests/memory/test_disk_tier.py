@@ -17,8 +17,7 @@ from ballast.memory import ManagedModel
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
 from ballast.memory.streaming import queues, ring, stager
-from ballast.memory.streaming.resident import Resident
-from ballast.memory.streaming.stream import Streamed
+from ballast.memory.streaming.engine import Engine
 from ballast.memory.units import hostbuffer, reader
 from ballast.memory.units.structure import slots
 from ballast.memory.units.weights import Stored, stored_tensors
@@ -26,7 +25,21 @@ from ballast.pipelines.files.components import read_components, read_model_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from streamed_models import SIM, WIDTH, Block, Blocks, budget, nbytes, noise, output, put, run
+from streamed_models import (
+    SIM,
+    WIDTH,
+    Block,
+    Blocks,
+    budget,
+    nbytes,
+    noise,
+    output,
+    planned_bytes,
+    put,
+    resident_engine,
+    run,
+    streamed_engine,
+)
 from streamed_models import model as model_and_arguments
 from torch import nn
 
@@ -71,18 +84,18 @@ def on_disk(
 
 
 def truth(module: nn.Module) -> torch.Tensor:
-    resident = Resident(module, torch.device(SIM))
+    resident = resident_engine(module, torch.device(SIM))
     resident.place()
     expected = run(module, noise()).cpu()
     resident.remove()
     return expected
 
 
-def placed(module: nn.Module, source: Source | None, share: float) -> Streamed:
+def placed(module: nn.Module, source: Source | None, share: float) -> Engine:
     return put(module, budget(module, share), source=source)
 
 
-def settle(placement: Streamed) -> None:
+def settle(placement: Engine) -> None:
     """Wait until the reader has nothing to do."""
     found = placement._supply._stager
     if found:
@@ -126,15 +139,15 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     settle(placement)
     sim.reset_stats()
     placement.take_bytes_in(), placement.take_bytes_read()
-    ring_bytes = placement._arrangement.ring_bytes  # by which it may be more or less ahead of the step
+    ring_bytes = placement.layout.ring_bytes  # by which it may be more or less ahead of the step
     for step in range(3):
         check(module, expected)
         settle(placement)
-        asked = (step + 1) * (placement.streamed_bytes + NOISE)
+        asked = (step + 1) * (placement.layout.copied_bytes + NOISE)
         assert abs(sim.stats().h2d_bytes - asked) <= ring_bytes
     came = placement.take_bytes_in()
     assert came == sim.stats().h2d_bytes - 3 * NOISE
-    streamed = [placement._called[i] for i in placement._arrangement.streamed]
+    streamed = [placement._called[i] for i in placement.layout.streamed]
     gaps = sum(p.packed_bytes - sum(slot.tensor.nbytes for slot in p.slots if slot.tensor.is_meta) for p in streamed)
     assert abs(came - placement.take_bytes_read() - 3 * gaps) <= gaps, "files have no gaps"
     assert all(slot.tensor.is_meta for slot in placement.host_slots if isinstance(slot.tensor, nn.Parameter))
@@ -167,14 +180,14 @@ def test_weights_are_cast_on_the_way(dtype: torch.dtype, sim: ModuleType, tmp_pa
 def test_real_models_run_from_disk(name: str, sim: ModuleType, tmp_path: Path) -> None:
     module, arguments = model_and_arguments(name)
     values = list(slots(module))
-    resident = Resident(module, torch.device(SIM))
+    resident = resident_engine(module, torch.device(SIM))
     resident.place()
     expected = output(module, arguments)
     resident.remove()
     try:
         source = on_disk(module, tmp_path, 2)
         for share in (0, 0.5, 1):
-            placement = Streamed(module, torch.device(SIM), budget(module, share), source)
+            placement = streamed_engine(module, torch.device(SIM), budget(module, share), source)
             placement.place()
             for _ in range(2):
                 torch.testing.assert_close(output(module, arguments), expected, atol=0, rtol=0)
@@ -192,7 +205,7 @@ def test_unit_of_a_folder_tells_where_its_weights_lie(
     unit = component["transformer"].unit("")
     source = unit.source()
     assert source is not None
-    placement = Streamed(unit.module, torch.device(SIM), 0, source)
+    placement = streamed_engine(unit.module, torch.device(SIM), 0, source)
     placement.place()
     placement.remove()
     assert (unit.tier, unit.host_bytes) == ("disk", 0)
@@ -205,14 +218,14 @@ def test_source_that_does_not_name_all_weights(sim: ModuleType, tmp_path: Path) 
     source = on_disk(module, tmp_path)
     del source["blocks.1.up.weight"]
     with pytest.raises(ValueError, match="do not name all weights of Blocks: it must be loaded"):
-        Streamed(module, torch.device(SIM), 0, source)
+        streamed_engine(module, torch.device(SIM), 0, source)
 
 
 def test_module_without_blocks_and_less_than_a_window(sim: ModuleType, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)).requires_grad_(False)
     x = torch.randn(2, 40)
     expected = module(x)
-    placement = Streamed(module, torch.device(SIM), 0, on_disk(module, tmp_path))
+    placement = streamed_engine(module, torch.device(SIM), 0, on_disk(module, tmp_path))
     placement.place()
     torch.testing.assert_close(run(module, x.to(SIM)).cpu(), expected)
     placement.remove()
@@ -224,7 +237,7 @@ def test_any_order_of_calls(kept: str, sim: ModuleType, tmp_path: Path) -> None:
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)
     module = varied([64] * 9)
     orders = [None, [0, 1, 2, 6], [5, 3, 3, 0], [8, 7, 6, 5, 4, 3, 2, 1, 0], [2], None, [1, 1, 1], [4, 8, 0, 4], None]
-    resident = Resident(module, torch.device(SIM))
+    resident = resident_engine(module, torch.device(SIM))
     resident.place()
     expected = [run(module, noise(), order).cpu() for order in orders]
     resident.remove()
@@ -343,7 +356,7 @@ def test_error_of_the_reader_at_any_read_surfaces_and_leaves_nothing(
     for after in range(0, 40, 3):
         with pytest.MonkeyPatch.context() as patch:
             failing(patch, OSError(5, "Input/output error"), after)
-            placement = Streamed(module, torch.device(SIM), budget(module, 0.3), source)
+            placement = streamed_engine(module, torch.device(SIM), budget(module, 0.3), source)
             with pytest.raises(OSError, match="0.safetensors cannot be read.*Check the disk") as caught:
                 placement.place()
                 for _ in range(20):
@@ -508,7 +521,7 @@ def test_grow_and_shrink_in_mid_forward(
                 block.middle = move
                 check(module, expected)
                 block.middle = None
-                assert sim.stats().allocated_bytes == placement.resident_bytes == placement._planned_bytes()
+                assert sim.stats().allocated_bytes == placement.resident_bytes == planned_bytes(placement)
                 check(module, expected)
             assert sim.stats().hazards == 0
         finally:
@@ -531,7 +544,7 @@ def test_others_grow_and_shrink_it_all_the_time(sim: ModuleType, tmp_path: Path)
             placement = placed(module, source, chance.random())
             done, errors = threading.Event(), []
 
-            def churn(seed: int, placement: Streamed = placement, done: Any = done, errors: Any = errors) -> None:
+            def churn(seed: int, placement: Engine = placement, done: Any = done, errors: Any = errors) -> None:
                 mine = random.Random(seed)
                 try:
                     while not done.is_set():
@@ -551,7 +564,7 @@ def test_others_grow_and_shrink_it_all_the_time(sim: ModuleType, tmp_path: Path)
                     thread.join()
             assert not errors
             check(module, expected)
-            assert sim.stats().allocated_bytes == placement.resident_bytes == placement._planned_bytes()
+            assert sim.stats().allocated_bytes == placement.resident_bytes == planned_bytes(placement)
             placement.remove()
         assert sim.stats().allocated_bytes == 0
         assert sim.stats().hazards == 0
@@ -607,7 +620,7 @@ def test_what_could_not_be_pinned_comes_through_windows(
     sim.reset_stats()
     check(module, expected)
     settle(placement)
-    assert sim.stats().h2d_bytes == placement.streamed_bytes + NOISE
+    assert sim.stats().h2d_bytes == placement.layout.copied_bytes + NOISE
     placement.remove()
     assert sim.stats().allocated_bytes == 0
     assert sim.stats().hazards == 0

@@ -25,13 +25,11 @@ from ballast.memory.accelerator import Accelerator, resolve_device
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.simulated import card as simulated_card
 from ballast.memory.streaming.placement import Placement
-from ballast.memory.streaming.resident import Resident
-from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units import hostbuffer
 from ballast.pipelines.decoding.precision import full_float32
 from ballast.pipelines.sampling.kernels import kernels
 from places import ROOT
-from streamed_models import Blocks, nbytes, run
+from streamed_models import Blocks, least_bytes, nbytes, resident_engine, run, streamed_engine
 from torch.utils._pytree import tree_map_only
 
 Folders = Callable[[str], Path]
@@ -91,11 +89,11 @@ def wide(device: torch.device) -> int:
 @pytest.mark.parametrize("name", ["flux", "lumina2", "wan"])
 def test_any_share_streams_to_the_resident_result(name: str, device: torch.device) -> None:
     module, arguments = streamed_models.model(name)
-    expected = check(Resident(module, device), arguments)
+    expected = check(resident_engine(module, device), arguments)
     streamed = []
     for share in (0, 0.3, 0.7, 1):
-        placement = Streamed(module, device, streamed_models.budget(module, share))
-        streamed.append(placement.streamed_bytes)
+        placement = streamed_engine(module, device, streamed_models.budget(module, share))
+        streamed.append(placement.layout.copied_bytes)
         check(placement, arguments, expected)
     assert streamed == sorted(streamed, reverse=True) and streamed[0] > streamed[-1]
 
@@ -103,10 +101,10 @@ def test_any_share_streams_to_the_resident_result(name: str, device: torch.devic
 @pytest.mark.parametrize("weights", ["exact12", "int8", "fp8"])
 def test_encoded_weights_stream_to_the_resident_result(weights: str, device: torch.device) -> None:
     module, arguments = Blocks(6).bfloat16(), {"x": noise(64, torch.device("cpu"))["x"].bfloat16()}
-    plain = check(Resident(module, device), arguments)
+    plain = check(resident_engine(module, device), arguments)
     encode(module, weights)
-    expected = check(Resident(module, device), arguments, plain if weights == "exact12" else None)
-    check(Streamed(module, device), arguments, expected)
+    expected = check(resident_engine(module, device), arguments, plain if weights == "exact12" else None)
+    check(streamed_engine(module, device), arguments, expected)
 
 
 @pytest.mark.parametrize("ram_share", [0, 0.5])
@@ -131,16 +129,16 @@ def test_what_ram_has_no_room_for_comes_from_disk(
 
 def test_refused_pins_stream_from_pages(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     module, arguments = streamed_models.model("sd3")
-    expected = check(Resident(module, device), arguments)
+    expected = check(resident_engine(module, device), arguments)
     monkeypatch.setattr(hostbuffer, "_PINNED_SHARE", 0.0)
     before = hostbuffer._pinned_bytes
-    check(Streamed(module, device), arguments, expected)
+    check(streamed_engine(module, device), arguments, expected)
     assert hostbuffer._pinned_bytes <= before
 
 
 def test_grow_and_shrink_in_mid_forward(device: torch.device) -> None:
     module, x = Blocks(8, wide(device)), noise(wide(device), device)
-    placement = Streamed(module, device, streamed_models.budget(module, 0.5))
+    placement = streamed_engine(module, device, streamed_models.budget(module, 0.5))
     expected = run(module, x["x"].cpu())
     placement.place()
     try:
@@ -150,7 +148,7 @@ def test_grow_and_shrink_in_mid_forward(device: torch.device) -> None:
         for move in (placement.shrink, placement.grow, placement.shrink, placement.grow):
             module.blocks[3].middle = lambda move=move: move(nbytes(module) // 3)
             assert torch.equal(run(module, **x), first)
-            assert Streamed.least_bytes(module) <= placement.resident_bytes <= nbytes(module)
+            assert least_bytes(module) <= placement.resident_bytes <= nbytes(module)
     finally:
         module.blocks[3].middle = None
         placement.remove()
@@ -208,7 +206,7 @@ def test_interrupt_leaves_nothing_and_the_next_run_works(device: torch.device, t
 
 def test_stripes_give_the_picture_of_the_whole(device: torch.device) -> None:
     vae, latents = striped_vaes.build("flux")
-    placement = Resident(vae, device)
+    placement = resident_engine(vae, device)
     placement.place()
     try:
         with torch.inference_mode(), full_float32():
@@ -236,9 +234,9 @@ def test_two_devices_at_a_time_give_the_same(device: torch.device, tiny_folders:
 
 def test_compiled_blocks_stream(device: torch.device) -> None:
     module, arguments = Blocks(5), noise(64, torch.device("cpu"))
-    expected = check(Resident(module, device), arguments)
+    expected = check(resident_engine(module, device), arguments)
     with kernels([module], compile=True):  # which says so where nothing can compile, and runs as it is
-        placement = Streamed(module, device)
+        placement = streamed_engine(module, device)
         placement.place()
         try:
             streamed_models.rests(placement)

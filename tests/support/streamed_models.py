@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from ballast.memory.planning.solver import Loads
+from ballast.memory.planning.fit import sizes_in, sizes_of, streamed_layout
+from ballast.memory.planning.solver import Layout, Loads, place
+from ballast.memory.streaming.engine import Engine
+from ballast.memory.streaming.incoming import NOTHING, Incoming
 from ballast.memory.streaming.placement import Placement
-from ballast.memory.streaming.stream import Streamed
-from ballast.memory.units.pieces import CallOrder
+from ballast.memory.units.pieces import CallOrder, divide
+from ballast.memory.units.structure import slots
+from ballast.memory.units.unit import ManagedModel
 from ballast.memory.units.weights import Stored
+from ballast.memory.vocabulary import PlacementName
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
@@ -62,8 +68,64 @@ def nbytes(module: nn.Module) -> int:
 
 def budget(module: nn.Module, share: float) -> int:
     """The least that can be, and a share of the rest."""
-    least = Streamed.least_bytes(module)
+    least = least_bytes(module)
     return least + int(share * (nbytes(module) - least))
+
+
+def least_bytes(module: nn.Module, calls: CallOrder | None = None) -> int:
+    """The least weights on the device that a module streams in."""
+    return sizes_in(module, calls).least_streamed_bytes
+
+
+def streamed_engine(
+    module: nn.Module,
+    device: str | torch.device = SIM,
+    weights_bytes: int = 0,
+    source: Mapping[str, Stored] | None = None,
+    calls: CallOrder | None = None,
+    loads: Loads | None = None,
+) -> Engine:
+    """An engine that streams a module in so many bytes, 0 for the least; what is on `meta` comes from its source."""
+    pieces = [p for p in divide(module, list(slots(module)), calls or CallOrder()).pieces if p.called]
+    on_disk = frozenset(i for i, p in enumerate(pieces) if source and any(s.tensor.is_meta for s in p.slots))
+    loads = replace(loads or Loads.even(sizes_in(module, calls).pieces), on_disk=on_disk)
+    return Engine(module, torch.device(device), streamed_layout(module, weights_bytes, calls, loads), source, calls)
+
+
+def resident_engine(
+    module: nn.Module,
+    device: str | torch.device = SIM,
+    source: Mapping[str, Stored] | None = None,
+    calls: CallOrder | None = None,
+    loads: Loads | None = None,
+    weights_bytes: int = 0,
+) -> Engine:
+    """An engine that keeps a module on the device, dequantized as far as so many bytes allow for calls like `loads`."""
+    return Engine(module, torch.device(device), whole(module, calls, loads, weights_bytes), source, calls)
+
+
+def whole(module: nn.Module, calls: CallOrder | None, loads: Loads | None, weights_bytes: int) -> Layout:
+    sizes = sizes_in(module, calls)
+    return place(loads or Loads.even(sizes.pieces), weights_bytes - sizes.outside_bytes("resident"), "resident")
+
+
+def unit_engine(unit: ManagedModel, placement: str, weights_bytes: int, incoming: Incoming = NOTHING) -> Engine:
+    """An engine of a unit; what is not in RAM comes from disk, save what is incoming."""
+    loads = Loads.even(sizes_of(unit).pieces)
+    name: PlacementName = "resident" if placement == "resident" else "streamed"
+    layout = place(loads, weights_bytes - sizes_of(unit).outside_bytes(name), name)
+    source = None if unit.in_ram else unit.source()
+    return Engine(unit.module, torch.device(SIM), layout, source, unit.calls, incoming=incoming)
+
+
+def refit(engine: Engine, weights_bytes: int, loads: Loads) -> None:
+    """Let an engine lie as one that is placed anew in so many bytes."""
+    engine.apply(place(loads, weights_bytes - engine._outside_bytes, engine.layout.placement))
+
+
+def planned_bytes(engine: Engine) -> int:
+    """What the weights take once everything is where it shall be."""
+    return engine._outside_bytes + engine.layout.device_bytes
 
 
 def put(
@@ -72,18 +134,19 @@ def put(
     loads: Loads | None = None,
     source: Mapping[str, Stored] | None = None,
     calls: CallOrder | None = None,
-) -> Streamed:
+) -> Engine:
     """The module streamed, with `rest` after each call."""
-    placement = Streamed(module, torch.device(SIM), weights_bytes, source, calls, loads)
+    placement = streamed_engine(module, SIM, weights_bytes, source, calls, loads)
     placement.place()
     rests(placement)
     return placement
 
 
 def rests(placement: Placement) -> None:
-    """Do after each call what the manager does, until the module is taken away."""
-    hook = placement.module.register_forward_hook(lambda *_: placement.rest(), always_call=True)
-    placement._undo.append(hook.remove)
+    """Do before and after each call what the manager does, until the module is taken away."""
+    before = placement.module.register_forward_pre_hook(lambda *_: placement.complete())
+    after = placement.module.register_forward_hook(lambda *_: placement.rest(), always_call=True)
+    placement._undo += [before.remove, after.remove]
 
 
 def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from ballast.memory.planning.first_call import Beside, first_call_seconds
-from ballast.memory.planning.solver import Arrangement, Loads, PieceLoad
+from ballast.memory.planning.solver import Layout, Loads, PieceLoad
 
 
 def seconds(computes: list[float], streamed: tuple[int, ...], ring_bytes: int, rest_bytes: int = 0) -> float:
     loads = Loads(tuple(PieceLoad(1, 1, each) for each in computes), 1.0, disk_bytes_per_second=1.0)
-    found = Arrangement(ring_bytes, streamed, 0, 0, 0.0)
+    found = Layout("streamed", ring_bytes, streamed)
     return first_call_seconds(loads, found, Beside(rest_bytes, 0, [1] * len(computes), there=None))
 
 

@@ -15,7 +15,7 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.planning.batches import best_batch, scaled
-from ballast.memory.planning.decoded import placing_bytes
+from ballast.memory.planning.decoded import moment_bytes
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
@@ -78,7 +78,7 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     assert fits[0].step_seconds < 0.9 * stored.step_seconds and "as slow" in stored.why_not
     assert "decoded for good" in fits[0].reason and "only as they are stored" in fits[0].reason
     # The run chooses what was planned.
-    demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, WORK.live_bytes, has_forecast=True)
+    demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, has_forecast=True)
     for plan in plans:
         (kind, *_) = fitting_placements(demand, plan.budget_bytes, plan.budget_bytes, stated=True)
         assert kind == plan.placement
@@ -97,13 +97,14 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     pieces = tuple(replace(piece, paths=(path,)) for path, _ in decoding)
     sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, pieces, decoding=decoding)
     work = replace(WORK, held=tuple((path, 0) for path, _ in decoding))
-    spared, calls = sizes.spared_bytes(work), work.peak_bytes + 10 * mega
-    assert spared == 10 * mega
-    demand = Demand("dit", sizes, sizes.loads(work, RATES), calls, work.live_bytes, spared, has_forecast=True)
+    loads, calls = sizes.loads(work, RATES), work.peak_bytes + 10 * mega
+    assert loads.spared_bytes == 10 * mega
+    demand = Demand("dit", sizes, loads, calls, has_forecast=True)
 
     def beside(budget: int) -> tuple[int, int]:
         plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
-        assert plan.peak_vram_bytes <= budget and plan.weights_bytes == demand.weights_to_hold("resident", budget)
+        assert plan.peak_vram_bytes <= budget
+        assert plan.layout == demand.layout("resident", demand.weights_to_hold("resident", budget))
         count, rest = divmod(plan.weights_bytes - sizes.resident_bytes, codec.decoded_bytes - codec.stored_bytes)
         assert not rest
         return count, plan.peak_vram_bytes - plan.weights_bytes
@@ -114,19 +115,21 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     assert beside(sizes.resident_bytes + calls) == (0, calls)
 
 
-def test_decoding_for_good_has_room_beside_what_is_there_between_calls() -> None:
+@pytest.mark.parametrize("free_bytes", [0, 2**20, GB // 4])
+def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_bytes: int) -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
     piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
-    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, (piece,) * 4)
-    work = replace(WORK, held=(("", WORK.working_bytes),), modules=())
-    more, moment = codec.decoded_bytes - codec.stored_bytes, placing_bytes((piece,) * 4)
+    pieces = tuple(replace(piece, paths=(f"m{i}",)) for i in range(4))
+    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, pieces)
+    work = replace(WORK, held=(("", WORK.working_bytes - free_bytes),))
+    more, moment = codec.decoded_bytes - codec.stored_bytes, max(0, moment_bytes(piece.codecs) - free_bytes)
+    assert (moment > 0) == (free_bytes < GB // 4)
     whole = sizes.resident_bytes + 4 * more + work.peak_bytes + moment
-    assert moment > 0
     for budget, count in ((64 * GB, 4), (whole, 4), (whole - 1, 3)):
         plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
         assert plan.fits and plan.peak_vram_bytes <= budget
-        assert plan.weights_bytes == sizes.resident_bytes + count * more
-        assert plan.peak_vram_bytes == plan.weights_bytes + work.peak_bytes + moment
+        assert plan.weights_bytes == sizes.resident_bytes + count * more + moment
+        assert plan.peak_vram_bytes == plan.weights_bytes + work.peak_bytes
 
 
 def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
@@ -149,9 +152,9 @@ def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
 def test_the_first_call_decodes_as_it_goes() -> None:
     """Which may take more than to have all decoded for good later."""
     codec, mega = codec_of(Q4_K, (8, 256), torch.bfloat16), 2**20
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, ("m",), (codec,), codec.decoded_bytes)
-    sizes = UnitSizes(piece.held_bytes + mega, mega, (piece,), decoding=(("m", WORK.working_bytes + mega),))
-    work = replace(WORK, held=(("m", 0),), modules=())
+    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, ("m0",), (codec,), codec.decoded_bytes)
+    sizes = UnitSizes(piece.held_bytes + mega, mega, (piece,), decoding=(("m0", WORK.working_bytes + mega),))
+    work = replace(WORK, held=(("m0", 0),), modules=EACH[:1])
     first = sizes.resident_bytes + work.peak_bytes + mega
     plan = make_plan("dit", sizes, work, RATES, first, 64 * GB, steps=28, strategy="resident")
     assert plan.fits and plan.weights_bytes > sizes.resident_bytes

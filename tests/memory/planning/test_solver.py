@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from ballast.memory.planning import solver
+from ballast.memory.planning.decoded import decoding_order
 from ballast.memory.planning.ring import WINDOWS, offsets, overwritten, step_seconds
-from ballast.memory.planning.solver import RINGS, Arrangement, Loads, PieceLoad, arrange, least_bytes, least_ring_bytes
+from ballast.memory.planning.solver import RINGS, Layout, Loads, PieceLoad, least_bytes, least_ring_bytes, place
 from ballast.memory.planning.tiers import disk_choices, held_in_ram, spread, windows_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,12 +25,12 @@ def loads_of(pieces: list[tuple[int, int, float]], before: float = 0.0) -> Loads
     return Loads(tuple(PieceLoad(size + gap, size, (size + gap) * times) for size, gap, times in pieces), 1.0, before)
 
 
-def held(loads: Loads, found: Arrangement) -> int:
+def held(loads: Loads, found: Layout) -> int:
     streamed = set(found.streamed)
     return sum(piece.held_bytes for i, piece in enumerate(loads.pieces) if i not in streamed)
 
 
-def replay(loads: Loads, found: Arrangement, steps: int = 6) -> float:
+def replay(loads: Loads, found: Layout, steps: int = 6) -> float:
     """Seconds of a steady step, by what lies on each byte of the ring and when it was last used."""
     sizes = [loads.pieces[i].packed_bytes for i in found.streamed]
     at = dict(zip(found.streamed, offsets(sizes, found.ring_bytes), strict=True))
@@ -92,15 +93,15 @@ def test_never_over_the_room_and_the_same_each_time(
     loads = loads_of(pieces, before)
     whole = sum(piece.held_bytes for piece in loads.pieces)
     room = int(share * whole)
-    found = arrange(loads, room)
+    found = place(loads, room)
     assert found.device_bytes == held(loads, found) + found.ring_bytes <= max(room, least_bytes(loads.pieces))
     assert found.ring_bytes == 0 or found.ring_bytes >= least_ring_bytes(loads.pieces)
     assert list(found.streamed) == sorted(set(found.streamed))
-    arrange.cache_clear()
-    assert arrange(loads, room) == found
+    place.cache_clear()
+    assert place(loads, room) == found
     compute = before + sum(piece.seconds for piece in loads.pieces)
-    assert not found.decoded, "nothing is encoded"
-    assert found.step_seconds >= 0.999999 * max(compute, found.copied_bytes)
+    assert not found.dequantized, "nothing is encoded"
+    assert found.seconds >= 0.999999 * max(compute, found.copied_bytes)
     assert (whole <= room) == (not found.streamed) or not found.copied_bytes
 
 
@@ -109,7 +110,7 @@ def test_never_over_the_room_and_the_same_each_time(
 def test_more_room_is_never_slower(pieces: list[tuple[int, int, float]], shares: list[float]) -> None:
     loads = loads_of(pieces)
     whole = sum(piece.held_bytes for piece in loads.pieces)
-    seconds = [arrange(loads, int(share * whole)).step_seconds for share in sorted(shares)]
+    seconds = [place(loads, int(share * whole)).seconds for share in sorted(shares)]
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
 
 
@@ -124,9 +125,9 @@ def test_its_seconds_are_those_of_the_bytes_in_the_ring(
     pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float
 ) -> None:
     loads = in_ram(loads_of(pieces, 5.0), ram_share, disk)
-    found = arrange(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
+    found = place(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
     if found.ring_bytes:
-        assert replay(loads, found) * (1 - 1e-6) <= found.step_seconds <= 1.001001 * replay(loads, found) + 1e-6
+        assert replay(loads, found) * (1 - 1e-6) <= found.seconds <= 1.001001 * replay(loads, found) + 1e-6
 
 
 @settings(max_examples=60)
@@ -140,13 +141,13 @@ def test_as_good_as_all_choices_of_up_to_eight(pieces: list[tuple[int, int, floa
         ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
         for streamed in itertools.combinations(range(count), size):
             packed = [loads.pieces[i].packed_bytes for i in streamed]
-            made = Arrangement(ring, streamed, 0, 0, 0.0)
+            made = Layout("streamed", ring, streamed)
             if held(loads, made) + ring > room or (streamed and not ring):
                 continue
             ago = overwritten(packed, offsets(packed, ring))
             compute, transfer = [p.seconds for p in loads.pieces], [float(p.packed_bytes) for p in loads.pieces]
             best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
-    assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+    assert place(loads, room).seconds <= 1.03 * best + 1e-9
 
 
 # Bytes as stored, its times as plain, the share of its seconds that decoding takes, and a moment's bytes.
@@ -165,9 +166,12 @@ def encoded_loads(pieces: list[tuple[int, int, float, float, float, int]], befor
 
 
 def more_bytes(loads: Loads, decoded: Sequence[int]) -> int:
-    """What pieces take more that stay decoded, with the moment when the last of them is."""
-    moment = max((loads.pieces[i].moment_bytes for i in decoded), default=0)
-    return sum(max(0, loads.pieces[i].more_bytes) for i in decoded) + moment
+    """The most that pieces take more while they are dequantized, one after the other."""
+    most = now = 0
+    for i in sorted(decoded):
+        most = max(most, now + loads.pieces[i].moment_bytes + max(0, loads.pieces[i].more_bytes))
+        now += max(0, loads.pieces[i].more_bytes)
+    return most
 
 
 @settings(max_examples=200)
@@ -177,29 +181,29 @@ def test_what_stays_decoded_is_within_the_room_and_saves_its_seconds(
 ) -> None:
     loads = encoded_loads(pieces, before)
     room = int(share * sum(piece.held_bytes for piece in loads.pieces))
-    found = arrange(loads, room)
-    assert not set(found.decoded) & set(found.streamed)
-    assert all(loads.pieces[i].decode_seconds for i in found.decoded)
-    taken = held(loads, found) + found.ring_bytes + more_bytes(loads, found.decoded)
+    found = place(loads, room)
+    assert not set(found.dequantized) & set(found.streamed)
+    assert all(loads.pieces[i].is_encoded for i in found.dequantized)
+    taken = held(loads, found) + found.ring_bytes + more_bytes(loads, found.dequantized)
     assert found.device_bytes == taken <= max(room, least_bytes(loads.pieces))
-    arrange.cache_clear()
-    assert arrange(loads, room) == found
+    place.cache_clear()
+    assert place(loads, room) == found
     # As if decoding were not there for those pieces.
     plain = replace(
         loads,
         pieces=tuple(
-            replace(piece, seconds=piece.seconds - piece.decode_seconds * (i in found.decoded), decode_seconds=0.0)
+            replace(piece, seconds=piece.seconds - piece.decode_seconds * (i in found.dequantized), decode_seconds=0.0)
             for i, piece in enumerate(loads.pieces)
         ),
     )
     if found.ring_bytes:
-        assert replay(plain, found) * (1 - 1e-6) <= found.step_seconds
-        assert found.step_seconds <= replay(plain, found) + 1.001e-3 * loads.compute_seconds + 1e-6
+        assert replay(plain, found) * (1 - 1e-6) <= found.seconds
+        assert found.seconds <= replay(plain, found) + 1.001e-3 * loads.compute_seconds + 1e-6
     else:
-        assert found.step_seconds == pytest.approx(plain.compute_seconds, rel=2e-3, abs=1e-6)
+        assert found.seconds == pytest.approx(plain.compute_seconds, rel=2e-3, abs=1e-6)
     every = [i for i, piece in enumerate(loads.pieces) if piece.decode_seconds]
     if room >= sum(piece.held_bytes for piece in loads.pieces) + more_bytes(loads, every):
-        assert found.step_seconds <= plain.compute_seconds * 1.001 + 1e-6
+        assert found.seconds <= plain.compute_seconds * 1.001 + 1e-6
 
 
 @settings(max_examples=60)
@@ -209,7 +213,7 @@ def test_more_room_is_never_slower_with_decoding(
 ) -> None:
     loads = encoded_loads(pieces)
     whole = sum(piece.held_bytes for piece in loads.pieces)
-    seconds = [arrange(loads, int(share * whole)).step_seconds for share in sorted(shares)]
+    seconds = [place(loads, int(share * whole)).seconds for share in sorted(shares)]
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
 
 
@@ -218,35 +222,39 @@ def test_more_room_is_never_slower_with_decoding(
 def test_as_good_as_all_choices_with_decoding(
     pieces: list[tuple[int, int, float, float, float, int]], share: float
 ) -> None:
+    """Of what streams through which ring. Of what stays, those are dequantized that save most for their bytes."""
     loads = encoded_loads(pieces)
-    count = len(loads.pieces)
+    count, order = len(loads.pieces), decoding_order(loads.pieces)
     room = max(int(share * sum(piece.held_bytes for piece in loads.pieces)), least_bytes(loads.pieces))
     best = float("inf")
-    for ways in itertools.product(("decoded", "stored", "streamed"), repeat=count):
-        streamed = tuple(i for i in range(count) if ways[i] == "streamed")
-        decoded = [i for i in range(count) if ways[i] == "decoded"]
-        if not all(loads.pieces[i].decode_seconds for i in decoded):
-            continue
+    for passes in itertools.product((False, True), repeat=count):
+        streamed = tuple(i for i in range(count) if passes[i])
         for times in (0, *RINGS):
             ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
-            taken = held(loads, Arrangement(ring, streamed, 0, 0, 0.0)) + ring + more_bytes(loads, decoded)
-            if taken > room or (streamed and not ring):
+            left = room - held(loads, Layout("streamed", ring, streamed)) - ring
+            if left < 0 or (streamed and not ring):
                 continue
+            decoded: list[int] = []
+            for i in order:
+                more = sum(max(0, loads.pieces[k].more_bytes) for k in (*decoded, i))
+                if not passes[i] and more + max(loads.pieces[k].moment_bytes for k in (*decoded, i)) > left:
+                    break
+                decoded += [] if passes[i] else [i]
             packed = [loads.sizes[i] for i in streamed]
             ago = overwritten(packed, offsets(packed, ring))
             compute = [p.seconds - p.decode_seconds * (i in decoded) for i, p in enumerate(loads.pieces)]
             transfer = [float(size) for size in loads.sizes]
             best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0))
-    assert arrange(loads, room).step_seconds <= best + 1.001e-3 * loads.compute_seconds + 1e-9
+    assert place(loads, room).seconds <= best + 1.001e-3 * loads.compute_seconds + 1e-9
 
 
 def test_of_many_alike_those_decoded_lie_among_those_that_stream() -> None:
     # Twenty blocks of 100 bytes that compute 100 s, of which decoding takes half, and are four times as large plain.
     loads = Loads(tuple(PieceLoad(100, 100, 100.0, 50.0, 300, 0) for _ in range(20)), 1.0)
-    rooms = {room: arrange(loads, room) for room in (400, 800, 1200, 2000, 4000, 8000)}
-    seconds = [found.step_seconds for found in rooms.values()]
+    rooms = {room: place(loads, room) for room in (400, 800, 1200, 2000, 4000, 8000)}
+    seconds = [found.seconds for found in rooms.values()]
     assert seconds == pytest.approx([2000, 1950, 1900, 1800, 1550, 1000], rel=2e-3)
-    assert [len(found.decoded) for found in rooms.values()] == [0, 1, 2, 4, 9, 20]
+    assert [len(found.dequantized) for found in rooms.values()] == [0, 1, 2, 4, 9, 20]
 
 
 def in_ram(loads: Loads, share: float, disk: float) -> Loads:
@@ -259,7 +267,7 @@ def in_ram(loads: Loads, share: float, disk: float) -> Loads:
 @given(PIECES, st.floats(0, 1.1), st.floats(-0.2, 1.1), st.floats(0.05, 3))
 def test_never_over_the_ram(pieces: list[tuple[int, int, float]], share: float, ram_share: float, disk: float) -> None:
     loads = in_ram(loads_of(pieces), ram_share, disk)
-    found = arrange(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
+    found = place(loads, int(share * sum(piece.held_bytes for piece in loads.pieces)))
     assert set(found.from_disk) <= set(found.copied) <= set(found.streamed)
     assert found.read_bytes == sum(loads.sizes[i] for i in found.from_disk)
     kept = [i for i in found.copied if i not in found.from_disk]
@@ -268,12 +276,12 @@ def test_never_over_the_ram(pieces: list[tuple[int, int, float]], share: float, 
     held_pieces = held_in_ram(loads.sizes, found.copied, found.from_disk, ram)
     assert set(kept) <= held_pieces and not held_pieces & set(found.from_disk)
     assert windows_bytes(loads.sizes) + sum(loads.sizes[i] for i in held_pieces) <= ram
-    assert found.step_seconds >= 0.999999 * found.read_bytes / disk
+    assert found.seconds >= 0.999999 * found.read_bytes / disk
     # What is there by now is taken as it is.
     placed = replace(loads, ram_bytes=None, on_disk=frozenset(range(len(pieces))) - held_pieces)
-    again = arrange(placed, found.device_bytes)
+    again = place(placed, found.device_bytes)
     assert set(again.from_disk) == set(again.copied) & placed.on_disk
-    assert again.step_seconds <= found.step_seconds * (1 + 1e-9)
+    assert again.seconds <= found.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=100)
@@ -285,9 +293,7 @@ def test_more_ram_is_never_slower(
     whole = sum(piece.held_bytes for piece in loads.pieces)
     for ram, room in ((True, False), (False, True)):
         seconds = [
-            arrange(
-                in_ram(loads, share if ram else 0.4, disk), int((share if room else room_share) * whole)
-            ).step_seconds
+            place(in_ram(loads, share if ram else 0.4, disk), int((share if room else room_share) * whole)).seconds
             for share in sorted(shares)
         ]
         assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(seconds))
@@ -311,7 +317,7 @@ def test_as_good_as_all_mixes_of_three_tiers(
         streamed = tuple(i for i in range(count) if tiers[i] != "device")
         for times in (0, *RINGS):
             ring = times * least_ring_bytes(loads.pieces) // RINGS[0]
-            if held(loads, Arrangement(ring, streamed, 0, 0, 0.0)) + ring > room or (streamed and not ring):
+            if held(loads, Layout("streamed", ring, streamed)) + ring > room or (streamed and not ring):
                 continue
             packed = [sizes[i] for i in streamed]
             ago = overwritten(packed, offsets(packed, ring))
@@ -321,7 +327,7 @@ def test_as_good_as_all_mixes_of_three_tiers(
             read = {i: sizes[i] / disk for i in copied if tiers[i] == "disk"}
             compute, transfer = [p.seconds for p in loads.pieces], [float(size) for size in sizes]
             best = min(best, step_seconds(compute, transfer, streamed, ago, 0.0, read))
-    assert arrange(loads, room).step_seconds <= 1.03 * best + 1e-9
+    assert place(loads, room).seconds <= 1.03 * best + 1e-9
 
 
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=60), st.data())
@@ -344,8 +350,8 @@ def test_less_ram_reads_what_more_does_too() -> None:
 
 def test_of_equally_fast_arrangements_that_which_copies_least_is_taken() -> None:
     loads = loads_of([(100, 0, 4.0)] * 64)
-    found = arrange(loads, 4800)
-    assert found.step_seconds == pytest.approx(64 * 400, rel=1e-3)
+    found = place(loads, 4800)
+    assert found.seconds == pytest.approx(64 * 400, rel=1e-3)
     assert len(found.streamed) == 18, "46 stay beside a ring of two"
 
 
@@ -357,19 +363,19 @@ def test_no_copies_are_timed_that_cannot_be_better(monkeypatch: pytest.MonkeyPat
         return step_seconds(*arguments)
 
     monkeypatch.setattr(solver, "step_seconds", step)
-    arrange.cache_clear()
+    place.cache_clear()
     pieces = tuple(PieceLoad(1000 + 7 * i % 300, 1000, 40.0 + i % 5) for i in range(300))
     loads = Loads(pieces, bytes_per_second=50.0, disk_bytes_per_second=10.0, ram_bytes=200_000)
-    found = arrange(loads, 70_000)
-    assert found.step_seconds == pytest.approx(loads.compute_seconds), "hides behind the computing, as many others do"
+    found = place(loads, 70_000)
+    assert found.seconds == pytest.approx(loads.compute_seconds), "hides behind the computing, as many others do"
     assert found.read_bytes and len(timed) < 40
 
 
 def test_a_ring_that_is_there_stays_if_it_can() -> None:
     loads = loads_of([(100, 0, 1.0)] * 40)
-    assert arrange(loads, 2000, 300).ring_bytes == 300
-    assert arrange(loads, 250, 300).ring_bytes == 200
-    assert arrange(loads, 4000, 300).ring_bytes == 0, "all fit without it"
+    assert place(loads, 2000, ring_bytes=300).ring_bytes == 300
+    assert place(loads, 250, ring_bytes=300).ring_bytes == 200
+    assert place(loads, 4000, ring_bytes=300).ring_bytes == 0, "all fit without it"
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2])
@@ -383,5 +389,5 @@ def test_real_mixes_come_within_5_percent_of_the_bound(
     """Pieces in the proportions of the real models, which compute as they weigh."""
     sizes = [size for size, count in lists for _ in range(4 * count)]
     loads = Loads(tuple(PieceLoad(size, size, size * ratio) for size in sizes), 1.0)
-    found = arrange(loads, 4 * max(sizes) + int(share * sum(sizes)))
-    assert found.step_seconds <= 1.05 * max(ratio * sum(sizes), sum(sizes) * (1 - share))
+    found = place(loads, 4 * max(sizes) + int(share * sum(sizes)))
+    assert found.seconds <= 1.05 * max(ratio * sum(sizes), sum(sizes) * (1 - share))

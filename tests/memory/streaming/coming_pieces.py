@@ -10,15 +10,14 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.simulated import clock
 from ballast.memory.streaming.arrivals import Arrivals
-from ballast.memory.streaming.choice import make_placement
+from ballast.memory.streaming.engine import Engine
 from ballast.memory.streaming.incoming import DiskTimes, Incoming
-from ballast.memory.streaming.placement import Placement
 from ballast.memory.streaming.ring import Piece, Place
 from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.reader import Look
 from ballast.memory.units.weights import Stored, stored_tensors
 from safetensors.torch import save_file
-from streamed_models import SIM, Blocks, nbytes, noise, run
+from streamed_models import Blocks, nbytes, noise, run, unit_engine
 from torch import nn
 
 COUNT = 8
@@ -42,7 +41,7 @@ def stored(folder: Path, module: nn.Module, in_ram: Collection[str] = ()) -> dic
 
 def coming(
     folder: Path, kind: str, weights_bytes: int = ALL, look: Look = lambda read: None, timed: bool = False
-) -> tuple[ManagedModel, Placement]:
+) -> tuple[ManagedModel, Engine]:
     """A module in place, of which the disk was let give what is in no piece. Who waits for more calls `look`."""
     save_file(dict(Blocks(COUNT).state_dict()), folder / "dit.safetensors")
 
@@ -58,18 +57,18 @@ def coming(
     assert unit.reading
     times = DiskTimes(unit.reading.order, clock.read_from_disk) if timed else None
     incoming = Incoming(unit.reading, times)
-    placement = make_placement(unit, kind, torch.device(SIM), weights_bytes, incoming=incoming)
+    placement = unit_engine(unit, kind, weights_bytes, incoming)
     placement.place()
     return unit, placement
 
 
-def end(unit: ManagedModel, placement: Placement) -> None:
+def end(unit: ManagedModel, placement: Engine) -> None:
     placement.remove()
     unit.await_reading()
     unit.drop()
 
 
-def followed(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+def followed(placement: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     """The pieces in the order in which their copies are asked for."""
     asked: list[Piece] = []
     send, load = Arrivals._send, getattr(placement, "_load", None)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import ManagedModel
-from ballast.memory.streaming.choice import make_placement
+from ballast.memory.streaming.ring import State
 from ballast.memory.units.pieces import CallOrder
 from coming_pieces import ALL, COUNT, PATHS, coming, end, expected, followed
 from slow_disk import Slow
-from streamed_models import SIM, Blocks, budget, noise, run
+from streamed_models import SIM, Blocks, budget, noise, run, unit_engine
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_nothing_waits_for_what_comes_later(
     assert not arrivals.send_before(None, None) and arrivals.owes
     placement.complete()
     assert arrivals.owes
-    sent = [piece.sent for piece in pieces if piece.resident]
+    sent = [piece.state is not State.AWAITED for piece in pieces if piece.resident]
     assert sent == [piece in pieces[:3] for piece in pieces if piece.resident]
     computed: list[int] = []
     for i, block in enumerate(placement.module.blocks):  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_copies_wait_for_what_queued_work_reads(kind: str) -> None:
     module = Blocks(COUNT)
     unit = ManagedModel.from_module("dit", "transformer", module)
     unit.learn(CallOrder(PATHS))
-    placement = make_placement(unit, kind, torch.device(SIM), ALL)
+    placement = unit_engine(unit, kind, ALL)
     placement.place()
     for _ in range(3):
         placement.complete()

@@ -15,13 +15,11 @@ import pytest
 import torch
 from ballast.memory.streaming import stager
 from ballast.memory.streaming.arrivals import Arrivals
-from ballast.memory.streaming.resident import Resident
 from ballast.memory.streaming.ring import Piece
-from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.reader import Job
 from coming_pieces import ALL, COUNT, PATHS, expected, followed, stored
-from streamed_models import SIM, Blocks, budget, nbytes, noise, rests, run
+from streamed_models import SIM, Blocks, budget, nbytes, noise, resident_engine, rests, run, streamed_engine
 from torch import nn
 
 
@@ -44,10 +42,10 @@ def test_the_first_copies_are_in_the_order_of_the_calls(
     module, truth = Blocks(COUNT), expected()
     on_disk = set(chance.sample(PATHS, chance.choice([0, 4, 8, len(PATHS)])))
     source = stored(tmp_path, module, set(PATHS) - on_disk) if on_disk else None
-    loads = Streamed(module, torch.device(SIM), 0, source, CallOrder(PATHS))._loads
+    loads = streamed_engine(module, torch.device(SIM), 0, source, CallOrder(PATHS)).layout.loads
     loads = replace(loads, pieces=tuple(replace(each, seconds=chance.random()) for each in loads.pieces))
     share = budget(module, chance.uniform(0.1, 0.9))
-    placement = Streamed(module, torch.device(SIM), share, source, CallOrder(PATHS), loads)
+    placement = streamed_engine(module, torch.device(SIM), share, source, CallOrder(PATHS), loads)
     pieces = placement._pieces
     asked, reads = followed(placement, monkeypatch), reading(monkeypatch)
     placement.place()
@@ -107,7 +105,7 @@ def test_what_was_not_seen_lets_nothing_come_early(
     module = Detour(width)
     truth = run(module, noise().cpu())
     source = stored(tmp_path, module) if where == "disk" else None
-    placement = Streamed(module, torch.device(SIM), budget(Blocks(COUNT), share), source, CallOrder(PATHS))
+    placement = streamed_engine(module, torch.device(SIM), budget(Blocks(COUNT), share), source, CallOrder(PATHS))
     unseen = placement._pieces[-1]
     assert not unseen.called
     asked = followed(placement, monkeypatch)
@@ -127,7 +125,7 @@ def test_what_the_windows_are_read_for(tmp_path: Path) -> None:
     """What streams before the next that is to stay and is on disk: that takes the windows."""
     module = Blocks(COUNT)
     source = stored(tmp_path, module, {PATHS[3]})
-    placement = Streamed(module, torch.device(SIM), 0, source, CallOrder(PATHS))
+    placement = streamed_engine(module, torch.device(SIM), 0, source, CallOrder(PATHS))
     arrivals, pieces = placement._arrivals, placement._pieces
     with torch.no_grad():
         for i in (10, 3, 6, 2):
@@ -159,7 +157,7 @@ def test_what_left_and_is_brought_back_comes_in_its_turn(
 ) -> None:
     """From disk no more comes than is called."""
     module, truth = Blocks(COUNT), expected()
-    placement = Resident(module, torch.device(SIM), stored(tmp_path, module), CallOrder(PATHS))
+    placement = resident_engine(module, torch.device(SIM), stored(tmp_path, module), CallOrder(PATHS))
     asked, copies, early = followed(placement, monkeypatch), [], []
     placement.place()
     placement.shrink(ALL // 3)
@@ -183,7 +181,7 @@ def test_a_weight_with_two_names_comes_once(where: str, sim: ModuleType, tmp_pat
     assert isinstance(layer, nn.Linear)
     layer.register_parameter("again", layer.weight)
     sim.reset_stats()
-    placement = Resident(module, torch.device(SIM), source, CallOrder(PATHS))
+    placement = resident_engine(module, torch.device(SIM), source, CallOrder(PATHS))
     placement.place()
     assert placement.resident_bytes == sim.stats().allocated_bytes == ALL
     x = noise()
@@ -198,7 +196,7 @@ def test_a_weight_with_two_names_comes_once(where: str, sim: ModuleType, tmp_pat
 
 def test_what_could_not_be_read_comes_when_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, truth = Blocks(COUNT), expected()
-    placement = Resident(module, torch.device(SIM), stored(tmp_path, module), CallOrder(PATHS))
+    placement = resident_engine(module, torch.device(SIM), stored(tmp_path, module), CallOrder(PATHS))
     placement.place()
     for _ in range(3):
         with pytest.MonkeyPatch.context() as patch:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from ballast.memory import ManagedModel, manager, simulated
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.pieces import CallOrder
 from ballast.pipelines.sampling.kernels import kernels
 from encoded_folders import Pair
 from fault_points import KINDS, FaultError, InterruptProcessingException, raised_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from streamed_models import least_bytes, streamed_engine
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 BLOCKS, CPU = CallOrder(blocks=True), torch.device("cpu")  # as `compile` wants it
@@ -124,8 +124,8 @@ def test_compiled_blocks_give_the_same_from_as_many_graphs(
         dit.load()
         for share in (0.0, 0.5):
             with kernels([dit.module], compile=True, backend=compiler), torch.inference_mode():
-                least = Streamed.least_bytes(dit.module, BLOCKS)
-                placement = Streamed(dit.module, CPU, least + int(share * dit.size_bytes), calls=BLOCKS)
+                least = least_bytes(dit.module, BLOCKS)
+                placement = streamed_engine(dit.module, CPU, least + int(share * dit.size_bytes), calls=BLOCKS)
                 placement.place()
                 found.append(dit.module(**arguments)[0])
                 first = len(graphs)

@@ -24,7 +24,7 @@ from ballast.memory.planning.planner import PieceSize, UnitSizes
 from ballast.memory.planning.ring import offsets, overwritten, step_seconds
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.simulated import card, clock
-from ballast.memory.streaming.stream import Streamed
+from ballast.memory.streaming.engine import Engine
 from ballast.pipelines import StagedPipeline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,7 +131,7 @@ def test_only_so_many_lists_are_kept() -> None:
 # One call by events
 
 
-def timed(module: Blocks, placement: Streamed, **more: Any) -> Measured | None:
+def timed(module: Blocks, placement: Engine, **more: Any) -> Measured | None:
     """What the pieces of one more call computed."""
     assert placement.time_call()
     run(module, noise(64), **more)
@@ -269,8 +269,8 @@ def test_on_the_simulated_card_what_is_measured_is_what_was_forecast(
 ) -> None:
     bench = Bench(name, tiny_folders(name), sim, 0.05, 1e-2)
     found: list[Measured | None] = []
-    take = Streamed.take_seconds
-    monkeypatch.setattr(Streamed, "take_seconds", lambda self: found.append(take(self)) or found[-1])
+    take = Engine.take_seconds
+    monkeypatch.setattr(Engine, "take_seconds", lambda self: found.append(take(self)) or found[-1])
     for share in (0, 0.5):
         plan = bench.plan(bench.vram(share))
         bench.sample(bench.vram(share))

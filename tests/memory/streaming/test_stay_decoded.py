@@ -17,12 +17,12 @@ from ballast.memory.planning.decoded import moment_bytes
 from ballast.memory.planning.measured import Measured
 from ballast.memory.planning.solver import Loads, PieceLoad
 from ballast.memory.simulated import card
-from ballast.memory.streaming.resident import Resident
-from ballast.memory.streaming.stream import Streamed
+from ballast.memory.streaming.engine import Engine
+from ballast.memory.streaming.ring import State
 from encoded_folders import Pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streamed_models import rests
+from streamed_models import least_bytes, planned_bytes, refit, resident_engine, rests, streamed_engine
 from torch.utils._pytree import tree_map_only
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
@@ -48,7 +48,7 @@ class Model:
         manager("sim").free()
         self.unit.load()
         self.calls = replace(self.unit.calls, blocks=True) if blocks else self.unit.calls
-        bare = Streamed(self.unit.module, torch.device("cpu"), calls=self.calls)
+        bare = streamed_engine(self.unit.module, torch.device("cpu"), calls=self.calls)
         self.pieces = bare._called
         self.loads = Loads(
             tuple(
@@ -64,23 +64,38 @@ class Model:
             ),
             bytes_per_second=sum(piece.packed_bytes for piece in self.pieces) / 20.0,
         )
-        self.least = Streamed.least_bytes(self.unit.module, self.calls)
+        self.least = least_bytes(self.unit.module, self.calls)
         most = sum(piece.plain_bytes for piece in self.pieces)
-        self.all_decoded = bare._fixed_bytes + most + max(moment_bytes(piece.codecs) for piece in self.pieces)
+        self.fixed_bytes = bare._outside_bytes
+        self.all_decoded = self.fixed_bytes + most + max(moment_bytes(piece.codecs) for piece in self.pieces)
         placement = self.put(self.all_decoded)
         self.expected = self.call()
         placement.remove()
 
-    def put(self, weights_bytes: int) -> Streamed:
-        """Placed, not called yet: what is to stay decoded does so from the end of the first call."""
-        placement = Streamed(self.unit.module, torch.device(SIM), weights_bytes, calls=self.calls, loads=self.loads)
+    def put(self, weights_bytes: int) -> Engine:
+        """Placed, not called yet: what is to stay decoded does so from the second call on."""
+        placement = streamed_engine(
+            self.unit.module, torch.device(SIM), weights_bytes, calls=self.calls, loads=self.loads
+        )
         placement.place()
         return placement
 
-    def put_and_called(self, weights_bytes: int) -> Streamed:
+    def resident_bytes(self, share: float) -> int:
+        """Room for all as it is stored, and for a share of what all take more as plain tensors."""
+        stored = self.fixed_bytes + sum(piece.held_bytes for piece in self.pieces)
+        return int(stored + share * (self.all_decoded - stored))
+
+    def put_resident(self, share: float) -> Engine:
+        weights_bytes = self.resident_bytes(share)
+        placement = resident_engine(self.unit.module, SIM, None, self.calls, self.loads, weights_bytes)
+        placement.place()
+        return placement
+
+    def put_and_called(self, weights_bytes: int) -> Engine:
         placement = self.put(weights_bytes)
         rests(placement)
         assert torch.equal(self.call(), self.expected)
+        placement.complete()
         return placement
 
     def call(self) -> torch.Tensor:
@@ -100,8 +115,8 @@ def model(
     return Model(tiny_folders("flux"), tmp_path_factory.mktemp("decoded"), request.param == "blocks")
 
 
-def decoded(placement: Streamed) -> list[Any]:
-    return [piece for piece in placement._pieces if piece.decoded]
+def decoded(placement: Engine) -> list[Any]:
+    return [piece for piece in placement._pieces if piece.state is State.DEQUANTIZED]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -112,12 +127,13 @@ def test_what_stays_is_decoded_once(model: Model, sim: ModuleType, share: float)
     assert torch.equal(model.call(), model.expected)
     sim.take_interval_peak()
     placement.rest()
+    placement.complete()
     rests(placement)
     assert sim.take_interval_peak() <= model.budget(share)
     assert placement.resident_bytes == sim.stats().allocated_bytes
-    assert placement.resident_bytes <= placement._planned_bytes() <= model.budget(share)
+    assert placement.resident_bytes <= planned_bytes(placement) <= model.budget(share)
     assert bool(decoded(placement)) == (share > 0)
-    assert bool(placement.streamed_bytes) or share > 0.25
+    assert bool(placement.layout.copied_bytes) or share > 0.25
     for _ in range(2):
         assert torch.equal(model.call(), model.expected)
     placement.remove()
@@ -150,7 +166,7 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
 
         def do(change: str = change, amount: int = amount) -> None:
             if change == "refit":
-                placement.refit(model.least + amount, model.loads)
+                refit(placement, model.least + amount, model.loads)
             else:
                 getattr(placement, change)(amount)
 
@@ -160,9 +176,10 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
             do()
         assert torch.equal(model.call(), model.expected)
         inside.clear()
+        placement.complete()
         assert placement.resident_bytes == sim.stats().allocated_bytes
-        assert placement.resident_bytes <= max(placement._planned_bytes(), model.least)
-        arrived = {piece for piece in placement._to_decode() if not piece.owed}  # others come in the next call
+        assert placement.resident_bytes <= max(planned_bytes(placement), model.least)
+        arrived = {piece for piece in placement._to_dequantize() if not piece.owed}  # others come in the next call
         assert set(decoded(placement)) == arrived
     placement.remove()
     for layer in layers:
@@ -186,7 +203,8 @@ def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
                 placement._arrivals.enter(piece)  # as a call does
             with sim.fail_after(left):
                 placement.rest()
-                placement.refit(model.budget(0.9), model.loads)
+                placement.complete()
+                refit(placement, model.budget(0.9), model.loads)
                 was_hit = card.card.fail_in == 0
         if placement is not None:
             gc.collect()
@@ -202,7 +220,7 @@ def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
 def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
     placement = model.put_and_called(model.budget(0.5))
     assert 0 < len(decoded(placement)) < len(model.pieces)
-    found = [10.0 - 8.0 * piece.decoded for piece in placement._called]
+    found = [10.0 - 8.0 * (piece.state is State.DEQUANTIZED) for piece in placement._called]
 
     class Watch:
         runs = False
@@ -218,49 +236,44 @@ def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_resident_module_tells_which_pieces_are_decoded(model: Model, sim: ModuleType, share: float) -> None:
-    most = sum(piece.plain_bytes - piece.held_bytes for piece in model.pieces)
-    placement = Resident(model.unit.module, torch.device(SIM), None, model.calls)
-    placement.place()
-    stored = placement.resident_bytes
-    placement.remove()
-    placement = Resident(model.unit.module, torch.device(SIM), None, model.calls, stored + int(share * most))
-    placement.place()
+def test_a_resident_module_tells_which_pieces_are_dequantized(model: Model, sim: ModuleType, share: float) -> None:
+    placement = model.put_resident(share)
     assert torch.equal(model.call(), model.expected)
+    placement.rest()
+    placement.complete(alone=False)
+    assert not placement.dequantized, "another call may be under way"
     placement.complete()
-    assert not placement.decoded
-    placement.decode()
     assert torch.equal(model.call(), model.expected)
-    assert placement.resident_bytes == sim.stats().allocated_bytes
-    called = [piece for piece in placement._pieces if piece.called]
-    encoded = {i for i, piece in enumerate(called) if piece.codecs}
-    found = {i for i in encoded if all(slot.here is None for slot in called[i].slots)}
-    assert placement.decoded == found <= encoded
+    assert placement.resident_bytes == sim.stats().allocated_bytes <= planned_bytes(placement)
+    encoded = {i for i, piece in enumerate(placement._called) if piece.codecs}
+    found = {i for i in encoded if all(slot.here is None for slot in placement._called[i].slots)}
+    assert placement.dequantized == found <= encoded
     assert (not found, found == encoded) == (share == 0, share == 1)
+    refit(placement, 0, model.loads)
+    assert not placement.dequantized and torch.equal(model.call(), model.expected)
     placement.remove()
     assert sim.stats().allocated_bytes == 0
 
 
 @pytest.mark.long
-def test_decoding_of_a_resident_module_fails_at_any_allocation(model: Model, sim: ModuleType) -> None:
+def test_dequantizing_a_resident_module_fails_at_any_allocation(model: Model, sim: ModuleType) -> None:
     """It stays as it is stored then, as far as it is."""
-    most = sum(piece.plain_bytes for piece in model.pieces)
+    encoded = {i for i, piece in enumerate(model.pieces) if piece.codecs}
     for at in range(1, 200):
-        placement = Resident(model.unit.module, torch.device(SIM), None, model.calls, 2 * most)
-        placement.place()
-        placement.complete()
+        placement = model.put_resident(1.0)
+        model.call()
+        placement.rest()
         with sim.fail_after(at):
-            placement.decode()
+            placement.complete()
             was_hit = card.card.fail_in == 0
         assert placement.is_whole and placement.resident_bytes == sim.stats().allocated_bytes
         assert torch.equal(model.call(), model.expected)
+        placement.rest()
         placement.complete()
-        placement.decode()
-        encoded = {i for i, piece in enumerate(model.pieces) if piece.codecs}
-        assert placement.decoded < encoded if was_hit else placement.decoded == encoded
-        placement.refit(2 * most)
-        placement.decode()
-        assert placement.decoded == encoded and placement.resident_bytes == sim.stats().allocated_bytes
+        assert placement.dequantized < encoded if was_hit else placement.dequantized == encoded
+        refit(placement, model.resident_bytes(1.0), model.loads)
+        placement.complete()
+        assert placement.dequantized == encoded and placement.resident_bytes == sim.stats().allocated_bytes
         assert torch.equal(model.call(), model.expected)
         placement.remove()
         assert sim.stats().allocated_bytes == 0

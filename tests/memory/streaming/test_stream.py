@@ -12,16 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-from ballast.memory.planning.solver import Arrangement, Loads, PieceLoad
+from ballast.memory.planning.solver import Layout, Loads, PieceLoad
 from ballast.memory.streaming import queues
-from ballast.memory.streaming.resident import Resident
-from ballast.memory.streaming.stream import Streamed
+from ballast.memory.streaming.engine import Engine
 from ballast.memory.units import hostbuffer
 from ballast.memory.units.pieces import CallOrder, divide
 from ballast.memory.units.structure import block_lists, slots
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streamed_models import SIM, WIDTH, Block, Blocks, budget, model, nbytes, noise, output, put, rests, run
+from streamed_models import (
+    SIM,
+    WIDTH,
+    Block,
+    Blocks,
+    budget,
+    least_bytes,
+    model,
+    nbytes,
+    noise,
+    output,
+    planned_bytes,
+    put,
+    refit,
+    resident_engine,
+    rests,
+    run,
+    streamed_engine,
+)
 from torch import nn
 
 GB = 1e9
@@ -43,7 +60,7 @@ def test_block_lists_are_the_top_ones_that_are_called() -> None:
 @pytest.mark.parametrize("name", ["lumina2", "flux", "sd3", "hidream", "wan", "t5", "clip", "llama"])
 def test_real_models_give_what_they_give_resident(name: str, sim: ModuleType) -> None:
     module, arguments = model(name)
-    resident = Resident(module, torch.device(SIM))
+    resident = resident_engine(module, torch.device(SIM))
     resident.place()
     sim.reset_stats()
     expected = output(module, arguments)
@@ -65,12 +82,12 @@ def test_real_models_give_what_they_give_resident(name: str, sim: ModuleType) ->
         assert all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers()))
 
 
-def placed(module: nn.Module, share: float) -> Streamed:
+def placed(module: nn.Module, share: float) -> Engine:
     return put(module, budget(module, share))
 
 
 def truth(module: nn.Module, *args: Any) -> torch.Tensor:
-    resident = Resident(module, torch.device(SIM))
+    resident = resident_engine(module, torch.device(SIM))
     resident.place()
     expected = run(module, noise(), *args).cpu()
     resident.remove()
@@ -112,20 +129,20 @@ def test_block_of_subclass_weights_is_resident(sim: ModuleType) -> None:
     module = Blocks(6)
     weight = module.blocks[3].up.weight.data.as_subclass(Odd)
     module.blocks[3].up.weight = nn.Parameter(weight, requires_grad=False)
-    assert len(Streamed(module, torch.device(SIM))._pieces) == 11
+    assert len(streamed_engine(module, torch.device(SIM))._pieces) == 11
 
 
 def test_less_than_the_least_is_refused_and_small_modules_are_whole(sim: ModuleType) -> None:
     module = Blocks(6)
     with pytest.raises(ValueError, match="too little to stream Blocks"):
-        Streamed(module, torch.device(SIM), Streamed.least_bytes(module) - 1)
+        streamed_engine(module, torch.device(SIM), least_bytes(module) - 1)
     plain = nn.Linear(4, 4)
-    assert Streamed.least_bytes(plain) == nbytes(plain)
+    assert least_bytes(plain) == nbytes(plain)
     placement = put(plain)
     assert placement.resident_bytes == nbytes(plain)
     assert placement.shrink(100) == 0
     placement.remove()
-    assert Streamed.least_bytes(Blocks(6).to("meta")) == Streamed.least_bytes(module)
+    assert least_bytes(Blocks(6).to("meta")) == least_bytes(module)
 
 
 def test_any_order_shape_and_thread(sim: ModuleType) -> None:
@@ -169,7 +186,7 @@ def test_order_of_calls_is_learnt(sim: ModuleType) -> None:
     sim.reset_stats()
     for _ in range(3):
         run(module, noise(), order)
-    assert sim.stats().h2d_bytes - 3 * noise().nbytes == 3 * placement.streamed_bytes
+    assert sim.stats().h2d_bytes - 3 * noise().nbytes == 3 * placement.layout.copied_bytes
     placement.remove()
 
 
@@ -244,7 +261,7 @@ def test_grow_and_shrink_in_mid_forward(
     for block, width in zip(module.blocks, widths, strict=True):
         block.up = nn.Linear(WIDTH, width, bias=False).requires_grad_(False)
         block.down = nn.Linear(width, WIDTH, bias=False).requires_grad_(False)
-    expected = truth(module)
+    expected, least = truth(module), least_bytes(module)
     placement = placed(module, share)
     try:
         for at, change, fails in moves:
@@ -263,6 +280,7 @@ def test_grow_and_shrink_in_mid_forward(
                     raise KeyError("in mid-forward")
 
             block.middle = move
+            planned, layout = planned_bytes(placement), placement.layout
             if fails:
                 with pytest.raises(KeyError):
                     run(module, noise())
@@ -272,8 +290,9 @@ def test_grow_and_shrink_in_mid_forward(
             said, was, unsettled = moved
             assert said == was or unsettled
             assert change < 0 or said <= change
-            assert sim.stats().allocated_bytes == placement.resident_bytes == placement._planned_bytes()
-            assert placement.resident_bytes <= max(placement._budget_bytes, placement._least_bytes())
+            assert sim.stats().allocated_bytes == placement.resident_bytes == planned_bytes(placement)
+            room = planned if placement.layout == layout else planned + change
+            assert placement.resident_bytes <= max(room, least)
             check(module, expected)
         assert sim.stats().hazards == 0
     finally:
@@ -286,12 +305,12 @@ def test_shrink_from_all_resident_frees_what_was_asked(sim: ModuleType) -> None:
     expected = truth(module)
     placement = placed(module, 1)
     piece = placement._pieces[0].held_bytes
-    assert (placement.resident_bytes, placement.streamed_bytes) == (nbytes(module), 0)
+    assert (placement.resident_bytes, placement.layout.copied_bytes) == (nbytes(module), 0)
     assert placement.shrink(2 * piece) == 2 * piece
-    assert placement.streamed_bytes == 4 * piece
+    assert placement.layout.copied_bytes == 4 * piece
     check(module, expected)
     assert placement.shrink(10**9) == 12 * piece
-    assert placement.resident_bytes == Streamed.least_bytes(module)
+    assert placement.resident_bytes == least_bytes(module)
     check(module, expected)
     assert placement.grow(3 * piece + 5) == 3 * piece
     check(module, expected)
@@ -320,10 +339,10 @@ def test_refit_sits_as_one_placed_anew(sim: ModuleType) -> None:
     idle = Loads(tuple(replace(piece, seconds=0.0) for piece in even.pieces))
     first = put(module, nbytes(module) - 1, loads=even)
     for share, loads in ((0.2, even), (0.8, idle), (0.8, even), (0.0, idle), (0.5, even)):
-        first.refit(budget(Blocks(8), share), loads)
+        refit(first, budget(Blocks(8), share), loads)
         check(module, expected)
-        anew = Streamed(Blocks(8), torch.device(SIM), budget(Blocks(8), share), loads=loads)
-        assert first._arrangement == anew._arrangement
+        anew = streamed_engine(Blocks(8), torch.device(SIM), budget(Blocks(8), share), loads=loads)
+        assert first.layout == anew.layout
         assert first.resident_bytes == sim.stats().allocated_bytes <= budget(Blocks(8), share)
     first.remove()
     assert sim.stats().allocated_bytes == 0
@@ -418,11 +437,15 @@ def timed(sim: ModuleType, ratio: float, resident: int, bunched: bool = False, s
     sim.enable(total="1GB", tflops=1e-2, h2d_gbps=WEIGHT / (ratio * compute_seconds) / GB)
     module = Blocks(16, WIDE)
     room = 4 * WEIGHT + resident * WEIGHT + module.scale.nbytes
-    with pytest.MonkeyPatch.context() as patch:
-        if bunched:
-            first = Arrangement(WEIGHT, tuple(range(2 * resident, 32)), room, (16 - resident) * WEIGHT, 0.0)
-            patch.setattr("ballast.memory.streaming.stream.arrange", lambda *_: first)
-        placement = put(module, room, loads(module, {"": TOKENS}, ratio))
+    given = loads(module, {"": TOKENS}, ratio)
+    if bunched:
+        copied_bytes = (16 - resident) * WEIGHT
+        layout = Layout("streamed", WEIGHT, tuple(range(2 * resident, 32)), copied_bytes=copied_bytes, loads=given)
+        placement = Engine(module, torch.device(SIM), layout)
+        placement.place()
+        rests(placement)
+    else:
+        placement = put(module, room, given)
     x = noise(TOKENS, WIDE)
     for _ in range(3):
         run(module, x)
@@ -434,8 +457,8 @@ def timed(sim: ModuleType, ratio: float, resident: int, bunched: bool = False, s
         run(module, x)
     stats = sim.stats()
     assert (stats.hazards, stats.d2h_bytes) == (0, 0)
-    assert stats.h2d_bytes == (steps + 1) * placement.streamed_bytes
-    copying = placement.streamed_bytes / (WEIGHT / (ratio * compute_seconds))
+    assert stats.h2d_bytes == (steps + 1) * placement.layout.copied_bytes
+    copying = placement.layout.copied_bytes / (WEIGHT / (ratio * compute_seconds))
     placement.remove()
     return (stats.clock_seconds - start) / steps, max(16 * compute_seconds, copying)
 
@@ -529,8 +552,8 @@ def test_mixed_lists_take_what_the_bound_says(
         run(module, x)
     stats = sim.stats()
     assert (stats.hazards, stats.d2h_bytes) == (0, 0)
-    assert stats.h2d_bytes == (steps + 1) * placement.streamed_bytes
-    bound = max(stats.compute_seconds / (steps + 1), placement.streamed_bytes / rate)
+    assert stats.h2d_bytes == (steps + 1) * placement.layout.copied_bytes
+    bound = max(stats.compute_seconds / (steps + 1), placement.layout.copied_bytes / rate)
     assert (stats.clock_seconds - start) / steps <= 1.05 * bound
     placement.remove()
 
@@ -574,9 +597,9 @@ def test_no_allocation_and_one_copy_stream(sim: ModuleType) -> None:
     module = Blocks(6)
     counts = []
     for kind in (
-        Resident(module, torch.device(SIM)),
-        Streamed(module, torch.device(SIM)),
-        Streamed(module, torch.device(SIM)),
+        resident_engine(module, torch.device(SIM)),
+        streamed_engine(module, torch.device(SIM)),
+        streamed_engine(module, torch.device(SIM)),
     ):
         kind.place()
         rests(kind)

@@ -11,7 +11,6 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.forecast import UnitForecast
-from ballast.memory.streaming.resident import Resident
 from ballast.memory.units import pieces
 from ballast.memory.units.pieces import CallOrder, Division, divide
 from ballast.memory.units.structure import Slot, slots
@@ -20,7 +19,7 @@ from ballast.memory.units.weights import stored_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from streamed_models import SIM, nbytes, put, run
+from streamed_models import SIM, nbytes, put, resident_engine, run
 from torch import nn
 from torch.nn import functional
 
@@ -223,7 +222,7 @@ def test_rows_of_a_table_are_looked_up_bit_for_bit(how: str, sim: ModuleType, tm
         source = stored_tensors([tmp_path / "a.safetensors"])
         module.to("meta")
     if how == "resident":
-        placement: Any = Resident(module, torch.device(SIM))
+        placement: Any = resident_engine(module, torch.device(SIM))
         placement.place()
     else:
         placement = put(module, source=source)

@@ -19,12 +19,11 @@ import torch
 import transformers
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.streaming.stream import Streamed
 from ballast.pipelines.families.hidream.pipeline import HiDreamPipeline
 from ballast.pipelines.families.hidream.states import OnDevice
 from ballast.pipelines.families.hidream.variants import VARIANTS, detect
 from hidream_folders import PUBLISHED_GIB, complete, in_proportion, published, scheduler_of, write_index
-from streamed_models import rests
+from streamed_models import rests, streamed_engine
 
 Folders = Callable[[str], Path]
 REPOSITORY = "meta-llama/Meta-Llama-3.1-8B-Instruct"
@@ -482,7 +481,7 @@ def streamed_seconds(sim: ModuleType, module: Any, copying: float) -> tuple[floa
     unit.learn(forecast.units["dit"].call_order)
     for _ in range(2):  # the first time to see how long computing takes
         sim.enable(total="1GB", tflops=1e-2, h2d_gbps=gbps)
-        placement = Streamed(module, torch.device("sim:0"), 0, calls=unit.calls)
+        placement = streamed_engine(module, torch.device("sim:0"), 0, calls=unit.calls)
         placement.place()
         rests(placement)
         on_device = {name: value.to("sim") for name, value in inputs.items()}
@@ -492,7 +491,7 @@ def streamed_seconds(sim: ModuleType, module: Any, copying: float) -> tuple[floa
                     sim.reset_stats()
                 module(**on_device)
         stats = sim.stats()
-        gbps = placement.streamed_bytes * steps / (copying * stats.compute_seconds) / 1e9
+        gbps = placement.layout.copied_bytes * steps / (copying * stats.compute_seconds) / 1e9
         placement.remove()
         del on_device
     return stats.clock_seconds / steps, stats.d2h_count // steps

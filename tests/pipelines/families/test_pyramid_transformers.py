@@ -12,8 +12,6 @@ import places
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.streaming.resident import Resident
-from ballast.memory.streaming.stream import Streamed
 from ballast.memory.units.structure import block_lists
 from ballast.memory.units.weights import stored_tensors
 from ballast.pipelines.families.pyramid_flow.frames import patches, unpatched
@@ -23,7 +21,7 @@ from ballast.pipelines.files.checkpoint import Checkpoint
 from ballast.pipelines.sampling.kernels import kernels
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
-from streamed_models import rests
+from streamed_models import least_bytes, resident_engine, rests, streamed_engine
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,12 +220,12 @@ def test_every_placement_gives_the_same(kind: Kind, sim: ModuleType) -> None:
     structure = copy.deepcopy(module)
     forecast, _ = dry_run({kind: structure}, lambda to: call(structure, {n: t.to(to) for n, t in golden.items()}))
     calls = forecast.units[kind].call_order
-    least, whole = Streamed.least_bytes(module, calls), sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    least, whole = least_bytes(module, calls), sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     device = torch.device(SIM)
     found = []
     for placement in (
-        Resident(module, device),
-        *(Streamed(module, device, least + int(share * (whole - least)), calls=calls) for share in (0, 0.3)),
+        resident_engine(module, device),
+        *(streamed_engine(module, device, least + int(share * (whole - least)), calls=calls) for share in (0, 0.3)),
     ):
         placement.place()
         rests(placement)
@@ -238,9 +236,9 @@ def test_every_placement_gives_the_same(kind: Kind, sim: ModuleType) -> None:
         with sim.watch(lambda transfer, read=read: transfer.direction == "d2h" and read.append(transfer.nbytes)):
             velocity = call(module, given)
         assert read == [2 * 8], "the lengths of the texts, once"
-        if isinstance(placement, Streamed):
-            assert sim.stats().h2d_bytes == placement.streamed_bytes > 0
-        elif isinstance(placement, Resident):
+        if placement.name == "streamed":
+            assert sim.stats().h2d_bytes == placement.layout.copied_bytes > 0
+        else:
             assert sim.stats().h2d_bytes == 0
         found.append(velocity.cpu())
         del given, velocity
@@ -254,7 +252,7 @@ def test_every_placement_gives_the_same(kind: Kind, sim: ModuleType) -> None:
 def test_memory_grows_as_the_frames_do(kind: Kind, sim: ModuleType) -> None:
     """256 tokens each: of all tokens with all, a mask alone would show."""
     module, golden = build(kind), load_file(DATA / f"{kind}.forward.safetensors")
-    placement = Resident(module, torch.device(SIM))
+    placement = resident_engine(module, torch.device(SIM))
     placement.place()
     given = on_device(golden)
     peaks = []

@@ -14,13 +14,13 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.streaming.stream import Streamed
+from ballast.memory.streaming.engine import Engine
 from ballast.memory.units.pieces import CallOrder
 from ballast.memory.units.structure import block_lists
 from ballast.pipelines.generic import GenericPipeline
 from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch
-from streamed_models import WIDTH, Blocks, nbytes, rests, run
+from streamed_models import WIDTH, Blocks, least_bytes, nbytes, rests, run, streamed_engine
 from streamed_models import model as shared_model
 from torch import nn
 
@@ -77,11 +77,11 @@ def rows(count: int = 4, width: int = WIDTH) -> torch.Tensor:
         return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
 
-def placed(module: nn.Module, device: torch.device, share: float = 0.0) -> Streamed:
+def placed(module: nn.Module, device: torch.device, share: float = 0.0) -> Engine:
     """Streamed in whole blocks, with so much more than the least."""
-    least = Streamed.least_bytes(module, BLOCKS)
+    least = least_bytes(module, BLOCKS)
     weights_bytes = least + int(share * (nbytes(module) - least))
-    placement = Streamed(module, device, weights_bytes, calls=BLOCKS)
+    placement = streamed_engine(module, device, weights_bytes, calls=BLOCKS)
     placement.place()
     rests(placement)
     return placement
@@ -107,7 +107,7 @@ def test_streamed_blocks_compile_once(name: str) -> None:
             for _ in range(3):
                 torch.testing.assert_close(output(module, arguments), expected, atol=1e-5, rtol=0)
                 graphs.append(compiler.graphs)
-            streamed.append(placement.streamed_bytes)
+            streamed.append(placement.layout.copied_bytes)
             placement.remove()
         assert state(module) == before
     assert graphs == [graphs[0]] * 12, "compiled again after the first step"
