@@ -476,24 +476,24 @@ def plan_on_cpu(
     With `there` RAM holds it already. The seconds are those of the disk: how fast a CPU computes is not known.
     """
     whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
-    found, taken, reason = Layout(), sizes.total_bytes, ""
+    found, taken, read_bytes, reason = Layout(), sizes.total_bytes, 0, ""
     if taken > ram_bytes and from_disk:
         windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
         found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
+        read_bytes = sizes.piece_read_bytes(found.from_disk)
         reason = (
-            f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(found.read_bytes)} are read from disk in "
-            "each step"
+            f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(read_bytes)} are read from disk in each step"
         )
     fits = taken <= ram_bytes or not ram_stated
     if not fits:
         reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
-    first, read = 0 if there else sizes.total_bytes / disk, found.read_bytes / disk * work.calls / steps
+    first, read = 0 if there else sizes.total_bytes / disk, read_bytes / disk * work.calls / steps
     passing = sum(sizes.pieces[i].held_bytes for i in found.streamed)
     return Plan(
         "cpu", 0, 0, taken, found.streamed, len(sizes.pieces), read, max(first, read), read, read,
         from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
-        whole_bytes=sizes.total_bytes, read_bytes=found.read_bytes, read_seconds=read, unit=unit, fits=fits,
+        whole_bytes=sizes.total_bytes, read_bytes=read_bytes, read_seconds=read, unit=unit, fits=fits,
         reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.", layout=found,
     )  # fmt: skip
 
