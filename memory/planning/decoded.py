@@ -60,13 +60,14 @@ def decoding_order(pieces: Sequence[DecodingLoad]) -> tuple[int, ...]:
     return tuple(i for worth in sorted(alike, reverse=True) for i in spread(alike[worth], seconds))
 
 
-def dequantizing_bytes(pieces: Sequence[DecodingLoad], chosen: Iterable[int]) -> int:
-    """Return the most that these pieces take more than as stored, while they are dequantized in order and after."""
+def dequantized(pieces: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:
+    """Return what it takes to dequantize these pieces for good, one after the other in the order of their calls."""
     most = later = 0
     for i in sorted(chosen, reverse=True):
         most = max(most, pieces[i].moment_bytes - later)
         later += max(0, pieces[i].more_bytes)
-    return later + most
+    seconds = sum(pieces[i].decode_seconds for i in chosen)
+    return Decoded(tuple(sorted(chosen)), later + most, seconds)
 
 
 def decoded_within(
@@ -86,9 +87,4 @@ def decoded_within(
     more = np.cumsum(stays * np.array([max(0, pieces[i].more_bytes) for i in order]), axis=1)
     moment = np.maximum.accumulate(stays * np.array([pieces[i].moment_bytes for i in order]), axis=1)
     fitting = stays & (more + moment <= np.array(rooms)[:, None])
-    return [_decoded(pieces, order[row].tolist()) for row in fitting]
-
-
-def _decoded(pieces: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:
-    seconds = sum(pieces[i].decode_seconds for i in chosen)
-    return Decoded(tuple(sorted(chosen)), dequantizing_bytes(pieces, chosen), seconds)
+    return [dequantized(pieces, order[row].tolist()) for row in fitting]

@@ -133,7 +133,7 @@ def sizes_in(
         table_bytes=nbytes_of(tables),
         fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
         decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
-        decoding=decoding_bytes(divided.owners, places),
+        decoding=decoding_bytes(divided.owners, divided.rest),
         pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
         idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
         tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from ..vocabulary import PlacementName
-from .decoded import Decoded, decoded_within, dequantizing_bytes
+from .decoded import Decoded, decoded_within, decoding_order, dequantized
 from .ring import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
@@ -80,8 +80,7 @@ class Loads:
     @functools.cached_property
     def all_dequantized_bytes(self) -> int:
         """Bytes that all pieces take more to be dequantized for good."""
-        encoded = [i for i, piece in enumerate(self.pieces) if piece.is_encoded]
-        return dequantizing_bytes(self.pieces, encoded)
+        return dequantized(self.pieces, decoding_order(self.pieces)).more_bytes
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -187,11 +186,12 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
     found = [*stay, *streamed]
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
-    if stay and rooms[0] < loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
-        rooms[0] += loads.spared_bytes
+    decoded = decoded_within(pieces, passing, rooms)
+    if stay and loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
+        decoded[0] = dequantized(pieces, decoding_order(pieces))
     options: list[tuple[float, int, int, _Option]] = []
-    for one, decoded in zip(found, decoded_within(pieces, passing, rooms), strict=True):
-        option = _Option(*one, decoded)
+    for one, kept in zip(found, decoded, strict=True):
+        option = _Option(*one, kept)
         options.append((option.least_seconds(loads, ram), option.copied_bytes, len(options), option))
     options.sort()
     best: Layout | None = None
