@@ -147,7 +147,8 @@ def streamed(
     work = forecast(size, regime.tokens)
     sizes = sizes_in(module, work.call_order)
     rate = regime.bandwidth
-    loads = sizes.loads(work, Rates(rate, rate, rate, work.operations.total / regime.compute))
+    speed = work.operations.total / regime.compute  # as measured, in whatever type the module computes
+    loads = sizes.loads(work, Rates(rate, rate, rate, speed, float32=speed, float16=speed))
     layout = streamed_layout(module, room_bytes, work.call_order, loads)
     return Engine(module, device, layout, calls=work.call_order), layout.seconds
 
