@@ -200,7 +200,8 @@ def test_tiles_are_told_where_one_looks(
     forecasts = pipe._vae_forecasts("decode", {}, 0)
     budget = pipe.decoder.size_bytes + forecasts.tiles(z).units["vae"].peak_bytes
     assert budget < pipe.decoder.size_bytes + forecasts.whole(z).units["vae"].peak_bytes
-    planned = _plan_vae("decode", pipe._vae_run("decode", {}, budget, planned=True), z, budget, 2**40, ASSUMED, True)
+    run = pipe._vae_run("decode", {}, budget, planned=True)
+    planned = _plan_vae("decode", run, z, budget_bytes=budget, ram_bytes=2**40, rates=ASSUMED, ram_stated=True)
     assert planned.note == told and planned.peak_vram_bytes <= budget
     opened = in_host.open()
     opened.vram_bytes = budget
