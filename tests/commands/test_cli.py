@@ -48,8 +48,8 @@ def test_demo_draws_a_picture_and_a_timeline(tmp_path: Path, capsys: pytest.Capt
     assert (red > blue)[:, : picture.shape[1] // 2].sum() > 4 * (red > blue)[:, picture.shape[1] // 2 :].sum()
     drawn, shown = (Image.open(path).convert("RGB") for path in (timeline, ROOT / "demo" / "timeline.png"))  # README's
     assert drawn.size == shown.size == (1200, 480)
-    for box in ((0, 40, 84, 416), (84, 430, 1200, 480)):  # where no seconds are told
-        assert thumbnails.is_alike(shown.crop(box), drawn.crop(box)), f"{box}: make demo draws another picture now"
+    box = (0, 40, 84, 416)  # where no seconds are told, nor what else this process holds
+    assert thumbnails.is_alike(shown.crop(box), drawn.crop(box)), "make demo draws another picture now"
     heights = [np.median(np.asarray(each)[46:408, 400:1000].astype(int), axis=1) for each in (drawn, shown)]
     assert (abs(heights[0] - heights[1]).max(axis=-1) > 20).sum() < 4, "make demo draws another picture now"
     assert simulated.stats().allocated_bytes == 0
