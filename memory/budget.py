@@ -11,8 +11,8 @@ from .accelerator import Accelerator
 from .host import management as host
 from .planning.measured import Overhead
 from .sizes import format_bytes
-from .units.unit import ManagedModel
 from .vocabulary import Role
+from .weights.unit import ManagedModel
 
 log = logging.getLogger("ballast")
 

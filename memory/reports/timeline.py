@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
-from ..charts.tables import format_table
+from ..charts.text_tables import format_table
 from ..planning.measured import Overhead
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
-from ..units.unit import ManagedModel
 from ..vocabulary import Role, Tier
+from ..weights.unit import ManagedModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -139,7 +139,7 @@ class StageRecord:
         """Mean seconds of the steps in which nothing but steps happened; None where there are none.
 
         The first is left out, since it waits for the weights, and so is one in which something was placed or left: a
-        call was made again, one unit took another's place, or pieces lie elsewhere since their seconds are known.
+        call was made again, one unit took another's place, or groups lie elsewhere since their seconds are known.
         """
         steps = self.planned.steps if self.planned else 0
         calls = [i for i, event in enumerate(self.events) if event.kind == "ran"]
@@ -205,7 +205,7 @@ class Timeline:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator, self._peaks = accelerator, PeakMeter(accelerator)
-        self._residents, self._guests = residents, guests
+        self._residency, self._guests = residents, guests
         self.target_bytes = 0  # the budget in force for what is observed now, where one of its own was stated
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
@@ -226,7 +226,7 @@ class Timeline:
 
     def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
         """Note that something happened, with the memory as it is now."""
-        residents, allocated = self._residents(), self._accelerator.allocated_bytes()
+        residents, allocated = self._residency(), self._accelerator.allocated_bytes()
         others = max(0, allocated - sum(resident.bytes for resident in residents))
         if self._stage is not None and self._last is not None:
             others = min(others, self._last.other_bytes)  # what came since is our work
@@ -277,7 +277,7 @@ class Timeline:
 
     def moment(self) -> Event:
         """Return the event of this moment in a stage that is not ours. It is not recorded; the peak starts anew."""
-        models = (*self._residents(), *self._guests())
+        models = (*self._residency(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
         peak = self._peaks.take().allocated_bytes + uncounted
@@ -378,7 +378,7 @@ class Timeline:
 
 
 def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float = 1.0) -> Image:
-    from ..charts.timeline import Span, Stage, draw_timeline
+    from ..charts.timeline_chart import Span, Stage, draw_timeline
 
     def spans(stage: StageRecord) -> Iterator[Span]:
         for before, event in zip(stage.events, stage.events[1:], strict=False):

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ...memory.planning.calls import kind_of
+from ...memory.planning.call_blocks import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
-from ...memory.units.batch import BatchDims, batch_of, in_parts, joined
+from ...memory.weights.batch import BatchDims, batch_of, in_parts, joined
 from .answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity

@@ -16,7 +16,7 @@ import tiny
 import torch
 from ballast.memory.manager import MemoryManager, manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.units.unit import ManagedModel
+from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.budget import VramBudget
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode

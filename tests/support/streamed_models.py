@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ballast.memory.engine.engine import Engine
+from ballast.memory.engine.pending_reads import NOTHING, PendingReads
+from ballast.memory.engine.placement import Placement
 from ballast.memory.planning.fit import sizes_in, sizes_of, streamed_layout
 from ballast.memory.planning.solver import Layout, Loads, place
-from ballast.memory.streaming.engine import Engine
-from ballast.memory.streaming.incoming import NOTHING, Incoming
-from ballast.memory.streaming.placement import Placement
-from ballast.memory.units.pieces import CallOrder, divide
-from ballast.memory.units.structure import slots
-from ballast.memory.units.unit import ManagedModel
-from ballast.memory.units.weights import Stored
 from ballast.memory.vocabulary import PlacementName
+from ballast.memory.weights.groups import CallOrder, divide
+from ballast.memory.weights.stored import Stored
+from ballast.memory.weights.structure import parameter_refs
+from ballast.memory.weights.unit import ManagedModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
@@ -86,9 +86,9 @@ def streamed_engine(
     loads: Loads | None = None,
 ) -> Engine:
     """An engine that streams a module in so many bytes, 0 for the least; what is on `meta` comes from its source."""
-    pieces = [p for p in divide(module, list(slots(module)), calls or CallOrder()).pieces if p.called]
-    on_disk = frozenset(i for i, p in enumerate(pieces) if source and any(s.tensor.is_meta for s in p.slots))
-    loads = replace(loads or Loads.even(sizes_in(module, calls).pieces), on_disk=on_disk)
+    groups = [p for p in divide(module, list(parameter_refs(module)), calls or CallOrder()).groups if p.called]
+    on_disk = frozenset(i for i, p in enumerate(groups) if source and any(s.tensor.is_meta for s in p.refs))
+    loads = replace(loads or Loads.even(sizes_in(module, calls).groups), on_disk=on_disk)
     return Engine(module, torch.device(device), streamed_layout(module, weights_bytes, calls, loads), source, calls)
 
 
@@ -106,12 +106,12 @@ def resident_engine(
 
 def whole(module: nn.Module, calls: CallOrder | None, loads: Loads | None, weights_bytes: int) -> Layout:
     sizes = sizes_in(module, calls)
-    return place(loads or Loads.even(sizes.pieces), weights_bytes - sizes.outside_bytes("resident"), "resident")
+    return place(loads or Loads.even(sizes.groups), weights_bytes - sizes.outside_bytes("resident"), "resident")
 
 
-def unit_engine(unit: ManagedModel, placement: str, weights_bytes: int, incoming: Incoming = NOTHING) -> Engine:
+def unit_engine(unit: ManagedModel, placement: str, weights_bytes: int, incoming: PendingReads = NOTHING) -> Engine:
     """An engine of a unit; what is not in RAM comes from disk, save what is incoming."""
-    loads = Loads.even(sizes_of(unit).pieces)
+    loads = Loads.even(sizes_of(unit).groups)
     name: PlacementName = "resident" if placement == "resident" else "streamed"
     layout = place(loads, weights_bytes - sizes_of(unit).outside_bytes(name), name)
     source = None if unit.in_ram else unit.source()

@@ -14,9 +14,9 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.streaming.engine import Engine
-from ballast.memory.units.pieces import CallOrder
-from ballast.memory.units.structure import block_lists
+from ballast.memory.engine.engine import Engine
+from ballast.memory.weights.groups import CallOrder
+from ballast.memory.weights.structure import block_lists
 from ballast.pipelines.generic import GenericPipeline
 from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch

@@ -17,9 +17,9 @@ import torch
 from ballast.memory.codecs import fp8, int8
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.reports.timeline import Event
-from ballast.memory.units import reader
-from ballast.memory.units.encoded import encoded_weights
-from ballast.memory.units.encoding import EncodedWeight
+from ballast.memory.weights import reader
+from ballast.memory.weights.encoded import encoded_weights
+from ballast.memory.weights.encoding import EncodedWeight
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from gguf import GGMLQuantizationType as Type
