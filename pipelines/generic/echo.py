@@ -126,7 +126,7 @@ class Echo:
 class EchoOfEach(Echo):
     """Answers for a module whose results for a sample follow from this sample alone, as those of transformers do.
 
-    Which part of a call belongs to which sample `memory.units.batch` tells; `dims` as there.
+    Which part of a call belongs to which sample `memory.weights.batch` tells; `dims` as there.
     """
 
     dims: BatchDims = {}

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory import ManagedModel
-from ballast.memory.engine.ring import FileExtent as Streamable
+from ballast.memory.engine.ring import WeightGroup as Streamable
 from ballast.memory.weights import hostbuffer, loading, reader
 from ballast.memory.weights.groups import CallOrder, divide
 from ballast.memory.weights.reader import FileExtent, batches, read

@@ -303,7 +303,7 @@ def test_a_kept_transformer_is_divided_anew_for_compiled_blocks(
         made.append(pipe.sample(cond, **size, steps=2, strategy="streamed", compile=compile))
         placement = pipe.denoisers[0].placement
         assert placement is not None
-        paths = {owner.path for piece in placement._pieces for owner in piece.owners}
+        paths = {owner.path for group in placement._groups for owner in group.owners}
         gates.append(len([path for path in paths if path.startswith("blocks.")]))
     count = len(pipe.denoisers[0].module.blocks)
     assert gates[1] == gates[2] == count < gates[0] == gates[3]

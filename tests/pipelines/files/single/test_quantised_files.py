@@ -164,7 +164,7 @@ def test_the_bar_counts_bytes_of_files_wherever_they_are_read(
     cond = pipe.encode("a boat")
     (unit,), seen = pipe.denoisers, list[Event]()
     unit.drop()
-    windows = 3 * max(piece.packed_bytes for piece in sizes_of(unit).pieces)
+    windows = 3 * max(group.packed_bytes for group in sizes_of(unit).groups)
     ram = None if share is None else windows + int(share * (unit.size_bytes - windows))
     with pipe.manager.timeline.watched(lambda event, of: seen.append(event) if of is unit else None):
         pipe.within(ram=ram).sample(cond, width=48, height=32, steps=2, guidance=4.0)
