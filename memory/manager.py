@@ -73,11 +73,6 @@ def managers() -> list[MemoryManager]:
     return list(_managers.values())
 
 
-def _all_units() -> list[ManagedModel]:
-    """Return the units of all managers, whose copies share the RAM."""
-    return [unit for each in managers() for unit in each._registry.units()]
-
-
 def _tidy() -> float | None:
     """Drop copies that nobody asks for. Return the seconds until the next look, or None if nothing is left."""
     if not _lock.acquire(blocking=False):
@@ -87,7 +82,7 @@ def _tidy() -> float | None:
             each._tidy()
         if any(each._unloading == "asked" for each in managers()):
             return _SOON_SECONDS
-        return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in _all_units()) else None
+        return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in Registry.everyone()) else None
     finally:
         _lock.release()
 
@@ -104,7 +99,7 @@ class MemoryManager:
         self.device = device
         self._registry = Registry()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._residency = Residency(self.accelerator, self._registry, _all_units)
+        self._residency = Residency(self.accelerator, self._registry)
         self.budget, self.timeline = self._residency.budget, self._residency.timeline
         self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher[ManagedModel]] = weakref.WeakKeyDictionary()
         self._told: list[HostPatcher[ManagedModel]] = []  # all that the host may still have in its list
@@ -132,7 +127,7 @@ class MemoryManager:
     @property
     def disk_bytes_read(self) -> int:
         """Bytes of weights that have been read from files so far."""
-        return self._residency.host_loader.disk_bytes
+        return self._residency.host_cache.disk_bytes
 
     @property
     def device_bytes_in(self) -> int:
@@ -268,7 +263,7 @@ class MemoryManager:
             try:
                 self._residency.bring(unit, strategy, instead_of, anew)
                 self._tell_host(unit)
-                self._residency.read_ahead()
+                self._residency.host_cache.read_ahead()
                 self._residency.runs(unit)
             except BaseException:
                 self.release(unit, evict=True, failed=True)
@@ -289,9 +284,9 @@ class MemoryManager:
                 if unit.leases == 0 and unit.placement is None:
                     self._residency.host_cache.keep_budget(unit)
                 if failed and evict:
-                    self._residency.host_loader.stop()
+                    self._residency.host_cache.stop()
                 else:
-                    self._residency.read_ahead()
+                    self._residency.host_cache.read_ahead()
 
     @contextmanager
     def stage(
@@ -434,7 +429,7 @@ class MemoryManager:
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
         """Give up what is being read to RAM of these units, by default of all, but not of those in place."""
         with self._lock:
-            self._residency.host_loader.stop(units)
+            self._residency.host_cache.stop(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.

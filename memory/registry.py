@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Hashable
 
 from .weights.unit import ManagedModel
 
+_numbers = itertools.count()
+_registries: weakref.WeakValueDictionary[int, Registry] = weakref.WeakValueDictionary()  # of all managers, in order
+
 
 class Registry:
-    """Which units there are. Those with a key are held here, the others belong to their makers.
+    """The units that there are. Those with a key are held here, the others belong to their makers.
 
     Without a lock: the manager holds its own around all of this.
     """
 
     def __init__(self) -> None:
+        _registries[next(_numbers)] = self
         self._shared: dict[Hashable, ManagedModel] = {}
         self._adopted: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
 
     def units(self) -> list[ManagedModel]:
         """All of them."""
         return list(dict.fromkeys([*self._shared.values(), *self._adopted]))
+
+    @staticmethod
+    def everyone() -> list[ManagedModel]:
+        """Return the units of all managers, which share the RAM."""
+        return [unit for registry in list(_registries.values()) for unit in registry.units()]
 
     def find(self, key: Hashable) -> ManagedModel | None:
         """Return the unit of a key, if there is one."""

@@ -1,19 +1,18 @@
 """The units on one device: how they come, sit, shrink and leave. Mechanism, without leases and without a lock.
 
-What is to leave for what is decided by `eviction` and `fit`; `MemoryManager` decides when, and holds its lock around
-all of this.
+`planning.eviction` and `planning.fit` decide what leaves for what. `MemoryManager` decides when, and holds its lock
+around all of this.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,8 +22,7 @@ from .engine.engine import Engine
 from .engine.placement import Cpu, Placement
 from .engine.timing import CallTimes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
-from .host_cache import HostCache
-from .host_loader import HostLoader
+from .host_cache import HostCache, InRam
 from .planning.eviction import Use, choose_shrinks
 from .planning.fit import Demand, fitting_placements, ram_groups, sizes_of, turns_of, why_nothing_fits
 from .planning.planner import meant_by, weights_on_cpu, window_bytes
@@ -42,35 +40,41 @@ from .workload import Workload, WorkloadStats
 
 log = logging.getLogger("ballast")
 
-_Before = tuple[int, int, int, frozenset[int]]
+
+@dataclass(frozen=True)
+class _Before:
+    """The device as it was when a call began."""
+
+    allocated_bytes: int
+    beside_bytes: int  # of these, that its stage held beside weights
+    weights_bytes: int  # that the unit had there
+    dequantized: frozenset[int]  # its groups that were kept so
+
+
+@dataclass
+class _Seat:
+    """What is known of one unit that is in place, or was."""
+
+    is_leaving: bool = False  # as soon as it does not run
+    fitted_for: Hashable = None  # the working memory and the seconds that its placement was made for
+    before: _Before | None = None  # the call that is under way, while what it takes can be told
+    timed: Workload | None = None  # the work of the call whose groups are timed
 
 
 class Residency:
     """The units of one manager that are on its device, or are to be."""
 
-    def __init__(
-        self, accelerator: Accelerator, registry: Registry, everyone: Callable[[], list[ManagedModel]]
-    ) -> None:
-        """`everyone` are the units of all managers, which share the RAM."""
+    def __init__(self, accelerator: Accelerator, registry: Registry) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
-        self.registry, self.units, self.everyone = registry, registry.units, everyone
-        self.budget = Budget(accelerator, registry.units, everyone)
+        self.registry, self.units = registry, registry.units
+        self.budget = Budget(accelerator, registry)
         self.schedule = Schedule()
         self.timeline = Timeline(accelerator, self._on_device, lambda: host_models_on(accelerator.device))
         self.device_bytes_in = 0
         self.work = WorkloadStats()
-        self.host_cache = HostCache(registry, everyone, self.budget, self.timeline, self.schedule, self._coming)
-        self.host_loader = HostLoader(
-            accelerator, self.units, self.budget, self.host_cache, self.timeline, self._give_ram
-        )
-        self._leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # as soon as they do not run
-        # What was allocated when a unit was called, what its stage held of that beside weights, what the unit had, and
-        # which of its groups were decoded for good.
-        self._called: weakref.WeakKeyDictionary[ManagedModel, _Before] = weakref.WeakKeyDictionary()
-        # The working memory and the seconds that a placement was made for.
-        self._fitted_for: weakref.WeakKeyDictionary[ManagedModel, Hashable] = weakref.WeakKeyDictionary()
-        self._timed: weakref.WeakKeyDictionary[ManagedModel, Workload] = weakref.WeakKeyDictionary()  # what a call did
-        self._whole: CallTimes[Workload] = CallTimes(self.device)
+        self.host_cache = HostCache(accelerator, registry, self.budget, self.timeline, self.schedule, self.work)
+        self._seats: weakref.WeakKeyDictionary[ManagedModel, _Seat] = weakref.WeakKeyDictionary()
+        self._whole: CallTimes[Workload] = CallTimes(self.device)  # of calls with all weights on the device
         # The units of the present stage that take turns in each step and stay meanwhile, with the least that they hold.
         self._beside: dict[ManagedModel, int] = {}
 
@@ -106,8 +110,9 @@ class Residency:
         """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
         alone = unit.leases == 1
         self._learn(unit)
-        refit = anew or self._fitted_for.get(unit) != self._fit_of(unit)
-        if alone and (self._is_outdated(unit, strategy) or (anew and self._lies_wrong(unit))):
+        seat = self._seat(unit)
+        refit = anew or seat.fitted_for != self._fit_of(unit)
+        if alone and self._must_move(unit, strategy, with_ram=anew):
             self.evict(unit)
         if self.work.of(unit).attempt.alone:
             self._beside = {}
@@ -121,7 +126,7 @@ class Residency:
                 self._make_room(unit, unit.placement.name)
                 self._resize(unit)
             self._complete(unit, alone)
-        self._fitted_for[unit] = self._fit_of(unit)
+        seat.fitted_for = self._fit_of(unit)
 
     def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Make room for a stage of these units to begin within its budget, whatever earlier runs have left.
@@ -131,7 +136,7 @@ class Residency:
         for unit in units:
             if unit.placement is None or unit.leases:
                 continue
-            if self._is_outdated(unit, strategy) or self._lies_wrong(unit):
+            if self._must_move(unit, strategy):
                 self.evict(unit)
             else:
                 self._resize(unit, grow=False)
@@ -142,27 +147,29 @@ class Residency:
         allocated = self.timeline.record("call", unit).allocated_bytes
         work, placement = self.work.of(unit), unit.placement
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
-        self._called[unit] = allocated, self.budget.live_bytes, unit.resident_bytes, dequantized
+        seat = self._seat(unit)
+        seat.before = _Before(allocated, self.budget.live_bytes, unit.resident_bytes, dequantized)
         if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1:
             if placement.time_call():
-                self._timed[unit] = work
+                seat.timed = work
             elif placement.name == "resident":
                 self._whole.begins(unit, work)
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
-        if called := self._called.pop(unit, None):
-            before, held_bytes, had_bytes, decoded = called
+        seat = self._seat(unit)
+        if before := seat.before:
+            seat.before = None
             peak = self.timeline.record("ran", unit, self._came(unit)).peak_bytes
-            if not failed:  # nor do weights count that were decoded for good meanwhile
-                measured = peak - before - max(0, unit.resident_bytes - had_bytes)
-                self.work.took(unit, measured, held_bytes, decoded)
+            if not failed:  # nor do weights count that were dequantized meanwhile
+                measured = peak - before.allocated_bytes - max(0, unit.resident_bytes - before.weights_bytes)
+                self.work.took(unit, measured, before.beside_bytes, before.dequantized)
         if unit.placement is not None:
             unit.placement.rest(failed)
             if unit.placement.name == "resident":
                 self._whole.ended(unit, failed)
             self._learn(unit)
-        self.host_loader.ran(unit)
+        self.host_cache.ran(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Evict groups of a unit that do not run. Return the bytes really freed."""
@@ -171,7 +178,7 @@ class Residency:
         freed = unit.placement.shrink(bytes)
         if freed:
             self._whole.forget(unit)
-            self._called.pop(unit, None)  # what the call under way takes cannot be told any more
+            self._seat(unit).before = None  # what the call under way takes cannot be told any more
             self.timeline.record("evict", unit, freed)
         return freed
 
@@ -179,10 +186,10 @@ class Residency:
         """Take a unit off the device, leased or not."""
         if unit.placement is None:
             return
-        self._leaving.discard(unit)
+        self._seat(unit).is_leaving = False
         self._learn(unit)
         self._whole.forget(unit)
-        with self.budget.forgets_strays():
+        with self.budget.recount_cached():
             left = unit.resident_bytes
             placement, unit.placement = unit.placement, None
             placement.remove()
@@ -196,11 +203,11 @@ class Residency:
 
     def leave_soon(self, unit: ManagedModel) -> None:
         """Evict a unit as soon as it does not run."""
-        self._leaving.add(unit)
+        self._seat(unit).is_leaving = True
 
     def is_leaving(self, unit: ManagedModel) -> bool:
         """Return whether a unit is to leave as soon as it does not run."""
-        return unit in self._leaving
+        return self._seat(unit).is_leaving
 
     def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
         """Evict what may leave, in order, until so many bytes are free. Returns those really freed."""
@@ -228,22 +235,28 @@ class Residency:
         self.registry.forget()
         self.host_cache.keep_budget()
 
-    def _lies_wrong(self, unit: ManagedModel) -> bool:
-        """Return whether a unit that is in place has less in RAM than there could be, or more, or cannot run on.
+    def _must_move(self, unit: ManagedModel, strategy: str, with_ram: bool = True) -> bool:
+        """Return whether a unit in place must be placed anew: its weights, or their order, belong elsewhere by now.
 
-        Where no RAM budget was stated, what is in RAM already stays there.
+        It is divided by other calls than are known by now, or a placement is wanted, or better, that it is not in; or,
+        `with_ram`, it has less in RAM than there could be, or more, or its files changed. Where no RAM budget was
+        stated, what is in RAM already stays there.
         """
-        if unit.placement is None or not unit.reloadable:
+        placement = unit.placement
+        if placement is None:
             return False
-        if not unit.in_ram and unit.is_stale():
-            return True
-        fits = unit.size_bytes <= self.host_loader.left_for(unit, unit.placement.name)
+        if not self.accelerator.is_cpu:
+            kinds = [meant_by(strategy, sizes_of(unit))] if strategy != "auto" else self._fitting_placements(unit)[:1]
+            if placement.calls != unit.calls or (kinds and kinds[0] != placement.name):
+                return True
+        if not (with_ram and unit.reloadable):
+            return False
+        fits = unit.size_bytes <= self.host_cache.left_for(unit, placement.name)
         stated = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return stated and not fits
-        return fits or (
-            stated and (self.host_loader.held_in(unit) or 0) != self.host_loader.ram_for(unit, unit.placement.name)[0]
-        )
+        room, held_in = self.host_cache.ram_for(unit, placement.name)[0], self.host_cache.held_in(unit) or 0
+        return unit.is_stale() or fits or (stated and held_in != room)
 
     # How a unit comes
 
@@ -253,7 +266,9 @@ class Residency:
     def _learn(self, unit: ManagedModel) -> None:
         """Note what the call that was timed computed, if the device is done with it."""
         if unit.placement and (measured := unit.placement.take_seconds()):
-            self.work.computed(unit, self._timed[unit], measured)
+            timed_work = self._seat(unit).timed
+            assert timed_work is not None
+            self.work.computed(unit, timed_work, measured)
         if unit.placement and (timed := self._whole.take(unit)):
             self.work.computed_whole(unit, *timed, unit.placement.dequantized)
 
@@ -277,7 +292,7 @@ class Residency:
                 raise DoesNotFitError(why)
         for attempt, kind in enumerate(kinds):
             try:
-                self.host_loader.load(unit, kind, functools.partial(self._ram_groups, unit, kind))
+                self._bring_to_ram(unit, kind)
                 self._make_room(unit, kind)
                 placement = self._new_placement(unit, kind)
                 placement.place()
@@ -300,7 +315,7 @@ class Residency:
             device = torch.device("cpu")
             if source is None:
                 return Cpu(unit.module, device, unit.calls)
-        incoming = self.host_loader.incoming(unit)
+        incoming = self.host_cache.incoming(unit)
         return Engine(unit.module, device, self._layout(unit, kind), source, unit.calls, incoming=incoming)
 
     def _layout(self, unit: ManagedModel, kind: str) -> Layout:
@@ -311,16 +326,26 @@ class Residency:
             demand = replace(demand, loads=loads)
         return demand.layout(kind, weights_bytes)
 
-    def _give_ram(self, wanted: ManagedModel, missing_bytes: int) -> None:
-        """Evict others, so that their copies may be dropped, until `missing_bytes` of RAM can be had."""
-        for other in [u for u in self.evictable(wanted) if u.host_bytes and u.reloadable]:
+    def _bring_to_ram(self, unit: ManagedModel, kind: str) -> None:
+        """Bring a unit to RAM for a placement, as far as it belongs there; copies of others go for it.
+
+        Units on the device are evicted last, so that their copies may be dropped.
+        """
+        wanted, groups, nbytes = self.host_cache.wanted(unit, kind), None, unit.size_bytes
+        if wanted is InRam.AS_THEY_ARE:
+            self.host_cache.keep_budget(unit)
+            if kind == "cpu":
+                unit.load()
+            return
+        if wanted is InRam.GROUPS:
+            groups, nbytes = self._ram_groups(unit, kind, self.host_cache.room_for_groups(unit, kind))
+            self.host_cache.keep_groups(unit, groups)
+        missing_bytes = self.host_cache.missing_bytes(max(0, nbytes - unit.host_bytes))
+        for other in [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]:
             if missing_bytes > 0:
                 missing_bytes -= other.host_bytes
                 self.evict(other)
-
-    def read_ahead(self) -> None:
-        """Begin to read what runs next."""
-        self.host_loader.read_ahead(self.schedule.units())
+        self.host_cache.load(unit, kind, nbytes, groups)
 
     def keep_made(self, unit: ManagedModel) -> None:
         """Encode a unit's weights into their file, if it is to have one and there is none, or it is gone by now.
@@ -338,7 +363,7 @@ class Residency:
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
         try:
-            unit.keep_made(self.host_loader.looking(unit, unmade, "encoding"))
+            unit.keep_made(self.host_cache.looking(unit, unmade, "encoding"))
         except OSError as error:
             release_frames(error)
             log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)
@@ -377,7 +402,7 @@ class Residency:
 
     def _weights(self, unit: ManagedModel, kind: str) -> int:
         if kind == "cpu":
-            return weights_on_cpu(sizes_of(unit), self.host_loader.held_in(unit) or 0)
+            return weights_on_cpu(sizes_of(unit), self.host_cache.held_in(unit) or 0)
         room = self._room_bytes(unit)
         if kind == "resident":  # to decode some for good nothing has to go
             room = self.budget.vram_bytes - self._held_bytes(u for u in self.units() if u is not unit)
@@ -393,7 +418,7 @@ class Residency:
         if unit.in_ram and not short:
             return demand
         on_disk = frozenset(range(len(demand.sizes.groups))) - unit.held if not short else frozenset()
-        return replace(demand, loads=replace(demand.loads, ram_bytes=self.host_loader.held_in(unit), on_disk=on_disk))
+        return replace(demand, loads=replace(demand.loads, ram_bytes=self.host_cache.held_in(unit), on_disk=on_disk))
 
     def _ram_groups(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
         if kind == "cpu":  # where what stays is in RAM
@@ -419,7 +444,9 @@ class Residency:
             leaves = [u for u in self.evictable() if u is not use.unit and (u in partners) == turn]
             evictable = {unit: unit.resident_bytes for unit in leaves}
             others = self._held_bytes(u for u in self.units() if u not in evictable and u is not use.unit)
-            leaving = choose_shrinks(evictable, self.budget.vram_bytes - others, use, self._coming() or coming)
+            leaving = choose_shrinks(
+                evictable, self.budget.vram_bytes - others, use, self.schedule.uses(self.work.working_bytes) or coming
+            )
             for other, missing in leaving.items():
                 if missing == evictable[other] or self.shrink(other, missing) < missing:
                     self.evict(other)
@@ -450,9 +477,6 @@ class Residency:
         if is_short:
             self._placed(unit)
 
-    def _coming(self) -> list[Use] | None:
-        return self.schedule.uses(self.work.working_bytes)
-
     # What is told
 
     def _on_device(self) -> tuple[OnDevice, ...]:
@@ -466,16 +490,8 @@ class Residency:
         """Count what a unit has brought to the device since this was last asked. Returns the bytes."""
         came = unit.placement.take_bytes_in() if unit.placement else 0
         self.device_bytes_in += came
-        self.host_loader.disk_bytes += unit.placement.take_bytes_read() if unit.placement else 0
+        self.host_cache.disk_bytes += unit.placement.take_bytes_read() if unit.placement else 0
         return came
 
-    def _is_outdated(self, unit: ManagedModel, strategy: str) -> bool:
-        """Return whether a unit is placed or divided otherwise than `strategy` wants, or than it now could be."""
-        if unit.placement is None or self.accelerator.is_cpu:
-            return False
-        if unit.placement.calls != unit.calls:
-            return True
-        if strategy != "auto":
-            return meant_by(strategy, sizes_of(unit)) != unit.placement.name
-        fitting = self._fitting_placements(unit)
-        return bool(fitting) and fitting[0] != unit.placement.name
+    def _seat(self, unit: ManagedModel) -> _Seat:
+        return self._seats.setdefault(unit, _Seat())

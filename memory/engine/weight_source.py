@@ -42,7 +42,7 @@ class WeightSource:
         self._window_bytes = max((group.packed_bytes for group in groups), default=min(BATCH_BYTES, tensor_bytes))
         self._on_disk = on_disk
         self._incoming = incoming
-        self._stager: StagingBuffers | None = None
+        self._staging: StagingBuffers | None = None
         self._flow: Generator[None, None, None] | None = None  # brings what is to stay, group by group
         self._awaited: deque[int] = deque()  # the groups that it has not brought, by `id` of their first targets
         self.reach = 0  # how many groups that come through windows can be on their way beyond those in the ring
@@ -50,26 +50,26 @@ class WeightSource:
     @property
     def host_bytes(self) -> int:
         """RAM taken by windows."""
-        return self._stager.held_bytes if self._stager else 0
+        return self._staging.held_bytes if self._staging else 0
 
     def open(self) -> None:
         """Make the windows, if weights are on disk."""
-        if self._on_disk and not self._stager:
-            self._stager, self.reach = self._new_stager(), WINDOWS
-            self._stager.pin()
+        if self._on_disk and not self._staging:
+            self._staging, self.reach = self._new_staging(), WINDOWS
+            self._staging.pin()
 
     def settle(self) -> None:
         """Wait until nothing is being read, and no copy is under way."""
-        if self._stager:
-            self._stager.settle()
+        if self._staging:
+            self._staging.settle()
         self._queues.finish()
 
     def close(self) -> None:
         """End the threads and let go of the windows."""
         self.stop()
-        if self._stager:
-            self._stager.close()
-            self._stager, self.reach = None, 0
+        if self._staging:
+            self._staging.close()
+            self._staging, self.reach = None, 0
 
     def bring(self, wanted: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
         """Read the wanted tensors that are on disk to the device. Return them by the `id` of the wanted one."""
@@ -84,12 +84,12 @@ class WeightSource:
 
     def fill(self, wanted: Sequence[Copy]) -> None:
         """Read tensors that are on disk to those on the device, once each."""
-        if not wanted or not self._stager:
+        if not wanted or not self._staging:
             return
         if self._flow and id(wanted[0][1]) in self._awaited:
             self._follow(id(wanted[0][1]))
         else:
-            self._stager.bring(self._targets(wanted))
+            self._staging.bring(self._targets(wanted))
         self.passed([tensor for tensor, _ in wanted])
 
     def passed(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -107,8 +107,8 @@ class WeightSource:
     def follow(self, groups: Sequence[Sequence[Copy]]) -> None:
         """Read these to the device, one after the other, each no later than `fill` asks for it. `stop` ends it."""
         self.stop()
-        if groups and self._stager:
-            self._flow = self._stager.bringing([self._targets(copies) for copies in groups])
+        if groups and self._staging:
+            self._flow = self._staging.bringing([self._targets(copies) for copies in groups])
             self._awaited = deque(id(copies[0][1]) for copies in groups)
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class WeightSource:
     @property
     def has_windows(self) -> bool:
         """Return whether there are windows."""
-        return self._stager is not None
+        return self._staging is not None
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Return whether one of the host's tensors is not in RAM, and comes from disk."""
@@ -174,14 +174,14 @@ class WeightSource:
         for group in in_ram:
             self._pack(group)
         wants_pinned = self._queues.copying and hostbuffer.wants_pinned(self._queues.device)
-        if wants_pinned and not all(p.pinned for p in in_ram) and (self._stager or self._make_windows()):
+        if wants_pinned and not all(p.pinned for p in in_ram) and (self._staging or self._make_windows()):
             through += [group for group in self._groups if group.hosts and not group.pinned]
         for group in through:
             group.parts = group.parts or parts_of(group, self._on_disk)
 
     def pin_too(self, groups: Sequence[WeightGroup]) -> None:
         """Pin what stays on the device as well, while it is being read: it comes there faster, this time and again."""
-        if self._incoming.is_under_way and not self._stager and hostbuffer.wants_pinned(self._queues.device):
+        if self._incoming.is_under_way and not self._staging and hostbuffer.wants_pinned(self._queues.device):
             for group in groups:
                 self._pack(group)
 
@@ -194,8 +194,8 @@ class WeightSource:
         """Send a group to its slot, behind those before it. `wait` must be asked before its `copied` event."""
         if events := self.events(slot.group.hosts):
             slot.after = [*slot.after, *events]
-        if self._stager:
-            self._stager.load(slot)
+        if self._staging:
+            self._staging.load(slot)
             return
         slot.receive(slot.group.hosts, self._queues)
 
@@ -203,30 +203,30 @@ class WeightSource:
         """Return whether a group can start for the ring without holding up another or waiting for RAM."""
         if not self.in_ram(group.hosts):
             return False
-        return self._stager is None or not group.parts or self._stager.has_room(group)
+        return self._staging is None or not group.parts or self._staging.has_room(group)
 
     def forget(self, slot: RingSlot) -> None:
         """Cancel the copy to a slot if it has not been sent yet."""
-        if self._stager:
-            self._stager.forget(slot)
+        if self._staging:
+            self._staging.forget(slot)
 
     def wait(self, slot: RingSlot) -> None:
         """Wait until the copy to a slot has been queued. Returns at once for what comes straight from RAM."""
-        if slot.pending and self._stager:
-            self._stager.wait(slot)
+        if slot.pending and self._staging:
+            self._staging.wait(slot)
 
     def ahead(self, upcoming: Sequence[WeightGroup]) -> None:
         """Read on: the groups that come next through windows, of which those in the ring are there already."""
-        if self._stager:
+        if self._staging:
             wanted = [p for p in upcoming if not (p.slot and p.slot.holds) and self.in_ram(p.hosts)]
-            self._stager.ahead(wanted[: self.reach])
+            self._staging.ahead(wanted[: self.reach])
 
-    def _new_stager(self) -> StagingBuffers:
+    def _new_staging(self) -> StagingBuffers:
         return StagingBuffers(self._queues, self._window_bytes)
 
     def _make_windows(self) -> bool:
         """Pin windows for the groups that are not pinned, if need be in the place of some that are."""
-        stager = self._new_stager()
+        stager = self._new_staging()
         pinned = [group for group in self._groups if group.pinned]
         given_up: list[WeightGroup] = []
         self._queues.finish()  # the copies out of what is unpinned here
@@ -238,7 +238,7 @@ class WeightSource:
                 return False
             given_up.append(pinned.pop())
             given_up[-1].unpin()
-        self._stager, self.reach = stager, WINDOWS
+        self._staging, self.reach = stager, WINDOWS
         return True
 
 

@@ -205,7 +205,7 @@ class Timeline:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator, self._peaks = accelerator, PeakMeter(accelerator)
-        self._residency, self._guests = residents, guests
+        self._residents, self._guests = residents, guests
         self.target_bytes = 0  # the budget in force for what is observed now, where one of its own was stated
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
@@ -226,7 +226,7 @@ class Timeline:
 
     def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
         """Note that something happened, with the memory as it is now."""
-        residents, allocated = self._residency(), self._accelerator.allocated_bytes()
+        residents, allocated = self._residents(), self._accelerator.allocated_bytes()
         others = max(0, allocated - sum(resident.bytes for resident in residents))
         if self._stage is not None and self._last is not None:
             others = min(others, self._last.other_bytes)  # what came since is our work
@@ -277,7 +277,7 @@ class Timeline:
 
     def moment(self) -> Event:
         """Return the event of this moment in a stage that is not ours. It is not recorded; the peak starts anew."""
-        models = (*self._residency(), *self._guests())
+        models = (*self._residents(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
         peak = self._peaks.take().allocated_bytes + uncounted

@@ -99,7 +99,7 @@ def placed(module: nn.Module, source: Source | None, share: float) -> Engine:
 
 def settle(placement: Engine) -> None:
     """Wait until the reader has nothing to do."""
-    found = placement._source._stager
+    found = placement._source._staging
     if found:
         with found._changed:  # between the end of a fill and the next one nothing is looked at
             ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
@@ -283,10 +283,10 @@ def test_reader_is_ahead_of_the_ring(sim: ModuleType, tmp_path: Path) -> None:
     for _ in range(2):
         run(module, noise())
         settle(placement)
-        assert placement._source._stager is not None
-        ahead = {w.fill.group for w in placement._source._stager._windows if w.fill}
+        assert placement._source._staging is not None
+        ahead = {w.fill.group for w in placement._source._staging._windows if w.fill}
         assert placement._ring is not None
-        inside = {place.group for place in placement._ring.places if place.holds}
+        inside = {place.group for place in placement._ring.slots if place.holds}
         assert inside | ahead == set(placement._groups[: len(inside) + stager.WINDOWS])
     placement.remove()
 
@@ -413,9 +413,9 @@ def test_interrupt_while_waiting_for_the_disk(sim: ModuleType, tmp_path: Path, m
         raise KeyboardInterrupt
 
     check(module, expected)
-    assert placement._source._stager is not None
+    assert placement._source._staging is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement._source._stager, "wait", interrupted)
+        patch.setattr(placement._source._staging, "wait", interrupted)
         patch.setattr(reader, "_read_exactly", lambda *args: time.sleep(0.05))
         with pytest.raises(KeyboardInterrupt):
             for _ in range(9):
@@ -605,15 +605,15 @@ def test_what_could_not_be_pinned_comes_through_windows(
     placement = placed(module, None, 0)
     through = [group for group in placement._groups if group.parts]
     if room == 20:
-        assert placement._source._stager is None, "all blocks are pinned"
+        assert placement._source._staging is None, "all blocks are pinned"
         assert not through
     elif room < stager.WINDOWS:
-        assert placement._source._stager is None, "without pinned windows nothing is gained"
+        assert placement._source._staging is None, "without pinned windows nothing is gained"
         assert not through
         assert sum(group.pinned for group in placement._groups) == room
     else:
-        assert placement._source._stager is not None
-        assert all(window.memory.data_ptr() in held for window in placement._source._stager._windows)
+        assert placement._source._staging is not None
+        assert all(window.memory.data_ptr() in held for window in placement._source._staging._windows)
         assert len(through) == 16 - (room - stager.WINDOWS)
         assert not any(block.pinned for block in through)
     for _ in range(3):

@@ -220,7 +220,11 @@ class Run:
             elif not self.pipe.keep:
                 found.append(f"{unit.name} is in place")
         found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ballast")]
-        if ours._residency._called or ours.budget._not_ours is not None or ours.timeline._stage is not None:
+        if (
+            any(seat.before for seat in ours._residency._seats.values())
+            or ours.budget._not_ours is not None
+            or ours.timeline._stage is not None
+        ):
             found.append("the manager is in a stage")
         if ours._lock._is_owned() or ours._stage_lock.is_owned():  # type: ignore[attr-defined]
             found.append("a lock is held")

@@ -60,7 +60,7 @@ def test_the_first_copies_are_in_the_order_of_the_calls(
     assert read == sum(group.stored_bytes for group in (*groups, *coming) if placement._source.is_on_disk(group)) + (
         nbytes(module) - sum(group.stored_bytes for group in groups)
     ) * bool(on_disk)
-    if found := placement._source._stager:
+    if found := placement._source._staging:
         coming += [window.fill.group for window in found._windows if window.fill and window.fill.group]
     assert max(reads.values(), default=1) == 1 + bool(coming)
     assert sum(reads.values()) == len(on_disk) + bool(on_disk) + len(set(coming))

@@ -205,10 +205,10 @@ def test_each_stage_of_a_second_run_is_planned_as_it_is(way: str, tiny_folders: 
 def test_what_one_card_took_says_nothing_of_another(
     tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cards of one name in other refs, and one card under another torch."""
+    """Cards of one name in other slots, and one card under another torch."""
 
-    def use(ref: int) -> None:
-        sim.enable(total="1GB", h2d_gbps=0.02, tflops=1e-3, overhead=CARD, ref=ref)
+    def use(slot: int) -> None:
+        sim.enable(total="1GB", h2d_gbps=0.02, tflops=1e-3, overhead=CARD, slot=slot)
 
     def planned() -> tuple[int, int, float]:
         plan = bench.plan("1GB")
@@ -216,7 +216,7 @@ def test_what_one_card_took_says_nothing_of_another(
 
     bench = Bench("flux", tiny_folders("flux"), sim)
     manager("sim").free()
-    use(1)  # in ref 0 the prompt was encoded
+    use(1)  # in slot 0 the prompt was encoded
     first = planned()
     bench.sample(2**30)
     found = planned()
