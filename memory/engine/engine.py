@@ -154,7 +154,7 @@ class Engine(Placement):
         """Lie as one that is placed anew does. A layout of another placement wants another engine."""
         with self._lock:
             self._more_bytes = 0
-            differs, self.layout = layout != self.layout, layout
+            differs, self.layout = self._unsettled or layout != self.layout, layout
             if differs:
                 self._settle()
 
@@ -491,6 +491,7 @@ class Engine(Placement):
         """
         if self._watch and self._watch.runs:
             self._watch = None  # groups move meanwhile
+        self._unsettled = True  # until all is done: a ring that found no memory is laid when the next group is called
         with outside_inference():
             there = [group for group in self._groups if group.resident]
             # 1. Free: groups that stream from now on leave, and those to lie as they are stored again.
@@ -502,8 +503,7 @@ class Engine(Placement):
             for group in dict.fromkeys([*(p for p in streaming if p.resident), *stored_again]):
                 if group is not self._current:
                     self._give_up(group)
-            self._unsettled = self._is_held_up(self.layout)
-            if self._unsettled:
+            if self._is_held_up(self.layout):
                 return
             # 2. Take: the ring, the groups that stay, and what is dequantized takes more.
             self._lay(streaming)
@@ -520,6 +520,8 @@ class Engine(Placement):
                 # 3. There is less memory than was said.
                 self.layout = layout
                 self._settle([group for group in (*missing, *there) if not group.resident])
+            else:
+                self._unsettled = False
 
     def _dequantize(self, group: WeightGroup) -> None:
         """Keep a resident group dequantized."""

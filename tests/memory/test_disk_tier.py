@@ -21,26 +21,27 @@ from ballast.memory.engine.engine import Engine
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
 from ballast.memory.weights import hostbuffer, reader
-from ballast.memory.weights.stored import Stored, stored_tensors
+from ballast.memory.weights.stored import Stored
 from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines.files.components import read_components, read_model_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from streamed_models import (
     SIM,
     WIDTH,
-    Block,
     Blocks,
     budget,
     nbytes,
     noise,
+    on_disk,
     output,
     planned_bytes,
     put,
     resident_engine,
     run,
+    settle,
     streamed_engine,
+    varied,
 )
 from streamed_models import model as model_and_arguments
 from torch import nn
@@ -55,36 +56,6 @@ def _no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ballast")]
 
 
-def varied(widths: list[int]) -> Blocks:
-    """Blocks of several sizes, types and with buffers, and weights outside that are larger than a block."""
-    module = Blocks(0)
-    module.blocks = nn.ModuleList(Block() for _ in widths)
-    for i, (block, width) in enumerate(zip(module.blocks, widths, strict=True)):
-        block.up = nn.Linear(WIDTH, width, bias=bool(i % 2), dtype=(torch.float32, torch.bfloat16)[i % 2])
-        block.down = nn.Linear(width, WIDTH, bias=False)
-        block.register_buffer("table", torch.arange(5.0) + i)
-    module.extra = nn.Parameter(torch.randn(300, 170))
-    return module.requires_grad_(False)
-
-
-def on_disk(
-    module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None, kept: str = ""
-) -> Source:
-    """Write the module's weights, stored as `dtype`, and put it on `meta`, but for blocks with a number in `kept`."""
-    names = [name for name, _ in module.named_parameters()]
-    paths = [folder / f"{i}.safetensors" for i in range(shards)]
-    for i, path in enumerate(paths):
-        state = {name: module.get_parameter(name).detach() for name in names[i::shards]}
-        save_file({k: (v if dtype is None else v.to(dtype)).contiguous() for k, v in state.items()}, path)
-    left: dict[int, torch.Tensor] = {}
-    staying = {id(module.get_parameter(name)) for name in names if name.split(".")[1:2] and name.split(".")[1] in kept}
-    for ref in parameter_refs(module):
-        if isinstance(ref.tensor, nn.Parameter) and id(ref.tensor) not in staying:
-            left.setdefault(id(ref.tensor), nn.Parameter(ref.tensor.to("meta"), requires_grad=False))
-            ref.holder[ref.key] = left[id(ref.tensor)]
-    return stored_tensors(paths)
-
-
 def truth(module: nn.Module) -> torch.Tensor:
     resident = resident_engine(module, torch.device(SIM))
     resident.place()
@@ -95,15 +66,6 @@ def truth(module: nn.Module) -> torch.Tensor:
 
 def placed(module: nn.Module, source: Source | None, share: float) -> Engine:
     return put(module, budget(module, share), source=source)
-
-
-def settle(placement: Engine) -> None:
-    """Wait until the reader has nothing to do."""
-    found = placement._source._staging
-    if found:
-        with found._changed:  # between the end of a fill and the next one nothing is looked at
-            ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
-        assert ended, "the reader does not come to an end"
 
 
 def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = None) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from ballast.memory.planning.fit import sizes_in, sizes_of, streamed_layout
 from ballast.memory.planning.solver import Layout, Loads, place
 from ballast.memory.vocabulary import PlacementName
 from ballast.memory.weights.groups import CallOrder, divide
-from ballast.memory.weights.stored import Stored
+from ballast.memory.weights.stored import Stored, stored_tensors
 from ballast.memory.weights.structure import parameter_refs
 from ballast.memory.weights.unit import ManagedModel
+from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
@@ -156,6 +158,45 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def noise(rows: int = 4, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(SIM)
+
+
+def varied(widths: list[int]) -> Blocks:
+    """Blocks of several sizes, types and with buffers, and weights outside that are larger than a block."""
+    module = Blocks(0)
+    module.blocks = nn.ModuleList(Block() for _ in widths)
+    for i, (block, width) in enumerate(zip(module.blocks, widths, strict=True)):
+        block.up = nn.Linear(WIDTH, width, bias=bool(i % 2), dtype=(torch.float32, torch.bfloat16)[i % 2])
+        block.down = nn.Linear(width, WIDTH, bias=False)
+        block.register_buffer("table", torch.arange(5.0) + i)
+    module.extra = nn.Parameter(torch.randn(300, 170))
+    return module.requires_grad_(False)
+
+
+def on_disk(
+    module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None, kept: str = ""
+) -> dict[str, Stored]:
+    """Write the module's weights, stored as `dtype`, and put it on `meta`, but for blocks with a number in `kept`."""
+    names = [name for name, _ in module.named_parameters()]
+    paths = [folder / f"{i}.safetensors" for i in range(shards)]
+    for i, path in enumerate(paths):
+        state = {name: module.get_parameter(name).detach() for name in names[i::shards]}
+        save_file({k: (v if dtype is None else v.to(dtype)).contiguous() for k, v in state.items()}, path)
+    left: dict[int, torch.Tensor] = {}
+    staying = {id(module.get_parameter(name)) for name in names if name.split(".")[1:2] and name.split(".")[1] in kept}
+    for ref in parameter_refs(module):
+        if isinstance(ref.tensor, nn.Parameter) and id(ref.tensor) not in staying:
+            left.setdefault(id(ref.tensor), nn.Parameter(ref.tensor.to("meta"), requires_grad=False))
+            ref.holder[ref.key] = left[id(ref.tensor)]
+    return stored_tensors(paths)
+
+
+def settle(placement: Engine) -> None:
+    """Wait until the reader has nothing to do."""
+    found = placement._source._staging
+    if found:
+        with found._changed:  # between the end of a fill and the next one nothing is looked at
+            ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
+        assert ended, "the reader does not come to an end"
 
 
 class Captured(Exception):
