@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine.pace import Pace
+from .engine.event_timer import Pace
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
-from .planning.measured import Measured, Overhead, differs, measured_loads, spread
+from .planning.measured import Measured, Overhead, differs, measured_loads
 from .planning.oom_fallback import Attempt, is_slow
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
@@ -142,13 +142,6 @@ class WorkloadStats:
             measured = learned.keep(work.card, sizes_of(unit), work.forecast, measured) or measured
             now = replace(now, measured=measured)
         self._now[unit] = replace(now, learns=False)
-
-    def computed_whole(self, unit: ManagedModel, work: Workload, seconds: float, decoded: Iterable[int]) -> None:
-        """Note what a call took of a unit of which all was on the device, these groups decoded for good."""
-        groups, loads = sizes_of(unit).groups, self._loads(unit)
-        spared = sum(groups[i].decode_seconds(work.rates) for i in decoded)
-        if measured := spread(loads, seconds + spared):
-            self.computed(unit, work, measured)
 
     def _loads(self, unit: ManagedModel) -> Loads:
         work = self.of(unit)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import is_out_of_memory
 from ..host import management as host
-from ..planning.measured import Measured
+from ..planning.measured import Measured, spread
 from ..planning.solver import Layout
 from ..weights.embeddings import rows_of
 from ..weights.encoding import Source
@@ -181,6 +181,7 @@ class Engine(Placement):
             return max(0, -self._rearrange(-max(0, bytes)))
         with self._lock:
             before = self.resident_bytes
+            self._watch, self._steady = None, False
             for group in self._groups:
                 if group.resident and before - self.resident_bytes < bytes:
                     self._give_up(group)
@@ -220,18 +221,22 @@ class Engine(Placement):
                 self._fetch(last)
 
     def time_call(self) -> bool:
-        """Time the groups of the call that begins now, unless the one before it told nothing of it. True if it is."""
+        """Time the call that begins now, group by group where they pass gates. Return whether it is timed.
+
+        It is not if the one before it failed or brought weights, or was timed and not asked for yet.
+        """
         with self._lock:
-            if self._watch or not (self._streams and self._steady and self._queues.copying):
+            if self._watch or not (self._steady and self._queues.copying):
                 return False
             self._watch = EventTimer(self._queues)
             return True
 
     def take_seconds(self) -> Measured | None:
-        """Return what the groups of the timed call computed, once.
+        """Return the seconds that the groups of the timed call computed, once.
 
-        None if none was timed, or the device is not done with it.
-        A call that was disturbed, or did not come to each group just so, is forgotten.
+        Of a call without gates the seconds in all are spread over the groups as they were expected. None if no call was
+        timed, or the device is not done with it. A call that was disturbed, or did not come to each group just so, is
+        forgotten.
         """
         with self._lock:
             if self._watch is None or self._watch.runs:
@@ -243,14 +248,19 @@ class Engine(Placement):
             if found is None:
                 return None
             self._watch = None
+            loads = self.layout.loads
+            if len(loads.groups) != len(self._called):
+                return None
+            spared = [
+                load.decode_seconds * (group.state is State.DEQUANTIZED)
+                for group, load in zip(self._called, loads.groups, strict=True)
+            ]
+            if set(found) == {None} and not self._streams:
+                return spread(loads, found[None] + sum(spared))
             if set(found) != {None, *self._called}:
                 return None
-            sizes = tuple(group.packed_bytes for group in self._called)
-            pairs = list(zip(self._called, self.layout.loads.groups, strict=True))
-            seconds = tuple(
-                found[group] + load.decode_seconds * (group.state is State.DEQUANTIZED) for group, load in pairs
-            )
-            return Measured(sizes, seconds, found[None])
+            seconds = tuple(found[group] + more for group, more in zip(self._called, spared, strict=True))
+            return Measured(tuple(group.packed_bytes for group in self._called), seconds, found[None])
 
     # Placing and removing
 

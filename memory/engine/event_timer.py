@@ -1,10 +1,13 @@
-"""How long the groups of a call compute, by events on the device. The host waits for none of them."""
+"""Seconds on the device, by events: of the groups of one call, and of whole calls. The host waits for none of them."""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
+
+import torch
 
 from .streams import Queues
 
@@ -51,6 +54,39 @@ class EventTimer:
         event = self._queues.timer()
         self._queues.mark(event)
         return event
+
+
+class Pace:
+    """Times calls one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._queues = Queues(device)
+        self._running: EventTimer | None = None
+        self._ended: deque[EventTimer] = deque()
+
+    def begin(self) -> None:
+        """Begin timing a call when the work that this thread has queued is done."""
+        self._running = EventTimer(self._queues)
+
+    def end(self) -> None:
+        """End the call when the work that this thread has queued is done."""
+        if self._running:
+            self._running.end()
+            self._ended.append(self._running)
+            self._running = None
+
+    def forget(self) -> None:
+        """Forget the calls until now."""
+        self._running = None
+        self._ended.clear()
+
+    def seconds(self) -> float | None:
+        """Return the seconds of the last call that the device is done with, once, or None."""
+        done = None
+        while self._ended and (found := self._ended[0].seconds()) is not None:
+            self._ended.popleft()
+            done = sum(found.values())
+        return done
 
 
 def _traces() -> int:
