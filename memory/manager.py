@@ -159,6 +159,7 @@ class MemoryManager:
         return unit
 
     def _owner_is_gone(self) -> None:
+        """Tidy up after the end of an owner. Called by its finalizer."""
         # A finalizer runs in any thread. That thread may hold a lock for which the holder of this one waits: so do not
         # wait for long.
         if self._lock.acquire(timeout=_PATIENCE_SECONDS):

@@ -98,6 +98,7 @@ def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
 
 
 def _try_to_measure(device: torch.device) -> dict[str, float] | None:
+    """Return the rates by name; None if measuring failed, which is logged unless memory ran out."""
     try:
         with torch.inference_mode():
             return _measure(device)

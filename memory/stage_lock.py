@@ -56,5 +56,9 @@ class StageLock:
         return bool(self._outer)
 
     def _seconds_left(self, began: float) -> float:
+        """Return the seconds until a thread that has waited since `began` is refused.
+
+        The full patience while the holder is not in its caller's code.
+        """
         since = self._calling_since
         return PATIENCE_SECONDS - (0.0 if since is None else time.monotonic() - max(since, began))

@@ -62,7 +62,7 @@ def _manager_of(on: torch.device) -> ModuleType | None:
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index or 0) == (other.index or 0)  # "mps" is "mps:0"
+    return one.type == other.type and (one.index or 0) == (other.index or 0)  # without an index it is the first one
 
 
 # Room
@@ -200,6 +200,7 @@ def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
 
 
 def _role(patcher: Any) -> Role:
+    """Return the role of a host model, guessed from its attributes."""
     if getattr(patcher, "is_clip", False):
         return "text_encoder"
     if hasattr(patcher.model, "diffusion_model"):

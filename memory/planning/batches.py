@@ -43,6 +43,7 @@ def scaled(forecast: Forecast, pictures: int) -> Forecast:
 
 @functools.lru_cache(maxsize=64)  # plans of several budgets ask for the same forecasts
 def _work(work: UnitForecast, pictures: int) -> UnitForecast:
+    """Return the forecast of one unit for `pictures` at once."""
     return replace(
         work,
         live_bytes=work.live_bytes * pictures,

@@ -198,7 +198,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
     given = Given(facts["given"]["structure"], storages, tuple(leaves))
     try:
         expected = treespec_loads(given.structure).num_leaves
-    except Exception as error:  # of many kinds, for what is no structure or names a class that is not there
+    except Exception as error:  # torch raises many kinds, for text that is no structure or names an unknown class
         raise ValueError("a call has a result of an unknown structure") from error
     if len(leaves) != expected or not _has_room(given):
         raise ValueError("a call has tensors that have no room")
@@ -206,6 +206,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
 
 
 def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
+    """Return a leaf from the plain data of a file."""
     shape, stride = tuple(map(int, facts["shape"])), tuple(map(int, facts["stride"]))
     return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]))
 
@@ -265,4 +266,5 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
 
 
 def _rank(leaf: Any) -> Any:
+    """Return what two leaves must share for their calls to be interpolated."""
     return [leaf.storage, leaf.dtype, len(leaf.shape)] if isinstance(leaf, Leaf) else leaf

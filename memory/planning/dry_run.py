@@ -278,6 +278,7 @@ class _KnownModule:
         return result
 
     def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Run a call of an unknown kind on the structure. Return the record of it."""
         card = self.book.card
         if self.structure is None:
             self.structure = _Structure(self.unit.skeleton(), "forward", card, {})
@@ -317,6 +318,7 @@ def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
 
 
 def _kind(value: Any) -> Any:
+    """Return the part of a call's key that one argument makes."""
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, str | int | float | bool | None) else type(value)
     raw = value.raw if isinstance(value, SimTensor) else value

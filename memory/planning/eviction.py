@@ -1,8 +1,8 @@
 """Decide which units give up how many bytes when room is short. Pure functions: sizes and future uses in, bytes out.
 
 Evicting costs nothing: the host copy, or the file behind it, stays the truth. The cost is the bytes that must be loaded
-again. Units leave in parts. If the running graph tells the coming uses, the bytes with the farthest next use go first
-(Belady's rule, which is optimal for what can be divided). Otherwise the least recently used go first.
+again. Units leave in parts. If the running graph tells the coming uses, the bytes with the farthest next use go first.
+That is Belady's rule, which is optimal for divisible units. Otherwise the least recently used go first.
 """
 
 from __future__ import annotations

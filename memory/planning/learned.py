@@ -66,6 +66,7 @@ def _outside_key(card: str) -> str:
 
 
 def _key(card: str, sizes: UnitSizes, work: UnitForecast, what: str = "") -> str:
+    """Return the key of a unit's measurements: the card, and a digest of its groups and of the operations of a call."""
     calls = max(1, work.calls)
     done = [(path, f"{operations.total / calls:.6g}") for path, operations in work.modules]
     digest = hashlib.sha256(repr((sizes.groups, f"{work.operations.total / calls:.6g}", done)).encode())

@@ -82,6 +82,7 @@ def differs(loads: Loads, measured: Measured) -> bool:
 
 
 def _fits(loads: Loads, measured: Measured) -> bool:
+    """Return whether a measurement can be one of these loads."""
     every = (measured.before_seconds, *measured.seconds)
     same = measured.sizes == loads.sizes and len(measured.seconds) == len(loads.groups)
     return same and all(math.isfinite(each) and each >= 0 for each in every) and sum(every) > 0
@@ -109,7 +110,7 @@ class Overhead:
     def tensors_within(self, budget_bytes: int) -> int:
         """Return the most bytes in tensors for which the driver counts at most `budget_bytes`; 0 if there are none.
 
-        The inverse of `driver_bytes`.
+        The inverse of `driver_bytes` for an overhead that was measured, with `at_bytes` above 0.
         """
         room = max(0, budget_bytes - self.outside_bytes)
         if not self.spare_bytes or room <= self.at_bytes + self.spare_bytes:

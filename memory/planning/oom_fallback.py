@@ -67,6 +67,7 @@ def is_slow(seconds: float, planned: float) -> bool:
 
 
 def _less(share: float) -> float:
+    """Return half the share, or 0 below a quarter."""
     return share / 2 if share > _LEAST_SHARE else 0.0
 
 

@@ -31,8 +31,8 @@ class GroupSize:
     """Sizes of a weight group in bytes, and the modules that own its weights.
 
     `packed_bytes` is the size of its flat buffer, alignment gaps included; `held_bytes` is the size without gaps.
-    `paths` names the modules. `codecs` lists the codecs of its encoded weights, which take `plain_bytes` once all of
-    the group is dequantized. In files the group takes `read_bytes`; None stands for `packed_bytes`.
+    `paths` names the modules. `codecs` lists the codecs of its encoded weights; dequantized, the whole group takes
+    `plain_bytes`. In files the group takes `read_bytes`; None stands for `packed_bytes`.
     """
 
     packed_bytes: int
@@ -201,6 +201,7 @@ class UnitSizes:
         return sum(self._group(i).packed_bytes for i in groups)
 
     def _group(self, i: int) -> GroupSize:
+        """Return the size of a group by its number: called groups first, then idle ones."""
         return self.groups[i] if i < len(self.groups) else self.idle[i - len(self.groups)]
 
 
@@ -564,6 +565,7 @@ def _candidate(
     steps: int,
     idle_bytes: int,
 ) -> Candidate:
+    """Return the candidate of a layout whose calls compute for `compute` seconds, with all weights in RAM."""
     calls_per_step = work.calls / steps
     whole = sizes.fixed_bytes + sum(group.held_bytes for group in sizes.groups)
     stay_bytes = whole - sum(sizes.groups[i].held_bytes for i in found.streamed)
@@ -611,6 +613,7 @@ def _short_of_ram(
 def _why_not(
     candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_bytes: int, bound_to: list[str], slow: bool
 ) -> str:
+    """Return why a candidate was rejected, as a phrase for the plan's table."""
     if candidate.placement not in bound_to:
         return "not what was asked for"
     if candidate.driver_bytes > budget_bytes:
@@ -635,6 +638,7 @@ def _reason(
     rates: Rates,
     asked: str,
 ) -> str:
+    """Return one sentence for the user: why the chosen candidate was chosen, or why nothing fits."""
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_allowed:

@@ -120,6 +120,7 @@ class RunPlan:
 
     @property
     def _untimed(self) -> str:
+        """The words in place of seconds that are not predicted."""
         return "not predicted on the CPU" if self.on_cpu else "not predicted on the simulated card"
 
     @property
@@ -139,6 +140,7 @@ class RunPlan:
 
     @property
     def _sample(self) -> StagePlan:
+        """The plan of the sampling stage."""
         return next(stage for stage in self.stages if stage.name == "sample")
 
     @property

@@ -10,7 +10,8 @@ decides in these steps:
 4. Discard the options that exceed the room. With the room that is left, keep resident groups dequantized: first those
    that save the most seconds for each extra byte.
 5. Compute a lower bound of the seconds of each option from the compute, the bus and the disk. Try the options in the
-   order of that bound, and stop when the bound exceeds the best layout so far.
+   order of that bound. Stop when the bound exceeds the best layout so far, or when that layout is within 1/1000 of the
+   compute of the bound, reads nothing and copies as little as the option can.
 6. For each option simulate a step: which groups the ring copies, and, where RAM does not hold these, which of them come
    from disk. Round the seconds up to 1/1000 of the compute.
 7. Return the fastest layout. Ties go to the one that reads fewer bytes, then copies fewer, then takes less of the
@@ -188,7 +189,10 @@ def place(
     A `resident` unit keeps all groups, even beyond the room. The room then only decides which are kept dequantized. For
     a `streamed` unit the result is the fastest layout, with seconds rounded up to 1/1000 of the compute. A room below
     `least_bytes` counts as `least_bytes`, and RAM below the windows counts as the windows. A ring of `ring_bytes` that
-    exists already is kept if it fits. Pure and cached.
+    exists already is kept if it fits.
+
+    A layout with all groups dequantized may exceed the room by `loads.spared_bytes`, since its calls need that much
+    less beside the weights. Pure and cached.
     """
     found = _fastest(loads, room_bytes, placement, ring_bytes)
     if loads.ram_bytes is None or loads.on_disk & set(found.copied) <= set(found.from_disk):
@@ -198,6 +202,7 @@ def place(
 
 
 def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes: int | None) -> Layout:
+    """Return the fastest layout for loads that have either `ram_bytes` or `on_disk`: with both, `ram_bytes` counts."""
     groups, compute = loads.groups, loads.compute_seconds
     whole = sum(group.held_bytes for group in groups)
     room = max(room_bytes, whole if placement == "resident" else least_bytes(groups))
@@ -213,6 +218,7 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
     decoded = decoded_within(groups, passing, rooms)
+    # With everything dequantized no call needs a workspace, whose bytes are then free for weights.
     if stay and loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
         decoded[0] = dequantized(groups, decoding_order(groups))
     options: list[tuple[float, int, int, _Option]] = []
@@ -236,10 +242,12 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
 
 
 def _rank(made: Layout) -> tuple[float, int, int, int]:
+    """Return the key by which layouts are compared: the least is the best."""
     return made.seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
 def _rings(groups: Sequence[GroupLoad], room: int, there: int | None) -> tuple[int, ...]:
+    """Return the sizes in bytes of the rings to try, or just that of the ring that is there, if it fits."""
     least = least_ring_bytes(groups)
     if there and least <= there <= room:
         return (there,)
@@ -431,5 +439,6 @@ def _layouts(
 
 @functools.lru_cache(maxsize=2048)  # plans of several budgets ask for the same sets
 def _copies_ago(sizes: tuple[int, ...], streamed: tuple[int, ...], ring_bytes: int) -> tuple[int, ...]:
+    """Return the result of `overwritten` for the streamed groups in a ring of `ring_bytes`."""
     passing = [sizes[i] for i in streamed]
     return tuple(overwritten(passing, offsets(passing, ring_bytes)))
