@@ -110,10 +110,10 @@ class Overhead:
     def tensors_within(self, budget_bytes: int) -> int:
         """Return the most bytes in tensors for which the driver counts at most `budget_bytes`; 0 if there are none.
 
-        The inverse of `driver_bytes` for an overhead that was measured, with `at_bytes` above 0.
+        The inverse of `driver_bytes`.
         """
         room = max(0, budget_bytes - self.outside_bytes)
-        if not self.spare_bytes or room <= self.at_bytes + self.spare_bytes:
+        if not self.spare_bytes or not self.at_bytes or room <= self.at_bytes + self.spare_bytes:
             return max(0, room - self.spare_bytes)
         return room * self.at_bytes // (self.at_bytes + self.spare_bytes)
 

@@ -241,7 +241,7 @@ class Candidate:
     - `ram_bytes` is the RAM that the weights take. With `from_disk` it does not hold all of them.
     - `kept` names the groups in RAM after the stage, None for all weights. `windows_bytes` are the windows beside
       these.
-    - Each call reads `read_bytes` for its copies, which takes `read_seconds` of a step. The whole stage reads
+    - Each call reads `read_bytes` for its copies: `step_read_bytes` in a step, for `read_seconds`. The whole stage reads
       `disk_bytes`.
 
     In time:
@@ -267,6 +267,7 @@ class Candidate:
     stay_bytes: int = 0
     whole_bytes: int = 0
     read_bytes: int = 0
+    step_read_bytes: int = 0
     read_seconds: float = 0.0
     decoded_bytes: int = 0
     overhead_bytes: int = 0
@@ -518,24 +519,25 @@ def plan_on_cpu(
     fast a CPU computes is not known.
     """
     whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
-    found, taken, read_bytes, reason = Layout(), sizes.total_bytes, 0, ""
+    found, taken, read_bytes, step_read_bytes, reason = Layout(), sizes.total_bytes, 0, 0, ""
     if taken > ram_bytes and from_disk:
         windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
         found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
         read_bytes = sizes.group_read_bytes(found.from_disk)
-        reason = (
-            f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(read_bytes)} are read from disk in each step"
-        )
+        step_read_bytes = round(read_bytes * work.calls / steps)
+        each = format_bytes(step_read_bytes)
+        reason = f"{whole} of weights do not fit {ram} of RAM, so {each} are read from disk in each step"
     fits = taken <= ram_bytes or not ram_stated
     if not fits:
         reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
-    first, read = 0 if there else sizes.total_bytes / disk, read_bytes / disk * work.calls / steps
+    first, read = 0 if there else sizes.total_bytes / disk, step_read_bytes / disk
     passing = sum(sizes.groups[i].held_bytes for i in found.streamed)
     return Plan(
         "cpu", 0, 0, taken, found.streamed, len(sizes.groups), read, max(first, read), read, read,
-        from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
-        whole_bytes=sizes.total_bytes, read_bytes=read_bytes, read_seconds=read, unit=unit, fits=fits,
+        from_disk=bool(found.from_disk), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
+        whole_bytes=sizes.total_bytes, read_bytes=read_bytes, step_read_bytes=step_read_bytes, read_seconds=read,
+        unit=unit, fits=fits,
         reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.", layout=found,
     )  # fmt: skip
 
@@ -606,6 +608,7 @@ def _short_of_ram(
         bound_seconds=max(candidate.bound_seconds, read),
         transfer_seconds=max(candidate.transfer_seconds, read),
         read_bytes=read_bytes,
+        step_read_bytes=round(read_bytes * calls_per_step),
         read_seconds=read,
     )
 
@@ -621,7 +624,7 @@ def _why_not(
     if candidate.ram_bytes > ram_bytes:
         return f"{format_bytes(candidate.ram_bytes)} do not fit {format_bytes(ram_bytes)} of RAM"
     if slow and candidate.read_bytes:
-        return f"the disk is too slow to read {format_bytes(candidate.read_bytes)} from in each step"
+        return f"the disk is too slow to read {format_bytes(candidate.step_read_bytes)} from in each step"
     if candidate.step_seconds > chosen.step_seconds:
         times = candidate.step_seconds / chosen.step_seconds if chosen.step_seconds else 0
         return f"{times:.1f} times as slow" if times >= 1.05 else "slower"
@@ -642,7 +645,7 @@ def _reason(
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_allowed:
-        rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.read_bytes)
+        rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.step_read_bytes)
         return (
             f"A disk of {rate:.2f} GB/s is too slow to read {read} of weights from in each step, which takes "
             f"{chosen.read_seconds:.0f} s."
@@ -678,8 +681,8 @@ def _reason(
         )
     if chosen.read_bytes:
         reason += (
-            f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so {format_bytes(chosen.read_bytes)} are read "
-            f"from disk in each step, {chosen.read_seconds:.1f} s"
+            f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so {format_bytes(chosen.step_read_bytes)} "
+            f"are read from disk in each step, {chosen.read_seconds:.1f} s"
         )
     elif chosen.from_disk:
         reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, which holds {format_bytes(chosen.ram_bytes)}"
