@@ -53,7 +53,11 @@ class DeferredUploads:
             self._source.await_ram([ref.tensor for ref, _ in group.owed])
 
     def enter(self, group: WeightGroup) -> None:
-        """Make work that is queued from now on wait for a group."""
+        """Upload a group, and make work that this thread queues from now on wait for it. The group is resident.
+
+        The host does not wait, unless weights are still being read. Does nothing for groups that are resident already,
+        or stream.
+        """
         if group.state is State.AWAITED:
             self._send(group)
         if group.state is not State.COMING:

@@ -1,4 +1,7 @@
-"""How long calls take on the device, by events. The host waits for none of them."""
+"""Times of whole calls on the device, measured by events. The host waits for none of them.
+
+`stage` compares them with the plan where a driver pages device memory silently (Windows).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .streams import Queues
 
 
 class Pace:
-    """Times calls one after the other, and tells of those that are done."""
+    """Times calls one after the other, and returns the seconds of those that the device has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._queues = Queues(device)
@@ -18,22 +21,22 @@ class Pace:
         self._called: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin timing a call when the work that this thread has queued is done."""
+        """Begin to time a call, behind the work that this thread has queued."""
         self._begun = self._mark()
 
     def end(self) -> None:
-        """End the call when the work that this thread has queued is done."""
+        """End the call, behind the work that this thread has queued. Does nothing if none was begun."""
         if self._begun:
             self._called.append((self._begun, self._mark()))
             self._begun = None
 
     def forget(self) -> None:
-        """Tell nothing of the calls until now."""
+        """Discard the calls so far."""
         self._begun = None
         self._called.clear()
 
     def seconds(self) -> float | None:
-        """Return the seconds of the last call that the device is done with, each once, or None."""
+        """Return the seconds of the latest call that the device has finished, or None. Earlier ones are discarded."""
         done = None
         while self._called and self._called[0][1].query():
             begun, ended = self._called.pop(0)
