@@ -37,7 +37,10 @@ class Order(Generic[T]):
         self._answers.clear()
 
     def after(self, group: T, count: int, kind: int = 0) -> list[T]:
-        """Return the next `count` groups of a kind that are called after `group`, or fewer: each at most once."""
+        """Return the next `count` groups of a kind that are called after `group`, or fewer: each at most once.
+
+        Answers are cached by group and kind, so `count` must stay the same until `forget`.
+        """
         if (group, kind) not in self._answers:
             found: list[T] = []
             following = group
