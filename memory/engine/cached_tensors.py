@@ -53,6 +53,7 @@ def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return value.cpu() if value.device == device else value
+    # `seen`: objects may refer to each other in circles. Modules are visited by the caller.
     if id(value) in seen or isinstance(value, nn.Module | type | ModuleType):
         return value
     seen.add(id(value))

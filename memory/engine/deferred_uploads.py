@@ -14,9 +14,9 @@ from .weight_source import WeightSource
 class DeferredUploads:
     """The resident groups whose weights are still to be uploaded, in call order.
 
-    `groups` are all groups of the module, in that order. Until a group is uploaded its module holds the host's tensors,
-    so a read outside of its calls raises an error instead of returning garbage. `Engine` calls this, under its lock but
-    for `await_ram`.
+    `groups` are all groups of the module, in that order. Until a group is uploaded its module holds the host's tensors.
+    A read outside of its calls then raises an error, where device memory without weights would give garbage. `Engine`
+    calls this, under its lock but for `await_ram`.
     """
 
     def __init__(self, groups: Sequence[WeightGroup], supply: WeightSource, queues: Queues) -> None:
@@ -56,8 +56,8 @@ class DeferredUploads:
     def enter(self, group: WeightGroup) -> None:
         """Upload a group, and make work that this thread queues from now on wait for it. The group is resident.
 
-        The host does not wait, unless weights are still being read. Does nothing for groups that are resident already,
-        or stream.
+        The host waits only if weights still have to be read. Does nothing for groups that are resident already, or
+        stream.
         """
         if group.state is State.AWAITED:
             self._send(group)

@@ -60,12 +60,12 @@ class Workspace:
             with torch.no_grad():
                 done: dict[int, Any] = {}
                 for ref, codec, view in views:
-                    if id(view) not in done:
+                    if id(view) not in done:  # tied parameters share a view
                         codec.decode(split(codec, ref.here), view.detach())  # type: ignore[arg-type]
                         done[id(view)] = ref
                     ref.holder[ref.key] = view
             yield
-        finally:
+        finally:  # the next module overwrites the views: nobody may find them in this one
             for ref, _, _ in views:
                 ref.holder[ref.key] = ref.shown
 

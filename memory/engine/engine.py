@@ -128,6 +128,7 @@ class Engine(Placement):
         return taken
 
     def _count(self) -> None:
+        """Add the uploads of resident groups to the counts."""
         came, read = self._uploads.take_bytes()
         self._bytes_in, self._bytes_read = self._bytes_in + came, self._bytes_read + read
 
@@ -146,6 +147,7 @@ class Engine(Placement):
         return self.layout.placement == "streamed"
 
     def describe(self) -> str:
+        """Return the placement in words, such as "streamed, 40% of the weights stay"."""
         stay = sum(group.held_bytes for group in self._called if group.resident)
         whole = sum(group.held_bytes for group in self._called)
         how = "resident" if stay == whole else f"streamed, {stay / whole:.0%} of the weights stay"
@@ -236,8 +238,8 @@ class Engine(Placement):
     def time_call(self) -> bool:
         """Time the groups of the call that begins now. Return whether they are timed.
 
-        They are not in a resident layout, without a copy stream, after a call that failed or was the first, or while an
-        earlier time has not been taken.
+        They are not in a resident layout, or without a copy stream. Nor are they after a call that failed, in the first
+        call, or while an earlier time has not been taken.
         """
         with self._lock:
             if self._watch or not (self._streams and self._steady and self._queues.copying):
@@ -274,6 +276,7 @@ class Engine(Placement):
     # Placing and removing
 
     def _place(self) -> None:
+        """Bring the weights in no group, settle in the layout, and begin to prefetch streamed groups."""
         if self._found:
             called = [ref for group in self._called for ref in group.refs]
             self._source.expect([ref.tensor for ref in (*called, *self._rest)])
@@ -293,6 +296,7 @@ class Engine(Placement):
                 self._fetch(None)
 
     def _remove(self) -> None:
+        """Free everything on the device: gates, staging buffers and ring go, and all groups are on the host."""
         with self._lock:
             self._close_gates()
             self._source.close()
@@ -313,6 +317,7 @@ class Engine(Placement):
                 group.become(State.ON_HOST)
 
     def _rows(self, ref: ParameterRef, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a table on the device, from RAM or from the file, and count their bytes."""
         weight = ref.tensor
         self._source.await_ram([weight])
         self._source.await_disk([weight])
@@ -434,6 +439,7 @@ class Engine(Placement):
             self._uploads.send_before(None, self._current)
             return
         upcoming = self._upcoming(group, self._ring.most_at_a_time)
+        # Slots that no copy may overwrite: of the running group, and of every group that is called before the next.
         kept: list[RingSlot | None] = [self._current.slot if self._current else None]
         for following in upcoming:
             slot = following.slot
@@ -441,6 +447,7 @@ class Engine(Placement):
             if not slot.holds:
                 if any(other in kept for other in slot.overlaps) or not self._source.has_room(following):
                     break
+                # The copy stream keeps call order: a resident group that is called sooner must be queued sooner.
                 if self._uploads.owes and not self._uploads.send_before(following, self._current):
                     break
                 self._load(slot)

@@ -44,7 +44,7 @@ class Order(Generic[T]):
         if (group, kind) not in self._answers:
             found: list[T] = []
             following = group
-            for _ in self._after:
+            for _ in self._after:  # one round at most: the learnt order may be a circle that misses groups
                 following = self._after[following]
                 if self._kinds[kind](following) and following not in found:
                     found.append(following)

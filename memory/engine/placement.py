@@ -1,7 +1,7 @@
 """Placements: how the weights of a unit in use are placed, and removed again without copying one back.
 
-Three names: `cpu` runs the unit where its weights are. `resident` and `streamed`, both made by `engine.Engine`, keep
-all weight groups on the device, or some of them while the rest pass through the ring. Embedding tables are never moved.
+There are three. `cpu` runs the unit where its weights are. `resident` keeps all weight groups on the device. `streamed`
+keeps some, while the others pass through the ring. `engine.Engine` makes the latter two. Embedding tables never move.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class Placement:
             self._undo.append(interpose(table.module, functools.partial(self._look_up, table)))
 
     def _look_up(self, table: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run an embedding's module, with the rows of its table fetched for the ids of the call."""
         (ref,) = table.refs
         with LookUp(ref.holder[ref.key], functools.partial(self._rows, ref)):
             return forward(*args, **kwargs)
@@ -185,6 +186,7 @@ class Placement:
             self._undo.append(interpose(owner.module, functools.partial(self._decoded, owner)))
 
     def _decoded(self, owner: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run a module with its encoded weights dequantized in the workspace."""
         with self._workspace.decoded(owner):
             return self._kept(forward(*args, **kwargs))
 

@@ -267,6 +267,7 @@ class Ring:
     def used(self, slot: RingSlot) -> None:
         """Record that the group in the slot has run, behind all work that this thread has queued so far."""
         self._queues.mark(slot.used)
+        # Cut the slot's bytes out of earlier uses: a later copy there then waits for this event alone.
         kept: list[tuple[int, int, Any]] = []
         for begin, end, event in self._uses:
             parts = ((begin, min(end, slot.begin)), (max(begin, slot.end), end))
