@@ -33,6 +33,7 @@ class LookUp(TorchFunctionMode):
     ) -> Any:
         if func is not functional.embedding:
             return func(*args, **(kwargs or {}))
+        # The module's own forward passes its weight, which is on the CPU, on `meta`, or encoded.
         ids, table = _of(*args, **(kwargs or {}))
         if table is not self._table:
             return func(*args, **(kwargs or {}))
@@ -54,7 +55,7 @@ def rows_of(table: ParameterRef, source: Source | None, ids: torch.Tensor) -> to
         return functional.embedding(ids, table.tensor)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise IndexError(f"an id is out of the range of {count} rows.")
-    wanted, places = ids.unique(return_inverse=True)
+    wanted, places = ids.unique(return_inverse=True)  # padding repeats one id many times
     stored = table.codec or Raw(
         (count, width), shown.dtype, source.dtype if isinstance(source, Stored) else shown.dtype
     )

@@ -20,8 +20,8 @@ from .stored import Stamp, Stored, read_header
 def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
     """Return all weights of a GGUF file, or of safetensors files that belong together, by name.
 
-    Quantized weights are to become `dtype`; plain ones keep their own. Raises FileNotFoundError. Raises ValueError, in
-    one line that names the file and the weight, for a damaged file or a format that is not recognised for sure.
+    Quantized weights are to become `dtype`; plain ones keep their own. Raises FileNotFoundError if a file is missing.
+    Raises ValueError, in one line, for a damaged file or an unknown format. It names the file and the weight.
     """
     first, *others = [paths] if isinstance(paths, Path) else paths
     if first.suffix.lower() == ".gguf":

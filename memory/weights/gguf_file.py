@@ -90,11 +90,14 @@ def _read(path: Path, names: Collection[str]) -> tuple[GgufHeader, dict[str, Wor
 
 
 class _Reader:
+    """Reads a header value by value. `_account` checks every count against the file's size before it is read."""
+
     def __init__(self, file: BinaryIO, size: int, names: Collection[str]) -> None:
         self._file, self._size, self._at, self._names = file, size, 8, names
         self.arrays: dict[str, Words] = {}  # the arrays that `names` asks for
 
     def header(self) -> GgufHeader:
+        """Read the whole header: facts, then the tensors' names, shapes, types and offsets."""
         tensor_count, fact_count = self._numbers("QQ")
         if max(tensor_count, fact_count) > _MAX_COUNT:
             raise ValueError(f"it claims {tensor_count} tensors and {fact_count} facts")
@@ -123,6 +126,7 @@ class _Reader:
         return GgufHeader(facts, tensors)
 
     def _check_places(self, tensors: dict[str, GgufTensor]) -> None:
+        """Raise ValueError for tensors that overlap each other or the header, or end behind the file."""
         end = self._at
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if tensor.offset < end:
@@ -132,6 +136,7 @@ class _Reader:
                 raise ValueError(f"{name[:80]} ends at byte {end} of {self._size}")
 
     def _tensor_info(self) -> tuple[str, BlockType, tuple[int, ...], int]:
+        """Read one tensor's name, block type, shape and offset in the data."""
         name = self._name()
         dimensions = self._number("I")
         if dimensions > _MAX_DIMENSIONS:
@@ -168,6 +173,7 @@ class _Reader:
         return None
 
     def _array(self) -> Words:
+        """Read an array whole: its texts or numbers."""
         of, count = self._numbers("IQ")
         if of not in (*_SCALARS, _TEXT) or count > _MAX_HEADER_BYTES:
             raise ValueError(f"an array has {count} values of kind {of}")
@@ -210,6 +216,7 @@ class _Reader:
         self._file.seek(count, 1)
 
     def _account(self, count: int) -> None:
+        """Count bytes of the header. ValueError if they exceed the file, or `_MAX_HEADER_BYTES`."""
         self._at += count
         if self._at > min(self._size, _MAX_HEADER_BYTES):
             raise ValueError(f"it claims {self._at} bytes of header in a file of {self._size}")

@@ -17,6 +17,7 @@ def interpose(module: nn.Module, run: Callable[[Forward, tuple, dict], Any]) -> 
     Torch's forward hooks would not do: they cannot call `forward` a second time, or not at all. Wrappers nest, and must
     be undone in reverse order.
     """
+    # An attribute of the instance hides the method of its class. `previous` is the wrapper of somebody before us.
     own, forward = vars(module), module.forward
     previous = own.get("forward")
 

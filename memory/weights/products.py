@@ -73,8 +73,8 @@ class Kronecker(Change):
     ...]. With a Tucker core `t2` [rank, rank, ...] these are `w2_a` [rank, c] and `w2_b` [rank, d]. The large weight is
     never made. A change with a rank is scaled by `alpha` / rank.
 
-    `rows` selects rows of the product, as (begin, end), where the module has only a part of the weight that the change
-    was made for: for example the query of a fused query, key and value. Empty means all rows.
+    `rows` selects rows of the product, as (begin, end); empty means all. The module may have only a part of the weight
+    that the change was made for: for example the query of a fused query, key and value.
     """
 
     w1: torch.Tensor | None = None
@@ -127,6 +127,7 @@ class Kronecker(Change):
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
         left = held["w1"] if "w1" in held else held["w1_a"] @ held["w1_b"]
         if (convolve := convolution_of(module)) is None:
+            # kron(w1, w2) @ x without the large product: w2 maps each of b blocks of x, then w1 mixes the blocks.
             y = x.unflatten(-1, (left.shape[1], -1))
             if "w2" in held:
                 y = functional.linear(y, held["w2"])
@@ -134,6 +135,7 @@ class Kronecker(Change):
                 y = functional.linear(functional.linear(y, held["w2_b"]), held["w2_a"])
             y = functional.linear(y.transpose(-1, -2), left).transpose(-1, -2).flatten(-2)
             return torch.cat([y[..., begin:end] for begin, end in self.rows], -1) if self.rows else y
+        # The same for a convolution: the blocks of channels are a batch while w2 is applied.
         y = x.unflatten(1, (left.shape[1], -1)).flatten(0, 1)
         ones = (1,) * (x.ndim - 2)
         if "t2" in held:

@@ -158,6 +158,10 @@ def fill_batch(batch: list[Job], room: int) -> bool:
 
 @contextmanager
 def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
+    """Open the file of a batch, and check before and after the block that it is unchanged.
+
+    An OSError becomes one that names the file, unless it tells that the system is out of RAM.
+    """
     path, stamp = batch[0][0].path, batch[0][0].stamp
     try:
         with torch.inference_mode(), path.open("rb", buffering=0) as file:
@@ -274,6 +278,7 @@ class Reading:
         self._look = lambda read: None
 
     def _fill(self, batch: list[Job]) -> None:
+        """Read one batch, in a thread. After the last, note the speed of the disk."""
         try:
             if self._closed or self._error:
                 return

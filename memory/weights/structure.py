@@ -93,8 +93,8 @@ def own_refs(module: nn.Module) -> Iterator[ParameterRef]:
 def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the paths and lists of a module's blocks, such as transformer blocks, in the order of the module.
 
-    Lists inside a list are left out. A list counts if all its members can be called, which lists of lists cannot, and
-    if it has at least 1 % of the weights.
+    Lists inside a list are left out. All members of a list must be modules that can be called, which lists are not. It
+    must have at least 1 % of the weights.
     """
     total = sum(p.nbytes for p in module.parameters())
     found: list[tuple[str, nn.ModuleList]] = []

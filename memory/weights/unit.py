@@ -314,7 +314,7 @@ class ManagedModel:
 
     @property
     def held(self) -> frozenset[int]:
-        """The numbers of the weight groups in RAM, where it does not hold all weights.
+        """The numbers of the weight groups in RAM, or being read to it, where it does not hold all weights.
 
         Empty if the module is divided by other calls now.
         """
