@@ -1,7 +1,8 @@
 """The changes that adapters make to modules: a term added to the output, or a difference added to a parameter.
 
-Each change is linear in its weights. So base(x) + strength * change(x) is the output of the layer with changed weights,
-and no weight has to be rounded. Here are LoRA (arXiv:2106.09685) and full differences; LoHa and LoKr are in `products`.
+The layers that take them are linear in their weights. So base(x) + strength * change(x) is the output of the layer with
+changed weights, and no weight has to be rounded. Here are LoRA (arXiv:2106.09685) and full differences; LoHa and LoKr
+are in `products`.
 """
 
 from __future__ import annotations

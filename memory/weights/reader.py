@@ -36,7 +36,7 @@ FILLERS = 8  # threads that fill RAM: direct reads have no read-ahead, so more o
 BATCH_BYTES = 16 * 2**20
 CAST_BYTES = 2 * 2**20  # buffer of each reader for bytes that must be cast
 _CAST_ELEMENTS = 2**15 - 2**10  # cast at once: from 2**15 on torch would start a team of threads in each reader
-_GAP_BYTES = 2**17  # a gap up to this size is read as well, since a second read costs more
+_GAP_BYTES = 2**17  # bytes without weights up to this size are read over, in one direct read instead of two
 _LOOK_SECONDS = 0.2  # between calls of `look`, at most
 _CUT_SHORT = "{} is cut short: it ended while it was read. Download it again."
 
