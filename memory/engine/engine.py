@@ -52,7 +52,7 @@ WHOLE = Layout()  # all groups resident, as they are stored
 class Engine(Placement):
     """A module whose weight groups are where `layout` has them.
 
-    Weights in no group are resident. Embedding tables are not: calls look their rows up in RAM or in the file.
+    Weights in no group are resident. Large embedding tables are not: calls look their rows up in RAM or in the file.
 
     `source` tells, by parameter name, where weights are in files. Parameters on `meta` are then read straight from
     there; ValueError if `source` does not name them all. `calls` is the order of the calls inside, as a dry run saw it.
@@ -68,7 +68,7 @@ class Engine(Placement):
     each call.
 
     On the device `cpu` a module runs from disk: the ring, the resident groups and the staging buffers are all in RAM.
-    `Residency` makes an engine for each unit that it puts in place.
+    `Residency` makes an engine for each unit that it puts in place; one in RAM that runs on the CPU gets a `Cpu`.
     """
 
     def __init__(

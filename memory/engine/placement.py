@@ -1,7 +1,8 @@
 """Placements: how the weights of a unit in use are placed, and removed again without copying one back.
 
 There are three. `cpu` runs the unit where its weights are. `resident` keeps all weight groups on the device. `streamed`
-keeps some, while the others pass through the ring. `engine.Engine` makes the latter two. Embedding tables never move.
+keeps some, while the others pass through the ring. `engine.Engine` does the latter two. Large embedding tables stay in
+RAM or in the file.
 """
 
 from __future__ import annotations

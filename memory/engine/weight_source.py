@@ -117,7 +117,7 @@ class WeightSource:
             self._awaited = deque(id(copies[0][1]) for copies in groups)
 
     def stop(self) -> None:
-        """Stop to read ahead for `follow`. Such groups are then read when `fill` asks for them."""
+        """Stop reading ahead for `follow`. Its groups are then read when `fill` asks for them."""
         if self._flow:
             self._flow.close()
         self._flow = None
