@@ -241,7 +241,7 @@ class Candidate:
     - `ram_bytes` is the RAM that the weights take. With `from_disk` it does not hold all of them.
     - `kept` names the groups in RAM after the stage, None for all weights. `windows_bytes` are the windows beside
       these.
-    - Each call reads `read_bytes` for its copies: `step_read_bytes` in a step, for `read_seconds`. The whole stage reads
+    - Each call reads `read_bytes` for its copies: `step_read_bytes` a step, for `read_seconds`. The whole stage reads
       `disk_bytes`.
 
     In time:
