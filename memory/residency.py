@@ -160,7 +160,7 @@ class Residency:
                 measured = peak - before.allocated_bytes - max(0, unit.resident_bytes - before.weights_bytes)
                 self.work.took(unit, measured, before.beside_bytes, before.dequantized)
         if unit.placement is not None:
-            unit.placement.rest(failed)
+            unit.placement.end_call(failed)
             self._learn(unit)
         self.host_cache.ran(unit)
 
@@ -189,7 +189,7 @@ class Residency:
     def settle(self, unit: ManagedModel) -> None:
         """Wait for what is still coming of a unit that stays on the device."""
         if unit.placement is not None:
-            unit.placement.settle()
+            unit.placement.wait_for_copies()
             self._came(unit)
 
     def leave_soon(self, unit: ManagedModel) -> None:

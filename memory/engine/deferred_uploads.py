@@ -19,39 +19,39 @@ class DeferredUploads:
     calls this, under its lock but for `await_ram`.
     """
 
-    def __init__(self, groups: Sequence[WeightGroup], supply: WeightSource, queues: Queues) -> None:
-        self._source, self._queues = supply, queues
+    def __init__(self, groups: Sequence[WeightGroup], source: WeightSource, queues: Queues) -> None:
+        self._source, self._queues = source, queues
         self._order = {group: i for i, group in enumerate(groups)}
-        self._owing: list[WeightGroup] = []  # groups in the state AWAITED, their copies not queued
+        self._pending: list[WeightGroup] = []  # groups in the state ALLOCATED, their copies not queued
         self._bytes_in = self._bytes_read = 0
 
     @property
-    def owes(self) -> bool:
+    def pending(self) -> bool:
         """Return whether there are copies to queue."""
-        return bool(self._owing)
+        return bool(self._pending)
 
     def take_bytes(self) -> tuple[int, int]:
         """Return the bytes uploaded since the last call of this, and the bytes of files read for them."""
         taken, self._bytes_in, self._bytes_read = (self._bytes_in, self._bytes_read), 0, 0
         return taken
 
-    def expect(self, group: WeightGroup) -> int:
+    def allocate(self, group: WeightGroup) -> int:
         """Allocate device memory for a group, in the state ON_HOST. Return its bytes."""
         made: dict[int, torch.Tensor] = {}
         for ref in group.refs:
             if id(ref.tensor) not in made:
                 made[id(ref.tensor)] = torch.empty_like(ref.tensor.detach(), device=self._queues.device)
-        group.owed = [(ref, made[id(ref.tensor)]) for ref in group.refs]
+        group.uploads = [(ref, made[id(ref.tensor)]) for ref in group.refs]
         group.arrived = self._queues.event()
-        group.become(State.AWAITED)
+        group.become(State.ALLOCATED)
         self._queues.mark(group.arrived)  # queued work may still read what the allocator had in these bytes before
-        self._owing.append(group)
+        self._pending.append(group)
         return sum(tensor.nbytes for tensor in made.values())
 
     def await_ram(self, group: WeightGroup) -> None:
         """Wait until the host weights of a group have been read. Raises the error of the reading."""
-        if group.state is State.AWAITED:
-            self._source.await_ram([ref.tensor for ref, _ in group.owed])
+        if group.state is State.ALLOCATED:
+            self._source.await_ram([ref.tensor for ref, _ in group.uploads])
 
     def enter(self, group: WeightGroup) -> None:
         """Upload a group, and make work that this thread queues from now on wait for it. The group is resident.
@@ -59,15 +59,15 @@ class DeferredUploads:
         The host waits only if weights still have to be read. Does nothing for groups that are resident already, or
         stream.
         """
-        if group.state is State.AWAITED:
+        if group.state is State.ALLOCATED:
             self._send(group)
-        if group.state is not State.COMING:
+        if group.state is not State.UPLOADING:
             return
         self._queues.wait(group.arrived)
         with torch.inference_mode(False), torch.no_grad():  # the parameters outlive the call
-            for ref, target in group.owed:
+            for ref, target in group.uploads:
                 ref.set(target)
-        group.owed, group.arrived = [], None
+        group.uploads, group.arrived = [], None
         group.become(State.RESIDENT)
 
     def send_before(self, following: WeightGroup | None, current: WeightGroup | None) -> bool:
@@ -78,10 +78,10 @@ class DeferredUploads:
         """
         upto = self._order[following] if following else len(self._order)
         now = self._order[current] if current and current.called else -1
-        for group in sorted(self._owing, key=self._order.__getitem__):
+        for group in sorted(self._pending, key=self._order.__getitem__):
             if now < upto <= self._order[group]:
                 break
-            if self._source.is_on_disk(group) or not self._source.in_ram([ref.tensor for ref, _ in group.owed]):
+            if self._source.is_on_disk(group) or not self._source.in_ram([ref.tensor for ref, _ in group.uploads]):
                 return False
             self._send(group)
         return True
@@ -93,28 +93,28 @@ class DeferredUploads:
         groups read into them earlier would have to be read again.
         """
         now = self._order[current] if current else -1
-        on_disk = (self._order[group] for group in self._owing if self._source.is_on_disk(group))
+        on_disk = (self._order[group] for group in self._pending if self._source.is_on_disk(group))
         upto = min((at for at in on_disk if at > now), default=None)
         return upcoming if upto is None else [group for group in upcoming if now < self._order[group] < upto]
 
     def disk_copies(self) -> list[list[Copy]]:
         """Return the copies that are to be read from disk, group by group in call order."""
-        groups = sorted(self._owing, key=self._order.__getitem__)
+        groups = sorted(self._pending, key=self._order.__getitem__)
         return [copies for group in groups if (copies := self._copies(group)[1])]
 
     def forget(self, group: WeightGroup) -> None:
         """Cancel the upload of a group. Its device memory may then be freed."""
-        if group.state is State.COMING and group.arrived:
+        if group.state is State.UPLOADING and group.arrived:
             self._queues.finish()  # copies into memory that the caller frees next
-        if group in self._owing:
-            self._owing.remove(group)
-        group.owed, group.arrived = [], None
+        if group in self._pending:
+            self._pending.remove(group)
+        group.uploads, group.arrived = [], None
 
     def clear(self) -> None:
         """Cancel all uploads. No copy may be under way."""
-        self._owing.clear()
+        self._pending.clear()
         for group in self._order:
-            group.owed, group.arrived = [], None
+            group.uploads, group.arrived = [], None
 
     def _send(self, group: WeightGroup) -> None:
         """Upload a group: queue copies from RAM, behind the last use of their memory, and read weights on disk."""
@@ -128,11 +128,11 @@ class DeferredUploads:
         self._bytes_in += sum(target.nbytes for _, target in in_ram + on_disk)
         self._bytes_read += self._source.file_bytes([source for source, _ in on_disk])
         group.arrived = done if in_ram else None
-        group.become(State.COMING)
-        self._owing.remove(group)
+        group.become(State.UPLOADING)
+        self._pending.remove(group)
 
     def _copies(self, group: WeightGroup) -> tuple[list[Copy], list[Copy]]:
         """Return the copies of a group, each once: from RAM, and from disk."""
-        once = {id(target): (ref.tensor, target) for ref, target in group.owed}.values()
+        once = {id(target): (ref.tensor, target) for ref, target in group.uploads}.values()
         on_disk = [copy for copy in once if self._source.reads(copy[0])]
         return [copy for copy in once if not self._source.reads(copy[0])], on_disk

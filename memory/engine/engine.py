@@ -38,7 +38,8 @@ from .weight_source import WeightSource
 # 1. The running group (`_current`) never moves. If the new layout needs it to (`_is_held_up`), the ring stays as it is
 #    and the other groups that must leave are evicted now. `_leave` settles the rest when this group ends
 #    (`_unsettled`).
-# 2. Memory is freed before it is taken: groups are evicted, the ring is laid anew, then groups are brought (`_settle`).
+# 2. Memory is freed before it is taken: groups are evicted, the ring is laid anew, then groups are brought
+#    (`_move_groups`).
 # 3. A request for more room moves nothing while the running group is in the way (`_more_bytes`). Otherwise groups would
 #    be evicted at once for others that can be brought only when it ends: the device would hold less than before.
 # A request for less room replaces a pending request for more. If memory runs out although the layout should fit, the
@@ -58,8 +59,8 @@ class Engine(Placement):
     there; ValueError if `source` does not name them all. `calls` is the order of the calls inside, as a dry run saw it.
     `incoming` are reads to RAM that are still under way.
 
-    Placement `streamed`: the gates stay. The module takes one call at a time, from any thread, and `rest` after each.
-    `grow`, `shrink` and `apply` may be called from other threads during a call. A group that `calls` never saw is
+    Placement `streamed`: the gates stay. The module takes one call at a time, from any thread, and `end_call` after
+    each. `grow`, `shrink` and `apply` may be called from other threads during a call. A group that `calls` never saw is
     brought when it is called.
 
     Placement `resident`: all groups have device memory at once, and each is uploaded when it is first called. The gates
@@ -102,7 +103,9 @@ class Engine(Placement):
         self._watch: EventTimer | None = None  # of the timed call, until its seconds are taken
         self._steady = False  # the last call ended well: the next one finds the prefetched groups
         idle = [] if self._streams else [group for group in self._groups if not group.called]
-        self._outside_bytes = plain_bytes_of(self._rest) + self._workspace.nbytes + sum(p.held_bytes for p in idle)
+        self._outside_bytes = (
+            plain_bytes_of(self._ungrouped) + self._workspace.nbytes + sum(group.held_bytes for group in idle)
+        )
         self._placed = self._unsettled = False
         self._more_bytes = 0  # by which to grow when the running group has ended
         self._order = Order(
@@ -164,7 +167,7 @@ class Engine(Placement):
             self._more_bytes = 0
             differs, self.layout = self._unsettled or layout != self.layout, layout
             if differs:
-                self._settle()
+                self._move_groups()
 
     def grow(self, bytes: int) -> int:
         """Keep more groups resident, in up to `bytes` more. Return the bytes really taken.
@@ -172,11 +175,11 @@ class Engine(Placement):
         While the running group is in the way nothing moves, and 0 is returned; the growth happens when its call ends.
         """
         if self._streams:
-            return self._rearrange(max(0, bytes))
+            return self._change_room(max(0, bytes))
         with self._lock:
             before = self.resident_bytes
             missing = [group for group in self._groups if not group.resident]
-            self._come(missing, within_bytes=bytes)
+            self._make_resident(missing, within_bytes=bytes)
             return self.resident_bytes - before
 
     def shrink(self, bytes: int) -> int:
@@ -186,13 +189,13 @@ class Engine(Placement):
         In a resident layout they are missing until `complete`, so no call may be under way.
         """
         if self._streams:
-            return max(0, -self._rearrange(-max(0, bytes)))
+            return max(0, -self._change_room(-max(0, bytes)))
         with self._lock:
             before = self.resident_bytes
             self._watch, self._steady = None, False
             for group in self._groups:
                 if group.resident and before - self.resident_bytes < bytes:
-                    self._give_up(group)
+                    self._evict(group)
             return before - self.resident_bytes
 
     def complete(self, alone: bool = True) -> None:
@@ -204,26 +207,26 @@ class Engine(Placement):
         """
         with self._lock:
             if not self._streams:
-                self._come([group for group in self._groups if not group.resident])
+                self._make_resident([group for group in self._groups if not group.resident])
                 self._uploads.send_before(None, None)
-                if self._source.has_windows or (self._gates and not self._uploads.owes):
-                    self._arrive()
+                if self._source.has_windows or (self._gates and not self._uploads.pending):
+                    self._finish_uploads()
             if alone and any(group.state is State.RESIDENT for group in self._to_dequantize()):
-                self._settle()
+                self._move_groups()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until no copy is under way.
 
         A resident layout that reads from disk uploads all groups first, and closes its staging buffers: their RAM is
         wanted.
         """
         if not self._streams and self._source.has_windows:  # a resident layout need not keep their RAM
-            self._arrive()
-        self._source.settle()
+            self._finish_uploads()
+        self._source.wait_for_reads()
 
     # Calls
 
-    def rest(self, failed: bool = False) -> None:
+    def end_call(self, failed: bool = False) -> None:
         """End a call, and prefetch the first groups of the next one, unless this one `failed`."""
         with self._lock:
             last = self._current
@@ -234,7 +237,7 @@ class Engine(Placement):
             if failed:
                 self._order.lost()
             elif last:
-                self._fetch(last)
+                self._prefetch(last)
 
     def time_call(self) -> bool:
         """Time the call that begins now, group by group where gates are passed. Return whether it is timed.
@@ -285,21 +288,21 @@ class Engine(Placement):
         """Bring the weights in no group, settle in the layout, and begin to prefetch streamed groups."""
         if self._found:
             called = [ref for group in self._called for ref in group.refs]
-            self._source.expect([ref.tensor for ref in (*called, *self._rest)])
+            self._source.announce([ref.tensor for ref in (*called, *self._ungrouped)])
         self._source.open()
-        self._move_rest()
+        self._bring_ungrouped()
         streaming = self._streaming()
         self._source.prepare(streaming)
         staying = self._called if self._streams else self._groups
         self._source.pin_too([group for group in staying if group not in streaming])
         self._place_tables()
         self._decode_calls()
-        self._settle(self._groups)
+        self._move_groups(self._groups)
         self._placed = True
         if self._streams:
             self._open_gates(self._groups)
             if self._called:
-                self._fetch(None)
+                self._prefetch(None)
 
     def _remove(self) -> None:
         """Free everything on the device: gates, staging buffers and ring go, and all groups are on the host."""
@@ -334,7 +337,7 @@ class Engine(Placement):
             self._bytes_read += nbytes * ids.unique().numel() // len(ref.holder[ref.key])
         return rows
 
-    def _move(self, moving: list[ParameterRef]) -> None:
+    def _bring(self, moving: list[ParameterRef]) -> None:
         """Copy weights to the device from RAM, or from disk through the staging buffers, which must be open."""
         copies = self._source.bring([ref.tensor for ref in moving], self.device)
         came = sum(tensor.nbytes for tensor in copies.values())
@@ -349,15 +352,17 @@ class Engine(Placement):
         self.resident_bytes += came
         self._bytes_in += came
 
-    def _move_rest(self) -> None:
+    def _bring_ungrouped(self) -> None:
         """Bring the weights that are in no group, and keep them dequantized.
 
         Any module may read them at any time. They come before all groups: only then do the reads of the groups to RAM
         begin.
         """
-        self._move(self._rest)
+        self._bring(self._ungrouped)
         self._source.begin()
-        self.resident_bytes += keep_dequantized(self._rest) - nbytes_of([ref for ref, _ in encoded(self._rest)])
+        self.resident_bytes += keep_dequantized(self._ungrouped) - nbytes_of(
+            [ref for ref, _ in encoded(self._ungrouped)]
+        )
 
     # The gates at each call
 
@@ -391,7 +396,7 @@ class Engine(Placement):
         with self._lock:
             self._leave()
             if not (group.resident or (group.called and group.slot)):
-                self._expect(group)
+                self._admit(group)
             self._uploads.enter(group)
             self._current, slot = group, group.slot
             self._order.called(group)
@@ -399,7 +404,7 @@ class Engine(Placement):
                 if not slot.holds:
                     self._load(slot)
                 slot.enter()
-            self._fetch(group)
+            self._prefetch(group)
         if slot:
             if slot.pending:
                 self._source.wait(slot)  # without the lock too
@@ -409,7 +414,7 @@ class Engine(Placement):
         if watch := self._watch:
             watch.start(group)
 
-    def _expect(self, group: WeightGroup) -> None:
+    def _admit(self, group: WeightGroup) -> None:
         """Make ready a group that is called although `calls` never saw it, such as an expert of a router."""
         with outside_inference():
             if group.slot:
@@ -417,7 +422,7 @@ class Engine(Placement):
                 self._source.await_ram(group.hosts)
                 self._order.forget()  # it may come through the staging buffers from now on
             else:
-                self._come([group])  # it is too large for the ring
+                self._make_resident([group])  # it is too large for the ring
 
     def _leave(self) -> None:
         """End the running group: record the last use of its slot, and make up for changes that waited for it."""
@@ -429,14 +434,14 @@ class Engine(Placement):
             # A stale view of the ring would be read in silence; a host tensor met on the device raises an error.
             group.restore()
         if self._unsettled:
-            self._settle()
+            self._move_groups()
         if self._more_bytes:
-            self._rearrange(0)
+            self._change_room(0)
 
     def _passes(self, tensor: torch.Tensor) -> bool:
         return super()._passes(tensor) or bool(self._ring and self._ring.holds(tensor))
 
-    def _fetch(self, group: WeightGroup | None) -> None:
+    def _prefetch(self, group: WeightGroup | None) -> None:
         """Prefetch: queue the copies of the groups after `group`, until the ring has no bytes free for the next one.
 
         None stands for the start of a call. Where weights leave after one call (`Loads.once`), nothing is prefetched
@@ -455,7 +460,7 @@ class Engine(Placement):
                 if any(other in kept for other in slot.overlaps) or not self._source.has_room(following):
                     break
                 # The copy stream keeps call order: a resident group that is called sooner must be queued sooner.
-                if self._uploads.owes and not self._uploads.send_before(following, self._current):
+                if self._uploads.pending and not self._uploads.send_before(following, self._current):
                     break
                 self._load(slot)
             kept.append(slot)
@@ -491,7 +496,7 @@ class Engine(Placement):
         """Return the groups to keep dequantized. The first call still runs them as stored: see `complete`."""
         return [self._called[i] for i in (layout or self.layout).dequantized]
 
-    def _rearrange(self, more_bytes: int) -> int:
+    def _change_room(self, more_bytes: int) -> int:
         """Change the room for weights by `more_bytes`. Return the bytes by which they have grown at once.
 
         The result is negative if groups were evicted. See [Note: Layout changes in mid-run].
@@ -500,7 +505,7 @@ class Engine(Placement):
             before, planned = self.resident_bytes, self._outside_bytes + self.layout.device_bytes
             wanted = more_bytes if more_bytes < 0 else max(self._more_bytes, more_bytes)
             self._more_bytes = 0
-            layout = self._within(planned + wanted)
+            layout = self._layout_within(planned + wanted)
             change = layout.device_bytes - self.layout.device_bytes
             # With few groups the ring may take more bytes than the groups that stream through it free.
             if not self._placed or not (change <= 0 if wanted < 0 else change > 0):
@@ -509,10 +514,10 @@ class Engine(Placement):
                 self._more_bytes = wanted
                 return 0
             self.layout = layout
-            self._settle()
+            self._move_groups()
             return self.resident_bytes - before
 
-    def _within(self, weights_bytes: int) -> Layout:
+    def _layout_within(self, weights_bytes: int) -> Layout:
         """Return the layout for `weights_bytes` on the device in all; a ring that is there keeps its size if it can."""
         return self.layout.within(weights_bytes - self._outside_bytes, self._ring.nbytes if self._ring else None)
 
@@ -528,7 +533,7 @@ class Engine(Placement):
         is_dequantized, to_be = group.state is State.DEQUANTIZED, group in self._to_dequantize(layout)
         return group.slot is not None or leaves or is_dequantized is not to_be
 
-    def _settle(self, missing: Sequence[WeightGroup] = ()) -> None:
+    def _move_groups(self, missing: Sequence[WeightGroup] = ()) -> None:
         """Move all groups but the running one to where the layout has them. See [Note: Layout changes in mid-run].
 
         In a resident layout only the `missing` groups are brought: others may have been evicted to make room.
@@ -536,48 +541,56 @@ class Engine(Placement):
         if self._watch and self._watch.runs:
             self._watch = None  # groups that move during the call would count as its computing
         self._unsettled = True  # until all is done: a ring that found no memory is laid when the next group is called
+        there = [group for group in self._groups if group.resident]
         with outside_inference():
-            there = [group for group in self._groups if group.resident]
-            # 1. Free: evict the groups that stream from now on, and those that are no longer kept dequantized.
-            streaming, dequantized = self._streaming(), self._to_dequantize()
-            for group in streaming:
-                if not group.slot and group is not self._current:
-                    self._source.prepare([group])
-            stored_again = [p for p in self._called if p.state is State.DEQUANTIZED and p not in dequantized]
-            for group in dict.fromkeys([*(p for p in streaming if p.resident), *stored_again]):
-                if group is not self._current:
-                    self._give_up(group)
-            if self._is_held_up(self.layout):
-                return
-            # 2. Take: the ring, the resident groups, and the more bytes of those to be dequantized.
-            self._lay(streaming)
-            try:
-                staying = self._called if self._streams else [*missing, *stored_again]
-                self._come([group for group in staying if not (group.resident or group.slot)])
-                for group in dequantized:
-                    if group.state is State.RESIDENT:
-                        self._dequantize(group)
-            except Exception as error:
-                layout = self._within(self.resident_bytes)
-                if not is_out_of_memory(error) or not self._placed or layout == self.layout:
-                    raise
-                # 3. The device has less memory than the layout was placed for.
-                self.layout = layout
-                self._settle([group for group in (*missing, *there) if not group.resident])
-            else:
-                self._unsettled = False
+            while True:
+                evicted = self._evict_leaving()
+                if self._is_held_up(self.layout):
+                    return
+                self._lay_ring(self._streaming())
+                try:
+                    self._bring_staying(self._called if self._streams else [*missing, *evicted])
+                except Exception as error:
+                    # The device has less memory than the layout was placed for: settle in what the weights hold now.
+                    layout = self._layout_within(self.resident_bytes)
+                    if not is_out_of_memory(error) or not self._placed or layout == self.layout:
+                        raise
+                    self.layout, missing = layout, [g for g in (*missing, *evicted, *there) if not g.resident]
+                else:
+                    self._unsettled = False
+                    return
+
+    def _evict_leaving(self) -> list[WeightGroup]:
+        """Evict the groups that stream from now on, and those that were kept dequantized and no longer are.
+
+        Return the latter: they are to come back as they are stored.
+        """
+        streaming, dequantized = self._streaming(), self._to_dequantize()
+        self._source.prepare([group for group in streaming if not group.slot and group is not self._current])
+        stored_again = [g for g in self._called if g.state is State.DEQUANTIZED and g not in dequantized]
+        for group in dict.fromkeys([*(g for g in streaming if g.resident), *stored_again]):
+            if group is not self._current:
+                self._evict(group)
+        return stored_again
+
+    def _bring_staying(self, staying: Sequence[WeightGroup]) -> None:
+        """Make groups resident that are not, and dequantize those that are to be kept so."""
+        self._make_resident([group for group in dict.fromkeys(staying) if not (group.resident or group.slot)])
+        for group in self._to_dequantize():
+            if group.state is State.RESIDENT:
+                self._dequantize(group)
 
     def _dequantize(self, group: WeightGroup) -> None:
         """Keep a resident group dequantized. On an error it is evicted."""
         try:
             keep_dequantized(group.refs)
         except BaseException:
-            self._give_up(group)
+            self._evict(group)
             raise
         self.resident_bytes += group.plain_bytes - group.held_bytes
         group.become(State.DEQUANTIZED)
 
-    def _come(self, groups: Sequence[WeightGroup], within_bytes: int | None = None) -> None:
+    def _make_resident(self, groups: Sequence[WeightGroup], within_bytes: int | None = None) -> None:
         """Make groups resident, as many as fit in `within_bytes`: allocate their device memory now.
 
         They are uploaded when they are called. In a resident layout they are uploaded at once if the order of the calls
@@ -589,25 +602,25 @@ class Engine(Placement):
                 if within_bytes is None or taken + group.held_bytes <= within_bytes:
                     if not self._streams:
                         self._source.open()
-                    self.resident_bytes += self._uploads.expect(group)
+                    self.resident_bytes += self._uploads.allocate(group)
                     taken += group.held_bytes
             if not taken or self._streams:
                 return
             self._source.follow(self._uploads.disk_copies())
             if self.calls.order:
-                self._open_gates([group for group in self._groups if group.owed])
+                self._open_gates([group for group in self._groups if group.uploads])
                 self._uploads.send_before(None, None)
             else:
-                self._arrive()
+                self._finish_uploads()
 
-    def _arrive(self) -> None:
+    def _finish_uploads(self) -> None:
         """Upload all groups now, so that neither gates nor staging buffers are needed any more."""
         for group in self._groups:
             self._uploads.enter(group)
         self._close_gates()
         self._source.close()
 
-    def _give_up(self, group: WeightGroup) -> None:
+    def _evict(self, group: WeightGroup) -> None:
         """Evict a resident group."""
         nbytes = group.resident_bytes
         self._source.stop()  # its read-ahead refers to the device memory of groups that are still to be uploaded
@@ -616,7 +629,7 @@ class Engine(Placement):
         self.resident_bytes -= nbytes
         group.become(State.ON_HOST)
 
-    def _lay(self, streaming: list[WeightGroup]) -> None:
+    def _lay_ring(self, streaming: list[WeightGroup]) -> None:
         """Lay the ring for these groups, in the size that the layout has. A ring that is so already stays."""
         wanted = self.layout.ring_bytes
         if (

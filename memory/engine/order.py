@@ -19,7 +19,7 @@ class Order(Generic[T]):
         self._kinds = kinds
         self._after = {group: groups[(i + 1) % len(groups)] for i, group in enumerate(groups)}
         self._last: T | None = None
-        self._answers: dict[tuple[T, int], list[T]] = {}
+        self._answers: dict[tuple[T, int, int], list[T]] = {}
 
     def called(self, group: T) -> None:
         """Note that a group is called now, and that it follows the one noted before."""
@@ -37,11 +37,8 @@ class Order(Generic[T]):
         self._answers.clear()
 
     def after(self, group: T, count: int, kind: int = 0) -> list[T]:
-        """Return the next `count` groups of a kind that are called after `group`, or fewer: each at most once.
-
-        Answers are cached by group and kind, so `count` must stay the same until `forget`.
-        """
-        if (group, kind) not in self._answers:
+        """Return the next `count` groups of a kind that are called after `group`, or fewer: each at most once."""
+        if (answer := (group, count, kind)) not in self._answers:
             found: list[T] = []
             following = group
             for _ in self._after:  # one round at most: the learnt order may be a circle that misses groups
@@ -50,5 +47,5 @@ class Order(Generic[T]):
                     found.append(following)
                     if len(found) == count:
                         break
-            self._answers[group, kind] = found
-        return self._answers[group, kind]
+            self._answers[answer] = found
+        return self._answers[answer]

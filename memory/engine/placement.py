@@ -60,7 +60,7 @@ class Placement:
         self._last_resort: weakref.finalize | None = None  # see `goes_with`
         divided = divide(module, self.host_refs, self.calls)
         self._groups = [WeightGroup.of(weights) for weights in divided.groups]
-        self._tables, self._rest = divided.tables, divided.rest
+        self._tables, self._ungrouped = divided.tables, divided.rest
         self._encoded = [owner for owner in divided.owners if encoded(owner.refs)]
         self._workspace = Workspace(self._encoded, device)
         self._queues = Queues(device)
@@ -113,13 +113,13 @@ class Placement:
     def complete(self, alone: bool = True) -> None:
         """Make ready for a call. `alone` tells that no other call is under way."""
 
-    def rest(self, failed: bool = False) -> None:
+    def end_call(self, failed: bool = False) -> None:
         """Note that a call has ended, or has `failed`.
 
         The group where a failed call stopped is not learnt as the predecessor of the next call's first group.
         """
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the copies under way."""
 
     def time_call(self) -> bool:
@@ -229,7 +229,7 @@ class Cpu(Placement):
     def _place(self) -> None:
         for ref, _ in encoded(self.host_refs):
             ref.here = ref.tensor
-        self._decoded_bytes = keep_dequantized(self._rest)
+        self._decoded_bytes = keep_dequantized(self._ungrouped)
         self._tables = [table for table in self._tables if encoded(table.refs)]
         self._place_tables()
         self._decode_calls()

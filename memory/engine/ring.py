@@ -17,7 +17,8 @@ Read this file first. The trip of one weight, from its file to the matmul that u
     the host tensors again: weights are read-only, so nothing is copied back.
 
 A resident group skips the ring. `deferred_uploads.DeferredUploads` allocates its own device memory and uploads it once.
-Prefetch is step 7 done early: `Engine._fetch` queues the copies of the next groups when a group begins or a call ends.
+Prefetch is step 7 done early: `Engine._prefetch` queues the copies of the next groups when a group begins, or a call
+ends.
 A module that runs from disk skips step 4: its groups are read into the staging buffers, call after call.
 """
 
@@ -47,7 +48,7 @@ from .streams import Queues
 # - A copy waits for the last use of the bytes that it overwrites (`RingSlot.after`, collected by `Ring.claim`). Bytes
 #   are tracked and not slots (`Ring._uses`), since one slot may overwrite parts of several earlier ones.
 # - A call waits for its own copy (`RingSlot.copied`).
-# So a copy can be queued as soon as its slot overlaps no group that is to run before it. `Engine._fetch` queues as
+# So a copy can be queued as soon as its slot overlaps no group that is to run before it. `Engine._prefetch` queues as
 # many copies as that allows, also across the end of a step: the first groups of the next step are copied while the
 # last groups of this one compute.
 
@@ -60,21 +61,21 @@ class State(Enum):
 
     ON_HOST = "on the host"
     STREAMED = "streamed"  # has a slot in the ring, whether its weights are in it or not
-    AWAITED = "awaited"  # its own device memory is allocated; no copy is queued
-    COMING = "coming"  # the copies to its own device memory are queued
+    ALLOCATED = "allocated"  # its own device memory is allocated; no copy is queued
+    UPLOADING = "uploading"  # the copies to its own device memory are queued
     RESIDENT = "resident"  # work that is queued now finds the weights on the device, as stored
     DEQUANTIZED = "dequantized"  # resident, as plain tensors
 
 
 _NEXT = {
-    State.ON_HOST: {State.ON_HOST, State.STREAMED, State.AWAITED},  # to itself: `Engine._remove` resets every group
+    State.ON_HOST: {State.ON_HOST, State.STREAMED, State.ALLOCATED},  # to itself: `Engine._remove` resets every group
     State.STREAMED: {State.ON_HOST},
-    State.AWAITED: {State.COMING, State.ON_HOST},
-    State.COMING: {State.RESIDENT, State.ON_HOST},
+    State.ALLOCATED: {State.UPLOADING, State.ON_HOST},
+    State.UPLOADING: {State.RESIDENT, State.ON_HOST},
     State.RESIDENT: {State.DEQUANTIZED, State.ON_HOST},
     State.DEQUANTIZED: {State.ON_HOST},
 }
-_RESIDENT = {State.AWAITED, State.COMING, State.RESIDENT, State.DEQUANTIZED}
+_RESIDENT = {State.ALLOCATED, State.UPLOADING, State.RESIDENT, State.DEQUANTIZED}
 
 
 @dataclass(eq=False, repr=False)
@@ -91,8 +92,8 @@ class WeightGroup(GroupWeights):
     parts: Sequence[Any] | None = None  # `staging_buffers.Part`s that a staging buffer is filled with; None without one
     state: State = State.ON_HOST
     slot: RingSlot | None = None
-    owed: list[tuple[ParameterRef, torch.Tensor]] = field(default_factory=list)  # device memory without weights yet
-    arrived: Any = None  # event: AWAITED: the memory is free to be written; COMING: the copies are done
+    uploads: list[tuple[ParameterRef, torch.Tensor]] = field(default_factory=list)  # device memory without weights yet
+    arrived: Any = None  # event: ALLOCATED: the memory is free to be written; UPLOADING: the copies are done
 
     def become(self, state: State) -> None:
         """Change the state. Raise AssertionError for a change that `_NEXT` does not list."""

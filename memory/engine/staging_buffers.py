@@ -217,7 +217,7 @@ class StagingBuffers:
             fill.taken = True
             return fill
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Wait until nothing is being read."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not any(w.fill and w.fill.left for w in self._windows))

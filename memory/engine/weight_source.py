@@ -57,10 +57,10 @@ class WeightSource:
             self._staging, self.reach = self._new_staging(), WINDOWS
             self._staging.pin()
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Wait until nothing is being read into staging buffers, and no copy is under way."""
         if self._staging:
-            self._staging.settle()
+            self._staging.wait_for_reads()
         self._queues.finish()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class WeightSource:
         """Report to the progress that these tensors have come from disk; those in RAM do not count."""
         self._incoming.progress.passes(self.file_bytes(tensors))
 
-    def expect(self, tensors: Sequence[torch.Tensor]) -> None:
+    def announce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Tell the progress that these tensors will come from disk; those in RAM do not count."""
         self._incoming.progress.expect(self.file_bytes(tensors))
 
@@ -184,7 +184,7 @@ class WeightSource:
         for group in in_ram:
             self._pack(group)
         wants_pinned = self._queues.copying and hostbuffer.wants_pinned(self._queues.device)
-        if wants_pinned and not all(p.pinned for p in in_ram) and (self._staging or self._make_windows()):
+        if wants_pinned and not all(group.pinned for group in in_ram) and (self._staging or self._make_windows()):
             through += [group for group in self._groups if group.hosts and not group.pinned]
         for group in through:
             group.parts = group.parts or parts_of(group, self._on_disk)

@@ -147,7 +147,7 @@ def put(
 def rests(placement: Placement) -> None:
     """Do before and after each call what the manager does, until the module is taken away."""
     before = placement.module.register_forward_pre_hook(lambda *_: placement.complete())
-    after = placement.module.register_forward_hook(lambda *_: placement.rest(), always_call=True)
+    after = placement.module.register_forward_hook(lambda *_: placement.end_call(), always_call=True)
     placement._undo += [before.remove, after.remove]
 
 

@@ -37,10 +37,10 @@ def test_nothing_waits_for_what_comes_later(
     groups, arrivals = placement._groups, placement._uploads
     disk.allow(3)
     placement._source.await_ram(groups[2].stored())
-    assert not arrivals.send_before(None, None) and arrivals.owes
+    assert not arrivals.send_before(None, None) and arrivals.pending
     placement.complete()
-    assert arrivals.owes
-    sent = [group.state is not State.AWAITED for group in groups if group.resident]
+    assert arrivals.pending
+    sent = [group.state is not State.ALLOCATED for group in groups if group.resident]
     assert sent == [group in groups[:3] for group in groups if group.resident]
     computed: list[int] = []
     for i, block in enumerate(placement.module.blocks):  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_nothing_waits_for_what_comes_later(
 
         block.middle = middle
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
-    assert computed == list(range(COUNT)) and not arrivals.owes
+    assert computed == list(range(COUNT)) and not arrivals.pending
     end(unit, placement)
 
 
@@ -91,7 +91,7 @@ def test_copies_wait_for_what_queued_work_reads(kind: str) -> None:
     for _ in range(3):
         placement.complete()
         found = run(module, noise(512))
-        placement.rest()
+        placement.end_call()
         placement.shrink(ALL // 2)
         assert placement.grow(ALL)
     placement.complete()
@@ -110,9 +110,9 @@ def test_room_is_given_up_when_no_copy_comes_to_it_any_more(tmp_path: Path, monk
     arrivals.send_before(None, None)
     arrivals.enter(groups[0])
     for group in (groups[-1], groups[0]):  # that has not been sent, and that is waited for already
-        placement._give_up(group)
+        placement._evict(group)
         assert not copying.query(), "the host waits for copies to others"
-    placement._give_up(groups[1])
+    placement._evict(groups[1])
     assert copying.query()
     torch.empty(ALL, dtype=torch.uint8, device=SIM).zero_()
     disk.allow(2 * COUNT)
@@ -120,7 +120,7 @@ def test_room_is_given_up_when_no_copy_comes_to_it_any_more(tmp_path: Path, monk
     unit.await_reading()
     placement.complete()
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
-    assert placement.resident_bytes == ALL and not arrivals.owes
+    assert placement.resident_bytes == ALL and not arrivals.pending
     end(unit, placement)
 
 
@@ -140,7 +140,7 @@ def test_what_left_before_it_came_comes_in_its_turn(
     placement.complete()
     assert [placement._groups.index(group) for group in asked] == list(range(2 * COUNT))
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())
-    assert not any(group.owed for group in placement._groups)
+    assert not any(group.uploads for group in placement._groups)
     placement.complete()
     assert not placement._gates, "all is there"
     end(unit, placement)

@@ -55,7 +55,7 @@ def test_the_first_copies_are_in_the_order_of_the_calls(
     assert [groups.index(group) for group in asked[: len(groups)]] == list(range(len(groups))), on_disk
     came, read = placement.take_bytes_in(), placement.take_bytes_read()
     assert came == nbytes(module) + sum(group.packed_bytes for group in asked[len(groups) :])
-    placement.settle()
+    placement.wait_for_copies()
     coming = [group for group in asked[len(groups) :] if placement._source.is_on_disk(group)]
     assert read == sum(group.stored_bytes for group in (*groups, *coming) if placement._source.is_on_disk(group)) + (
         nbytes(module) - sum(group.stored_bytes for group in groups)
@@ -143,12 +143,12 @@ def test_what_the_windows_are_read_for(tmp_path: Path) -> None:
     assert [groups.index(group) for group in order_of(arrivals)] == [2, 6, 10]
     assert [len(copies) for copies in arrivals.disk_copies()] == [1, 1, 1]
     arrivals.clear()
-    assert found([4, 5, 7, 8, 11], 2) == [4, 5, 7, 8, 11] and not arrivals.owes
+    assert found([4, 5, 7, 8, 11], 2) == [4, 5, 7, 8, 11] and not arrivals.pending
 
 
 def order_of(arrivals: DeferredUploads) -> list[WeightGroup]:
     """The groups that come from disk, as they are read."""
-    whose = {id(target): group for group in arrivals._order for _, target in group.owed}
+    whose = {id(target): group for group in arrivals._order for _, target in group.uploads}
     return [whose[id(copies[0][1])] for copies in arrivals.disk_copies()]
 
 

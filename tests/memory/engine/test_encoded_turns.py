@@ -130,7 +130,7 @@ def test_compiled_blocks_give_the_same_from_as_many_graphs(
                 found.append(dit.module(**arguments)[0])
                 first = len(graphs)
                 assert torch.equal(dit.module(**arguments)[0], found[-1]) and len(graphs) == first, "compiled anew"
-                placement.rest()
+                placement.end_call()
                 placement.remove()
             counts.append(first)
         manager("cpu").free()

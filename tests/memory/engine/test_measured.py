@@ -198,7 +198,7 @@ def test_calls_that_were_disturbed_tell_nothing(sim: ModuleType) -> None:
         try:
             module(noise(64))
         finally:
-            placement.rest(failed=True)
+            placement.end_call(failed=True)
     block.middle = None
     assert placement.take_seconds() is None and not placement.time_call()
     placement.remove()

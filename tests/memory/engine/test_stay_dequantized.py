@@ -126,7 +126,7 @@ def test_what_stays_is_decoded_once(model: Model, sim: ModuleType, share: float)
     assert not decoded(placement), "the first call waits for no more than its first group"
     assert torch.equal(model.call(), model.expected)
     sim.take_interval_peak()
-    placement.rest()
+    placement.end_call()
     placement.complete()
     rests(placement)
     assert sim.take_interval_peak() <= model.budget(share)
@@ -179,7 +179,7 @@ def test_budgets_that_change(model: Model, sim: ModuleType, changes: list[tuple[
         placement.complete()
         assert placement.resident_bytes == sim.stats().allocated_bytes
         assert placement.resident_bytes <= max(planned_bytes(placement), model.least)
-        arrived = {group for group in placement._to_dequantize() if not group.owed}  # others come in the next call
+        arrived = {group for group in placement._to_dequantize() if not group.uploads}  # others come in the next call
         assert set(decoded(placement)) == arrived
     placement.remove()
     for layer in layers:
@@ -202,7 +202,7 @@ def test_out_of_memory_at_any_allocation(model: Model, sim: ModuleType) -> None:
             for group in placement._groups:
                 placement._uploads.enter(group)  # as a call does
             with sim.fail_after(left):
-                placement.rest()
+                placement.end_call()
                 placement.complete()
                 refit(placement, model.budget(0.9), model.loads)
                 was_hit = card.card.fail_in == 0
@@ -239,7 +239,7 @@ def test_measured_seconds_are_those_with_decoding(model: Model) -> None:
 def test_a_resident_module_tells_which_groups_are_dequantized(model: Model, sim: ModuleType, share: float) -> None:
     placement = model.put_resident(share)
     assert torch.equal(model.call(), model.expected)
-    placement.rest()
+    placement.end_call()
     placement.complete(alone=False)
     assert not placement.dequantized, "another call may be under way"
     placement.complete()
@@ -262,13 +262,13 @@ def test_dequantizing_a_resident_module_fails_at_any_allocation(model: Model, si
     for at in range(1, 200):
         placement = model.put_resident(1.0)
         model.call()
-        placement.rest()
+        placement.end_call()
         with sim.fail_after(at):
             placement.complete()
             was_hit = card.card.fail_in == 0
         assert placement.is_whole and placement.resident_bytes == sim.stats().allocated_bytes
         assert torch.equal(model.call(), model.expected)
-        placement.rest()
+        placement.end_call()
         placement.complete()
         assert placement.dequantized < encoded if was_hit else placement.dequantized == encoded
         refit(placement, model.resident_bytes(1.0), model.loads)

@@ -33,7 +33,7 @@ def call(engine: Engine, rows: int, failed: bool = False) -> tuple[bool, float]:
     before = torch.sim.current_stream().ready
     with torch.inference_mode():
         engine.module(noise(rows))
-    engine.rest(failed)
+    engine.end_call(failed)
     return timed, torch.sim.current_stream().ready - before
 
 
@@ -74,7 +74,7 @@ def test_calls_that_failed_compiled_or_left_tell_nothing(engine: Engine, module:
     assert engine.time_call()
     torch._dynamo.reset()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    engine.rest()
+    engine.end_call()
     assert not timed()
     call(engine, 10)
     assert timed()
@@ -88,5 +88,5 @@ def test_a_module_that_runs_on_the_cpu_is_not_timed(sim: ModuleType) -> None:
         assert not engine.time_call()
         with torch.inference_mode():
             engine.module(noise().cpu())
-        engine.rest()
+        engine.end_call()
     engine.remove()
