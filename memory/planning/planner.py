@@ -396,8 +396,10 @@ def make_plan(
             outside = sizes.outside_bytes(placement)
             found = place(loads, room - outside, placement)
             seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.dequantized)
-            still_encoded = any(p.codecs for i, p in enumerate(sizes.pieces) if i not in found.dequantized)
-            left = room - outside - found.device_bytes if still_encoded else 0
+            may_take_more = found.streamed or any(
+                piece.is_encoded for i, piece in enumerate(loads.pieces) if i not in found.dequantized
+            )
+            left = room - outside - found.device_bytes if may_take_more else 0
             beside = overhead.on(bare.with_decoding(sizes.decoding_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             # The first call decodes all as it goes.
