@@ -329,7 +329,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         if found.type == "cpu":
             return torch.device("cpu")
         module = torch.get_device_module(found)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {str(device)!r}. Use auto, cpu, cuda, xpu, mps or sim.") from error
     if not module.is_available():
         raise ValueError(f"device {str(device)!r} is not available here. Run `ballast doctor` to see what is.")

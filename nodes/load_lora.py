@@ -27,7 +27,7 @@ class LoadLora(io.ComfyNode):
             "wherever these lie. Several are chained.",
             search_aliases=["lora loader", "lora stack", "style"],
             inputs=[
-                PipelineType.Input("pipeline", tooltip="From Load Pipeline, or from another Load LoRA (Ballast)."),
+                PipelineType.Input("pipeline", tooltip="From a Ballast loader, or from another Load LoRA (Ballast)."),
                 io.Combo.Input(
                     "lora",
                     options=folder_paths.get_filename_list(_FOLDER),

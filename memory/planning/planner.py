@@ -441,8 +441,10 @@ def make_plan(
             outside = sizes.outside_bytes(placement)
             found = place(loads, room - outside, placement)
             seconds = compute - sum(loads.groups[i].decode_seconds for i in found.dequantized)
-            still_encoded = any(p.codecs for i, p in enumerate(sizes.groups) if i not in found.dequantized)
-            left = room - outside - found.device_bytes if still_encoded else 0
+            may_take_more = found.streamed or any(
+                group.is_encoded for i, group in enumerate(loads.groups) if i not in found.dequantized
+            )
+            left = room - outside - found.device_bytes if may_take_more else 0
             beside = overhead.on(bare.with_dequantizing(sizes.dequantizing_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             # The first call has all weights as stored: groups are dequantized to stay only when it has ended.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import ram, simulated
+from ..errors import release_frames
 from ..host import management as host
 from ..simulated.lazy import copies as simulated_copies
 from ..sizes import format_bytes
@@ -268,6 +269,8 @@ def pin(flat: torch.Tensor, device: torch.device) -> bool:
     if pages.pin(flat.data_ptr(), device):
         return True
     # A refusal stays behind as CUDA's last error, which the next kernel would raise. This one takes it.
-    with contextlib.suppress(Exception):
+    try:
         torch.ones(1, device=device).add_(1)
+    except Exception as error:
+        release_frames(error)  # others may hold it, and with it the tensor
     return False

@@ -35,6 +35,11 @@ _IN_WIDGETS = {
     "that does. Leave it out.": "that does. Disconnect it, or set it to 0.",
     "takes no picture to start from. Leave it out.": "takes no picture to start from. Disconnect it.",
     "makes pictures, not videos: leave frames out.": "makes pictures, not videos: set frames to 0.",
+    "Leave frames out.": "Set frames to 0.",
+    "Leave it out; guidance is its own scale.": "Set true_cfg to 0: guidance is its own scale.",
+    "Give it: ": "Connect ",
+    "Give them to encode, and none to sample.": "Connect them to Staged Text Encode, and none here.",
+    "Encode one prompt, and leave batch out.": "Encode one prompt, and set batch to 1.",
 }
 _BUDGET = re.compile(r"Raise the (v?ram) budget to ([\d.]+ [KMGT]?B)")
 _NEWS = ("read", "place", "compile")  # that is shown at once

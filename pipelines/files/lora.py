@@ -177,7 +177,7 @@ def _why(
     strays: Sequence[str], found: ByComponent, theirs: ByComponent, pipeline_class: Any, apart: Collection[str]
 ) -> str:
     """Return why a file is refused that has names without a place, in a sentence or two."""
-    known_as = getattr(pipeline_class, "__name__", "this pipeline")
+    known_as = getattr(pipeline_class, "__name__", "this model").removesuffix("Pipeline")
     named = [*names_in(found), *names_in(theirs)]
     has = {word for name in named for word in _words(name)}
     parts = dict.fromkeys(_part(_words(name), has) for name in strays)

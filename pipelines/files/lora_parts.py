@@ -22,7 +22,8 @@ Tensors = dict[str, torch.Tensor]
 
 _NAMED = re.compile(
     r"(?P<path>.+?)\.(?:"
-    r"(?:lora_(?P<ab>[AB])|(?:lora|lora_linear_layer)[._](?P<way>down|up|mid))(?:\.default)?\.(?P<kind>weight|bias)|"
+    r"(?:lora_(?P<ab>[AB])(?:\.[\w-]+)?|(?:lora|lora_linear_layer)[._](?P<way>down|up|mid)(?:\.default)?)"
+    r"\.(?P<kind>weight|bias)|"  # of peft, which may put the adapter's name between
     r"(?P<part>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|diff(?:_[bm])?|[wb]_norm)(?:\.default)?|"
     r"(?P<alpha>alpha))"
 )

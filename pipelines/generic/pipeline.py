@@ -177,15 +177,8 @@ class GenericPipeline(SeeingPipeline):
             arguments[scales.guidance] = guidance
         if self.own_size and (width or height) and not self._is_of_picture(width, height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
-        asked, (width, height) = width or height, self._size(width, height)
-        try:
-            self.sizes.check(self.title, width, height)
-        except ValueError as error:
-            if asked or not (width and height):
-                raise
-            high, wide = (self.pictures.get("image") or self.pictures["video"])[0].shape[:2]
-            words = f"the picture is {wide} wide and {high} high: scale it, or set width and height."
-            raise ValueError(f"{words} ({error})") from None
+        self._check_size(width, height)
+        width, height = self._size(width, height)
         if _AREA in self._call and width and height:
             arguments[_AREA] = width * height  # to which it brings every size
         sides = (("width", width), ("height", height))
@@ -199,6 +192,20 @@ class GenericPipeline(SeeingPipeline):
             arguments[self._frames] = frames
         return arguments
 
+    def _check_size(self, width: int | None, height: int | None) -> None:
+        """Raise ValueError, in one line, for a size that cannot be drawn: that asked for, or that of the picture."""
+        if width or height or not (drawn := self._drawn_of_picture()):
+            self.sizes.check(self.title, width, height)
+            return
+        try:
+            self.sizes.check(self.title, *drawn)
+        except ValueError as error:
+            high, wide = (self.pictures.get("image") or self.pictures["video"])[0].shape[:2]
+            words = f"the picture is {wide} wide and {high} high: scale it, or set width and height."
+            if self.own_size:
+                words = f"the picture is {wide} wide and {high} high: scale it."
+            raise ValueError(f"{words} ({error})") from None
+
     def _is_of_picture(self, width: int | None, height: int | None) -> bool:
         """Return whether a size is that of the picture to start from, which a call that is told it draws as well."""
         first = self.pictures.get("image") or self.pictures.get("video")
@@ -208,9 +215,14 @@ class GenericPipeline(SeeingPipeline):
 
     def _size(self, width: int | None, height: int | None) -> tuple[int | None, int | None]:
         """Return the size asked for, or that of the picture to start from."""
+        drawn = self._drawn_of_picture()
+        return (width, height) if self.own_size or width or height or not drawn else drawn
+
+    def _drawn_of_picture(self) -> tuple[int, int] | None:
+        """Return the width and height that are drawn of the picture to start from, where no other size is asked for."""
         first = self.pictures.get("image") or self.pictures.get("video")
-        if "strength" not in self._call or self.own_size or width or height or not first:
-            return width, height
+        if "strength" not in self._call or not first:
+            return None
         multiple = self.sizes.multiple
         rows, columns = first[0].shape[:2]
         return columns // multiple * multiple, rows // multiple * multiple

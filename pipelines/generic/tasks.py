@@ -47,7 +47,7 @@ def task_of(cls: type, title: str, pictures: Pictures) -> Task:
     own = parameters(cls)
     references, image = pictures.references, pictures.image
     if reads_pictures(cls) and image:
-        raise ValueError(f"{title} reads its pictures with the prompt: give them to encode, and none to sample.")
+        raise ValueError(f"{title} reads its pictures with the prompt. Give them to encode, and none to sample.")
     ways: list[dict[str, tuple[torch.Tensor, ...]]] = [{"image": image or references}]
     if references and "image" not in own:
         ways = [{"images": references}]

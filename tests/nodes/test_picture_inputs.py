@@ -187,6 +187,23 @@ def test_half_of_a_character_is_refused_in_one_line(half: str, where: str, model
             "flux takes no mask: diffusers has no pipeline of its parts that does. Leave it out.",
             "flux takes no mask: diffusers has no pipeline of its parts that does. Disconnect it, or set it to 0.",
         ),
+        (
+            "wan makes as many frames as it is given. Leave frames out.",
+            "wan makes as many frames as it is given. Set frames to 0.",
+        ),
+        ("no. Leave it out; guidance is its own scale.", "no. Set true_cfg to 0: guidance is its own scale."),
+        (
+            "flux starts from more than text. Give it: image, mask.",
+            "flux starts from more than text. Connect image, mask.",
+        ),
+        (
+            "q reads its pictures with the prompt. Give them to encode, and none to sample.",
+            "q reads its pictures with the prompt. Connect them to Staged Text Encode, and none here.",
+        ),
+        (
+            "q draws one at a time. Encode one prompt, and leave batch out.",
+            "q draws one at a time. Encode one prompt, and set batch to 1.",
+        ),
     ],
 )
 def test_what_the_library_asks_for_is_said_in_widgets(said: str, told: str) -> None:

@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import torch
 from ballast.memory.weights import hostbuffer, huge_pages
 from ballast.memory.weights.hostbuffer import allocate, bytes_of
 from ballast.memory.weights.huge_pages import PAGE_BYTES, RETRY_BYTES, Policy
+from fault_points import FaultError, raised_at
 from places import ROOT
 
 MB = 2**20
@@ -141,3 +143,14 @@ def test_limit_of_the_process_is_told_as_refused_ram() -> None:
     command = [sys.executable, "-c", start + script]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.startswith("the system refuses 256 MB of RAM for weights (Cannot allocate memory)."), ran.stderr
+
+
+def test_the_kernel_after_a_refused_pin_leaves_nothing(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes CUDA's last error, and whoever holds that error holds no tensor by it."""
+    sim.enable(copies="cuda")
+    monkeypatch.setattr(hostbuffer.host, "pin_memory", lambda tensor: False)
+    error = FaultError("of the pin before")
+    with raised_at("operator", 1, error):
+        assert not hostbuffer.pin(allocate(10), torch.device("sim:0"))
+    assert error.__traceback__ is not None, "it was not raised"
+    assert sim.stats().allocated_bytes == 0

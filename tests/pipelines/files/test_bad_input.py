@@ -205,6 +205,7 @@ def test_frames_that_the_model_cannot_make(tiny_folders: Folders) -> None:
     ("opening", "message"),
     [
         ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"device": None}, "^unknown device 'None'"),
         ({"device": "cpu", "vram": "lots"}, "not a size: 'lots'"),
         ({"device": "cpu", "vram": -1}, "not a size: -1"),
         ({"device": "cpu", "dtype": "int3"}, "unknown dtype 'int3'"),

@@ -410,7 +410,7 @@ def test_an_encoder_that_sees_pictures_is_cached_by_them(name: str, folders: Fol
     assert embeds["one"].shape != embeds["other"].shape or not torch.allclose(embeds["one"], embeds["other"])
     with pytest.raises(ValueError, match=f"^{name} reads a picture with its prompt. Give images.$"):
         pipe.encode("a boat")
-    with pytest.raises(ValueError, match=f"^{name} reads its pictures with the prompt: give them to encode"):
+    with pytest.raises(ValueError, match=f"^{name} reads its pictures with the prompt. Give them to encode"):
         pipe.sample(conds["one"], image=ONE)
 
 

@@ -63,6 +63,17 @@ def test_quality_is_as_the_words_say(weights: str, least: float, most: float) ->
         assert any(abs(said - each) < 0.1 for each in found), found
 
 
+@pytest.mark.parametrize("weights", ["exact12", "int8", "fp8"])
+def test_what_is_called_once_keeps_no_room_to_decode_in(weights: str, sim: ModuleType, tiny_folders: Any) -> None:
+    """One step without a second pass: the peak is as planned, before the weights are encoded."""
+    pipe = ballast.open_pipeline(tiny_folders("flux"), device="sim", dtype="bf16", weights=weights)
+    cond = pipe.encode("a boat")
+    planned = pipe.plan(cond=cond, **{**SIZE, "steps": 1}).sampling.peak_vram_bytes
+    sim.reset_stats()
+    pipe.sample(cond, **{**SIZE, "steps": 1})
+    assert sim.stats().peak_bytes <= planned <= 1.02 * sim.stats().peak_bytes
+
+
 def test_what_is_encoded_already_is_said(tiny_folders: Any) -> None:
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
     plan = pipe.plan(**SIZE, vram="1GB", ram="1GB")

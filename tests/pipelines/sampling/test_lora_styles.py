@@ -77,9 +77,11 @@ def xlabs(pairs: Pairs) -> Tensors:
 
 def styles(name: str, ours: Pairs, theirs: Pairs) -> dict[str, Tensors]:
     """The same in each style that there is for a family."""
+    plain = written(ours, "transformer.{}")
     return {
-        "diffusers": written(ours, "transformer.{}"),
+        "diffusers": plain,
         "peft": written(ours, "base_model.model.{}"),
+        "peft, by the adapter's name": {re.sub("(lora_[AB])", r"\1.my-style_0", k): v for k, v in plain.items()},
         "comfyui, diffusers' names": written(ours, "diffusion_model.{}", 2.0),
         "kohya, diffusers' names": written(ours, "lora_unet_{flat}", 8.0),
         "lycoris, diffusers' names": written(ours, "lycoris_{flat}", 8.0),

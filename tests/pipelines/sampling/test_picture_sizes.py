@@ -94,6 +94,25 @@ def test_the_next_larger_size_is_refused_by_run_and_plan(name: str, tiny_folders
         assert refusal(pipe.plan, width=width, height=height, vram="1GB", frames=frames) == message
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [
+        ("sd3", (480, 832), "832 wide and 480 high: scale it, or set width and height. (width is 832; sd3 takes"),
+        ("sd3", (512, 16), "16 wide and 512 high: scale it, or set width and height. (height is 512; sd3 takes"),
+        ("flux", (8, 8), "8 wide and 8 high: scale it, or set width and height. (width is 0; flux takes"),
+        ("zimage", (480, 832), "832 wide and 480 high: scale it. (width is 832; zimage takes"),
+        ("zimage", (8, 24), "24 wide and 8 high: scale it. (height is 0; zimage takes"),
+    ],
+)
+def test_a_picture_whose_size_cannot_be_drawn_is_named(
+    name: str, size: tuple[int, int], says: str, tiny_folders: Folders
+) -> None:
+    """No width and height were asked for; Z-Image draws the size of its picture, whatever is asked for."""
+    pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
+    cond = pipe.encode("a red boat", **tiny.FAMILIES[name].encode_kwargs)
+    assert f"the picture is {says}" in refusal(pipe.sample, cond, image=torch.rand(1, *size, 3), strength=0.5, steps=2)
+
+
 @pytest.mark.parametrize("name", ["flux", "sana", "lumina2"])
 def test_what_is_no_multiple_is_told_one_that_is_taken(name: str, tiny_folders: Folders) -> None:
     pipe, sample = opened(name, tiny_folders(name))
