@@ -45,6 +45,7 @@ class LoadPipeline(io.ComfyNode):
                     options=[AUTO, *find_llamas()],
                     default=AUTO,
                     optional=True,
+                    advanced=True,
                     tooltip="HiDream-I1 only: the folder of Llama 3.1 8B Instruct in models/text_encoders, which its "
                     "own download does not hold. auto takes text_encoder_4 in the pipeline's folder.",
                 ),
