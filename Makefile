@@ -23,7 +23,7 @@ test: lint
 
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests -m long --dist loadfile
-	BALLAST_COPIES=xpu $(PYTEST) tests/memory/streaming/test_arriving.py -k "books_whatever or first_step"
+	BALLAST_COPIES=xpu $(PYTEST) tests/memory/engine/test_arriving.py -k "books_whatever or first_step"
 
 # All families, budgets and walks: more than an hour.
 soak: .venv/test-ready
@@ -32,7 +32,7 @@ soak: .venv/test-ready
 		tests/pipelines/planning/test_plans.py tests/pipelines/families/test_pyramid_surface.py \
 		tests/pipelines/generic/test_pictures.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
 		tests/memory/test_fault_mix.py tests/bench -m "not soak"
-	for copies in cuda xpu; do BALLAST_COPIES=$$copies BALLAST_SOAK=1 $(PYTEST) tests/memory/streaming \
+	for copies in cuda xpu; do BALLAST_COPIES=$$copies BALLAST_SOAK=1 $(PYTEST) tests/memory/engine \
 		tests/memory/striped tests/memory/codecs tests/pipelines/sampling -m "not eager" || exit 1; done
 
 # All figures of this machine's CUDA card, in 9 minutes. Without one: make gpu ARGS=--dry

@@ -1,8 +1,8 @@
-"""The least seconds of a step, whatever is copied when: no schedule of these pieces in this room is faster.
+"""The least seconds of a step, whatever is copied when: no schedule of these groups in this room is faster.
 
-A piece must be on the device while it is called, and nothing else moves weights than the copies to it. So when the call
-of a piece ends, the device holds at most its room of that piece and of what is called after it, and the rest of this
-must come before its last piece is called. That takes longer than computing where many bytes are called in a row that
+A group must be on the device while it is called, and nothing else moves weights than the copies to it. So when the call
+of a group ends, the device holds at most its room of that group and of what is called after it, and the rest of this
+must come before its last group is called. That takes longer than computing where many bytes are called in a row that
 compute little.
 """
 
@@ -16,16 +16,16 @@ _STEPS = 3  # of which the last two are compared
 
 
 def window_bound_seconds(loads: Loads, room_bytes: int) -> float:
-    """Return the least seconds of a steady step with `room_bytes` on the device for pieces and all that they pass.
+    """Return the least seconds of a steady step with `room_bytes` on the device for groups and all that they pass.
 
     Of `loads.ram_bytes`, where stated, all may hold weights; what is neither there nor on the device is read at the
     rate of the disk. The longest chain of calls and of waits for windows of up to a step of calls; the step that grew
     least in it is a bound of any steady step, as the least growth of a max-plus system is of its eigenvalue.
     """
-    count = len(loads.pieces)
-    seconds = [piece.seconds for piece in loads.pieces]
-    held = np.tile([float(piece.held_bytes) for piece in loads.pieces], _STEPS + 1)
-    before_bytes = np.concatenate([[0.0], np.cumsum(held)])  # of all pieces before each call
+    count = len(loads.groups)
+    seconds = [group.seconds for group in loads.groups]
+    held = np.tile([float(group.held_bytes) for group in loads.groups], _STEPS + 1)
+    before_bytes = np.concatenate([[0.0], np.cumsum(held)])  # of all groups before each call
     begin, end = np.zeros(len(held)), np.zeros(len(held))
     for i in range(len(held)):
         if i:
@@ -35,7 +35,7 @@ def window_bound_seconds(loads: Loads, room_bytes: int) -> float:
         if i > first:  # windows that begin with the calls from the first on, as these end
             waits = _wait_seconds(loads, before_bytes[i + 1] - before_bytes[first:i] - room_bytes)
             begin[i] = max(begin[i], np.max(end[first:i] + waits))
-        if i >= count:  # all pieces
+        if i >= count:  # all groups
             whole = _wait_seconds(loads, before_bytes[count : count + 1] - room_bytes)
             begin[i] = max(begin[i], begin[i - count] + float(whole[0]))
         end[i] = begin[i] + seconds[i % count]

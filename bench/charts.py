@@ -27,8 +27,8 @@ _MOST = 126  # characters of an error that have room
 def stream(found: Mapping[str, Any]) -> Image.Image:
     """Seconds of a steady step as bars over the resident share, one panel for each regime, and the bound as lines."""
     rows, figure = found["rows"], new_figure(_WIDTH, 430)
-    overhead = ", ".join(f"{value} us on {name}" for name, value in found["overhead_us_per_piece"].items())
-    _head(figure, "Streaming: a steady step against the bound", f"{_setting(found)} Python per piece: {overhead}")
+    overhead = ", ".join(f"{value} us on {name}" for name, value in found["overhead_us_per_group"].items())
+    _head(figure, "Streaming: a steady step against the bound", f"{_setting(found)} Python per group: {overhead}")
     # A share that is not above the one before begins another regime.
     ends = [at for at in range(1, len(rows)) if rows[at]["share"] <= rows[at - 1]["share"]] + [len(rows)]
     width = (_WIDTH - _SIDE) / len(ends)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..memory.codecs.making import MAKERS
-from ..memory.units.encoding import encoding_of, mark_made, part_spans, split
+from ..memory.weights.encoding import encoding_of, mark_made, part_spans, split
 
 
 def encode(module: nn.Module, weights: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..memory.units import direct
+from ..memory.weights import direct
 from . import apart, report
 from .load_worker import OURS, STOCK_COPIED, WAYS, config_of, names_of, width_of
 from .measure import Meter, environment

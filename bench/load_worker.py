@@ -14,7 +14,7 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from ..memory import ManagedModel
-from ..memory.units.weights import stored_tensors
+from ..memory.weights.stored import stored_tensors
 from .rss import peak_rss_bytes
 
 _LAYERS, _WORDS = 24, 32128  # of T5-XXL

@@ -120,9 +120,9 @@ def _drawn(shape: torch.Size, pool: torch.Tensor, scale: float, generator: torch
     flat = weight.view(-1)
     at, start = 0, int(torch.randint(_POOL, (), generator=generator))
     while at < flat.numel():
-        piece = pool[start : start + flat.numel() - at]
-        torch.mul(piece, scale, out=flat[at : at + piece.numel()])
-        at, start = at + piece.numel(), 0
+        group = pool[start : start + flat.numel() - at]
+        torch.mul(group, scale, out=flat[at : at + group.numel()])
+        at, start = at + group.numel(), 0
     return weight
 
 

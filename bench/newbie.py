@@ -23,8 +23,8 @@ from ..memory.errors import DoesNotFitError, release_frames
 from ..memory.manager import MemoryManager
 from ..memory.rates import ASSUMED
 from ..memory.sizes import format_bytes
-from ..memory.units.unit import ManagedModel
-from ..memory.units.weights import stored_tensors
+from ..memory.weights.stored import stored_tensors
+from ..memory.weights.unit import ManagedModel
 from ..pipelines import open_pipeline
 from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.kernels import compiles

@@ -1,6 +1,6 @@
 """`ballast bench stream`, the part without a card: transformers of the published sizes against the bound, on paper.
 
-Dry runs of the pipelines, opened from configs alone, tell what each piece weighs and computes; the solver, which runs
+Dry runs of the pipelines, opened from configs alone, tell what each group weighs and computes; the solver, which runs
 go by too, tells how long a step takes. No device, no weights.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..memory.planning.fit import sizes_of
-from ..memory.planning.solver import Loads, PieceLoad, place
+from ..memory.planning.solver import GroupLoad, Loads, place
 from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
 from ..pipelines import open_pipeline
@@ -31,7 +31,7 @@ from .bounds import window_bound_seconds
 
 BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
 RESIDENCIES = tuple(tenths / 10 for tenths in range(11))  # shares of the weights that there is room for beside the ring
-RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all pieces
+RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all groups
 RAM_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the weights that RAM has room for beside the windows
 NEAR = 1.05  # of the bound
 RING_PIECES = 5  # of the largest: the room for the ring
@@ -93,7 +93,7 @@ def run(
     """
     if unknown := set(names) - set(MODELS):
         raise ValueError(f"--models has {', '.join(sorted(unknown))}. Known are {', '.join(MODELS)}.")
-    found: dict[str, Any] = {"bus_bytes_per_second": BUS_BYTES_PER_SECOND, "ring_pieces": RING_PIECES, "models": []}
+    found: dict[str, Any] = {"bus_bytes_per_second": BUS_BYTES_PER_SECOND, "ring_groups": RING_PIECES, "models": []}
     found["disk_bytes_per_second"] = ASSUMED.disk_bytes_per_second
     found["rows"] = []
     for name in names:
@@ -125,14 +125,14 @@ def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
 
 
 def find_loads(model: Model) -> Loads:
-    """Return the pieces of a model's transformer and what they compute, by a dry run in a process of its own."""
+    """Return the groups of a model's transformer and what they compute, by a dry run in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         environment = {"XDG_CACHE_HOME": scratch}
         found = measure("published", asdict(model), Path(scratch), _SECONDS, environment)
     if "error" in found:
         raise RuntimeError(f"{model.folder} cannot be opened in its published size: {found['error']}")
-    pieces = tuple(PieceLoad(*piece) for piece in found["pieces"])
-    return Loads(pieces, BUS_BYTES_PER_SECOND, found["before_seconds"])
+    groups = tuple(GroupLoad(*group) for group in found["groups"])
+    return Loads(groups, BUS_BYTES_PER_SECOND, found["before_seconds"])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -143,12 +143,12 @@ def main(argv: Sequence[str]) -> None:
     build = _BUILDERS.get(name) or functools.partial(full_size.build, name)
     pipe = open_pipeline(build(scratch / name), device="cpu", cache_dir=scratch / "cache", **request["options"])
     loads = loads_of(pipe, request["run"])
-    pieces = [[piece.packed_bytes, piece.held_bytes, piece.seconds] for piece in loads.pieces]
-    answer.write_text(json.dumps({"pieces": pieces, "before_seconds": loads.before_seconds}), "utf-8")
+    groups = [[group.packed_bytes, group.held_bytes, group.seconds] for group in loads.groups]
+    answer.write_text(json.dumps({"groups": groups, "before_seconds": loads.before_seconds}), "utf-8")
 
 
 def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
-    """Return the pieces of an open pipeline's transformer, and the work of one call on the assumed card."""
+    """Return the groups of an open pipeline's transformer, and the work of one call on the assumed card."""
     size = run.get("width"), run.get("height"), pipe.default_steps
     arguments = pipe._checked(None, *size, run.get("guidance"), run.get("frames"), "auto", {})
     sampling = pipe._sampling(arguments | {"generator": None, "latents": None})
@@ -162,12 +162,12 @@ def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
 
 def facts(name: str, loads: Loads) -> dict[str, Any]:
     """Return what a model is made of, and how much it computes on the assumed card for each second of copying."""
-    packed = [piece.packed_bytes for piece in loads.pieces]
+    packed = [group.packed_bytes for group in loads.groups]
     ratio = _compute(loads) * loads.bytes_per_second / sum(packed)
     return {
         "model": name,
-        "pieces": len(packed),
-        "weight_bytes": sum(piece.held_bytes for piece in loads.pieces),
+        "groups": len(packed),
+        "weight_bytes": sum(group.held_bytes for group in loads.groups),
         "largest_bytes": max(packed),
         "compute_over_transfer": ratio,
     }
@@ -180,19 +180,19 @@ def solve(
     ratios: Sequence[float] = RATIOS,
     ram_shares: Sequence[float] = RAM_SHARES,
 ) -> Iterator[Row]:
-    """Yield the rows of a model: what its pieces compute is scaled to each ratio, as a whole.
+    """Yield the rows of a model: what its groups compute is scaled to each ratio, as a whole.
 
     The bound is the largest of the computing, of the weights that the device has no room for / the rate of the bus,
     and of those that RAM has no room for either / the rate of the disk. A ring that takes less than its room leaves
     some of that to weights, so a step may lie a little below.
     """
-    pieces, bus, disk = loads.pieces, loads.bytes_per_second, ASSUMED.disk_bytes_per_second
-    weight_bytes = sum(piece.held_bytes for piece in pieces)
-    ring_bytes = RING_PIECES * max(piece.packed_bytes for piece in pieces)
-    copying = sum(piece.packed_bytes for piece in pieces) / bus
+    groups, bus, disk = loads.groups, loads.bytes_per_second, ASSUMED.disk_bytes_per_second
+    weight_bytes = sum(group.held_bytes for group in groups)
+    ring_bytes = RING_PIECES * max(group.packed_bytes for group in groups)
+    copying = sum(group.packed_bytes for group in groups) / bus
     for ratio, ram_share in itertools.product(ratios, ram_shares):
         times = ratio * copying / _compute(loads)
-        scaled = tuple(replace(piece, seconds=piece.seconds * times) for piece in pieces)
+        scaled = tuple(replace(group, seconds=group.seconds * times) for group in groups)
         ram_bytes = windows_bytes(loads.sizes) + math.ceil(ram_share * weight_bytes) if ram_share < 1 else None
         load = Loads(scaled, bus, loads.before_seconds * times, disk, ram_bytes=ram_bytes)
         for residency in residencies:
@@ -206,4 +206,4 @@ def solve(
 
 def _compute(loads: Loads) -> float:
     """Seconds that one call computes."""
-    return loads.before_seconds + sum(piece.seconds for piece in loads.pieces)
+    return loads.before_seconds + sum(group.seconds for group in loads.groups)

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..memory.charts.tables import format_table
+from ..memory.charts.text_tables import format_table
 from ..memory.files import replace_file
 from ..memory.sizes import format_bytes
 

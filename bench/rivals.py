@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.streaming.engine import Engine
-from ..memory.units.structure import block_lists
+from ..memory.engine.engine import Engine
+from ..memory.weights.structure import block_lists
 from .stream import Regime, streamed
 
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..memory import simulated
+from ..memory.engine.engine import Engine
 from ..memory.planning.dry_run import dry_run
 from ..memory.planning.fit import sizes_in, streamed_layout
 from ..memory.planning.forecast import UnitForecast
 from ..memory.planning.planner import UnitSizes
 from ..memory.rates import Rates
-from ..memory.streaming.engine import Engine
-from ..memory.units import hostbuffer
+from ..memory.weights import hostbuffer
 from ..pipelines.families.hidream.routing import any_routing
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
@@ -65,7 +65,7 @@ def run(device: str, size: str, out: Path) -> int:
     overhead = {on.type: round(python_overhead(on) * 1e6, 1) for on in devices}
     module = models.build(size)
     found = environment(meter, size)
-    found |= {"weight_bytes": models.weight_bytes(module), "overhead_us_per_piece": overhead, "rows": []}
+    found |= {"weight_bytes": models.weight_bytes(module), "overhead_us_per_group": overhead, "rows": []}
     with torch.inference_mode():
         for regime in regimes(meter, module, size):
             for share in SHARES:
@@ -78,7 +78,7 @@ def run(device: str, size: str, out: Path) -> int:
     headings |= {"copied_bytes": "copied", "engine_allocations": "allocs"}
     report.say(report.table(headings, found["rows"]))
     python = ", ".join(f"{value} us on {kind}" for kind, value in overhead.items())
-    report.say(f"\nPython per piece: {python}\n{wrote}")
+    report.say(f"\nPython per group: {python}\n{wrote}")
     return 0
 
 
@@ -97,7 +97,7 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
 
     The module must be on the CPU, and fit on the device as a whole.
     """
-    streamable = sum(piece.packed_bytes for piece in sizes_in(module).pieces)
+    streamable = sum(group.packed_bytes for group in sizes_in(module).groups)
     bandwidth = meter.bandwidth()
     resident = Engine(module, meter.device)
     resident.place()
@@ -132,8 +132,8 @@ def forecast(size: str, tokens: int) -> UnitForecast:
 
 def budget(sizes: UnitSizes, share: float) -> int:
     """Bytes for the weights on the device with room for such a share of them, a ring, and what has to be there."""
-    room = math.ceil(share * sum(piece.held_bytes for piece in sizes.pieces))
-    ring = RING_PIECES * max(piece.packed_bytes for piece in sizes.pieces)
+    room = math.ceil(share * sum(group.held_bytes for group in sizes.groups))
+    ring = RING_PIECES * max(group.packed_bytes for group in sizes.groups)
     return min(sizes.resident_bytes, sizes.fixed_bytes + ring + room)
 
 
@@ -194,7 +194,7 @@ def measure(
         placement.remove()
         meter.accelerator.empty_cache()
     bound = max(regime.compute, streamed_bytes / regime.bandwidth)
-    whole = sum(piece.packed_bytes for piece in sizes.pieces) / regime.bandwidth
+    whole = sum(group.packed_bytes for group in sizes.groups) / regime.bandwidth
     return Row(
         regime.compute / whole, share, regime.tokens, regime.bandwidth, regime.compute, streamed_bytes, first, seconds,
         predicted, bound, seconds / bound, peak_bytes, copied_bytes, allocations, is_equal, driver_bytes,
@@ -202,7 +202,7 @@ def measure(
 
 
 class _Many(nn.Module):
-    """Pieces so small that a call of one is all Python."""
+    """Groups so small that a call of one is all Python."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Many(nn.Module):
 
 
 def python_overhead(device: torch.device, count: int = 32, calls: int = 200) -> float:
-    """Seconds of real time that the engine adds to each piece's call: streamed against resident, medians."""
+    """Seconds of real time that the engine adds to each group's call: streamed against resident, medians."""
     module, backend = _Many(count), Meter(device).accelerator
     x = torch.ones(1, 8).to(device)
     medians = []

@@ -14,7 +14,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..memory.units import hostbuffer
+from ..memory.weights import hostbuffer
 from . import models
 from .measure import Meter, environment, find_device, set_sim_bandwidth
 from .rivals import RIVALS, Job

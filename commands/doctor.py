@@ -12,7 +12,7 @@ import torch
 from .. import requirements
 from ..memory import ram, simulated
 from ..memory.accelerator import Accelerator, resolve_device
-from ..memory.charts.tables import format_table
+from ..memory.charts.text_tables import format_table
 from ..memory.host import contract as host_contract
 from ..memory.sizes import format_bytes
 from ..pipelines.encoding.embedding_cache import default_directory

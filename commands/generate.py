@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..memory.reports.timeline import Event
-    from ..memory.units.unit import ManagedModel
+    from ..memory.weights.unit import ManagedModel
     from ..pipelines import StagedPipeline
 
 SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU

@@ -224,7 +224,7 @@ class Cluster:
 
         And the step that it is at.
         """
-        from ..memory.charts.tables import format_table
+        from ..memory.charts.text_tables import format_table
         from ..memory.sizes import format_bytes
 
         rows: list[tuple[str, ...]] = [("worker", "machine", "card", "lines", "a minute", "peak VRAM", "step")]

@@ -4,6 +4,6 @@ from . import simulated
 from .errors import DoesNotFitError
 from .manager import MemoryManager, manager
 from .sizes import format_bytes, parse_bytes
-from .units.unit import ManagedModel
+from .weights.unit import ManagedModel
 
 __all__ = ["DoesNotFitError", "ManagedModel", "MemoryManager", "format_bytes", "manager", "parse_bytes", "simulated"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from . import ram, simulated
 from .accelerator import Accelerator
 from .host import management as host
 from .planning.measured import Overhead
+from .registry import Registry
 from .sizes import format_bytes
-from .units.unit import ManagedModel
 from .vocabulary import Role
+from .weights.unit import ManagedModel
 
 log = logging.getLogger("ballast")
 
@@ -32,21 +33,14 @@ def _beyond_reserve() -> int:
 class Budget:
     """Limits in bytes, None where nothing was stated.
 
-    `units` are those whose weights count on the device, `everyone` those whose weights count in RAM.
+    The units of `registry` count on the device, those of all registries in RAM.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        units: Callable[[], Iterable[ManagedModel]],
-        everyone: Callable[[], Iterable[ManagedModel]],
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, registry: Registry) -> None:
         self.vram_limit: int | None = None
         self.ram_limit: int | None = None
         self.host_roles: Sequence[Role] | None = None  # of the host's models that will run, in order; None if unknown
-        self._accelerator = accelerator
-        self._units = units
-        self._everyone = everyone
+        self._accelerator, self._registry = accelerator, registry
         self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
         self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
         self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
@@ -104,7 +98,7 @@ class Budget:
 
     def _ram_in_all(self) -> int:
         """RAM that weights and a simulated card hold, and what is free, less the reserve."""
-        held = sum(unit.host_bytes for unit in self._everyone())
+        held = sum(unit.host_bytes for unit in self._registry.everyone())
         return max(0, held + simulated.ram_taken()[0] + _beyond_reserve())
 
     def _warn_of_card(self) -> None:
@@ -137,7 +131,7 @@ class Budget:
         self.vram_limit = before[0] if vram is None else vram
         self.ram_limit = before[1] if ram is None else ram
         self._warn_of_card()
-        beside, kept = self._beside_bytes(), [unit for unit in self._units() if unit.placement]
+        beside, kept = self._beside_bytes(), [unit for unit in self._registry.units() if unit.placement]
         foreign = max(0, beside - self._left) if kept else beside
         self._not_ours = foreign if any(unit not in units for unit in kept) else beside
         self._own, self._others = self._not_ours - foreign, beside - self._not_ours
@@ -157,7 +151,7 @@ class Budget:
             self.overhead = before
 
     @contextmanager
-    def forgets_strays(self) -> Iterator[None]:
+    def recount_cached(self) -> Iterator[None]:
         """While a unit leaves: what goes with its weights is the present stage's to take again, and counts then."""
         before = self._beside_bytes()
         yield
@@ -171,4 +165,4 @@ class Budget:
         return self._accelerator.allocated_bytes() - self._held_bytes()
 
     def _held_bytes(self) -> int:
-        return sum(unit.resident_bytes for unit in self._units())
+        return sum(unit.resident_bytes for unit in self._registry.units())

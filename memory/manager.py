@@ -21,24 +21,24 @@ import torch
 from torch import nn
 
 from .accelerator import Accelerator, resolve_device
-from .books import Books
 from .errors import release_frames
 from .host import management as host
 from .host.patcher import HostPatcher
 from .planning.forecast import Forecast
 from .planning.ram_state import RamState
 from .planning.runplan import StagePlan
-from .reports.guests import guest_reports
+from .registry import Registry
+from .reports.host_models import host_model_reports
 from .reports.report import Report, UnitReport
-from .residents import Residents
+from .residency import Residency
 from .sizes import parse_bytes
 from .stage import run_stage
 from .stage_lock import StageLock
-from .units.branches import Worn, keys_of
-from .units.unit import ManagedModel
 from .vocabulary import ROLES, STRATEGIES, Role
 from .watch import Watch
-from .work import WorkBook
+from .weights.branches import ActiveAdapters, keys_of
+from .weights.unit import ManagedModel
+from .workload import WorkloadStats
 
 _managers: dict[torch.device, MemoryManager] = {}
 _managers_lock = threading.Lock()
@@ -73,11 +73,6 @@ def managers() -> list[MemoryManager]:
     return list(_managers.values())
 
 
-def _all_units() -> list[ManagedModel]:
-    """Return the units of all managers, whose copies share the RAM."""
-    return [unit for each in managers() for unit in each._books.units()]
-
-
 def _tidy() -> float | None:
     """Drop copies that nobody asks for. Return the seconds until the next look, or None if nothing is left."""
     if not _lock.acquire(blocking=False):
@@ -87,7 +82,7 @@ def _tidy() -> float | None:
             each._tidy()
         if any(each._unloading == "asked" for each in managers()):
             return _SOON_SECONDS
-        return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in _all_units()) else None
+        return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in Registry.everyone()) else None
     finally:
         _lock.release()
 
@@ -102,10 +97,10 @@ class MemoryManager:
         self.process = os.getpid()  # that it belongs to
         self.accelerator = Accelerator(device)
         self.device = device
-        self._books = Books()
+        self._registry = Registry()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._residents = Residents(self.accelerator, self._books, _all_units)
-        self.budget, self.timeline = self._residents.budget, self._residents.timeline
+        self._residency = Residency(self.accelerator, self._registry)
+        self.budget, self.timeline = self._residency.budget, self._residency.timeline
         self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher[ManagedModel]] = weakref.WeakKeyDictionary()
         self._told: list[HostPatcher[ManagedModel]] = []  # all that the host may still have in its list
         self._unloading: Literal["", "asked", "done"] = ""  # of copies in RAM, on the host's request
@@ -132,12 +127,12 @@ class MemoryManager:
     @property
     def disk_bytes_read(self) -> int:
         """Bytes of weights that have been read from files so far."""
-        return self._residents.readings.disk_bytes
+        return self._residency.host_cache.disk_bytes
 
     @property
     def device_bytes_in(self) -> int:
         """Bytes of weights that have come to the device so far."""
-        return self._residents.device_bytes_in
+        return self._residency.device_bytes_in
 
     def claim(self, key: Hashable, make: Callable[[], ManagedModel], owner: object) -> ManagedModel:
         """Return the unit of a model that is known by `key`; made where there is none, with that key.
@@ -146,11 +141,11 @@ class MemoryManager:
         the same model is taken over from the manager of another device.
         """
         with self._lock:
-            unit = self._books.find(key)
+            unit = self._registry.find(key)
             if unit is None:
                 unit = next((found for other in managers() if (found := other._give(key))), None) or make()
                 unit.key = key
-                self._books.add(unit)
+                self._registry.add(unit)
             unit.owners.add(owner)
             if owner not in self._owners:
                 self._owners.add(owner)
@@ -167,10 +162,10 @@ class MemoryManager:
         _watch.wake()
 
     def _tidy(self) -> None:
-        self._residents.tidy()
+        self._residency.tidy()
         # The host obeys between two prompts, and then lets go of what it remembers; in a prompt that has other reasons.
         if self._unloading and not host.is_busy():
-            self._residents.copies.drop_cached(ROLES)
+            self._residency.host_cache.drop_cached(ROLES)
             if self._unloading == "asked":
                 self._unloading, self._unloaded_at = "done", time.monotonic()
         if self._unloading == "done" and (host.is_busy() or time.monotonic() > self._unloaded_at + _LOOK_SECONDS):
@@ -178,32 +173,32 @@ class MemoryManager:
 
     def _give(self, key: Hashable) -> ManagedModel | None:
         """Hand a cached copy over to another manager."""
-        unit = self._books.find(key)
+        unit = self._registry.find(key)
         if unit is None or not unit.is_cached or unit.leases or unit.pinned:
             return None
-        self._residents.evict(unit)
-        self._books.remove(unit)
+        self._residency.evict(unit)
+        self._registry.remove(unit)
         return unit
 
     def adopt(self, unit: ManagedModel) -> ManagedModel:
         """Take a unit under management. One without a key lives as long as its maker keeps it."""
         with self._lock:
-            self._books.add(unit)
+            self._registry.add(unit)
         return unit
 
     def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
         """Keep a unit on the device, once it is there, until it is unpinned."""
         unit.pinned = pinned
 
-    def wear(self, unit: ManagedModel, worn: Worn) -> None:
+    def set_adapters(self, unit: ManagedModel, adapters: ActiveAdapters) -> None:
         """Set the adapters that a unit runs with from now on. It leaves the device if they are new to it.
 
         RuntimeError while it is leased, unless only their strengths change.
         """
         with self._lock:
-            if keys_of(worn) != keys_of(unit.worn) and not unit.leases:
-                self._residents.evict(unit)
-            unit.wear(worn)
+            if keys_of(adapters) != keys_of(unit.active_adapters) and not unit.leases:
+                self._residency.evict(unit)
+            unit.set_adapters(adapters)
 
     def keep_made(self, units: Iterable[ManagedModel]) -> None:
         """Encode the weights of units into the files that these are to have (`made_file`) and have not yet.
@@ -213,7 +208,7 @@ class MemoryManager:
         with self._lock:
             for unit in units:
                 self.adopt(unit)
-                self._residents.keep_made(unit)
+                self._residency.keep_made(unit)
 
     def schedule(self, units: Sequence[ManagedModel] | None, host_roles: Sequence[Role] | None = None) -> None:
         """Return the units that will run, in order, as far as the graph tells; None when it is not known.
@@ -221,7 +216,7 @@ class MemoryManager:
         `host_roles` are those of the host's own models that will run. Each `use` strikes its unit from the front.
         """
         with self._lock:
-            self._residents.schedule.set(units)
+            self._residency.schedule.set(units)
             self.budget.host_roles = host_roles
 
     @contextmanager
@@ -234,7 +229,7 @@ class MemoryManager:
         """
         with self._lock:
             self.strike(unit)
-            others = [other for other in self._books.units() if other is not unit] if alone else []
+            others = [other for other in self._registry.units() if other is not unit] if alone else []
         self.acquire(unit, strategy, instead_of=others)
         try:
             with torch.inference_mode():
@@ -266,10 +261,10 @@ class MemoryManager:
             unit.last_use = next(self._clock)
             unit.leases += 1
             try:
-                self._residents.bring(unit, strategy, instead_of, anew)
+                self._residency.bring(unit, strategy, instead_of, anew)
                 self._tell_host(unit)
-                self._residents.read_ahead()
-                self._residents.runs(unit)
+                self._residency.host_cache.read_ahead()
+                self._residency.runs(unit)
             except BaseException:
                 self.release(unit, evict=True, failed=True)
                 raise
@@ -282,16 +277,16 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             try:
-                self._residents.ran(unit, failed)  # who is told of it may raise the user's interrupt
+                self._residency.ran(unit, failed)  # who is told of it may raise the user's interrupt
             finally:
-                if unit.leases == 0 and (evict or self._residents.is_leaving(unit)):
-                    self._residents.evict(unit)
+                if unit.leases == 0 and (evict or self._residency.is_leaving(unit)):
+                    self._residency.evict(unit)
                 if unit.leases == 0 and unit.placement is None:
-                    self._residents.copies.keep_budget(unit)
+                    self._residency.host_cache.keep_budget(unit)
                 if failed and evict:
-                    self._residents.readings.stop()
+                    self._residency.host_cache.stop()
                 else:
-                    self._residents.read_ahead()
+                    self._residency.host_cache.read_ahead()
 
     @contextmanager
     def stage(
@@ -323,7 +318,7 @@ class MemoryManager:
         run = run_stage(
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
         )
-        coming = self._residents.schedule.of_stage(units, then)
+        coming = self._residency.schedule.of_stage(units, then)
         with self._stage_lock, self.budget.narrowed(vram, ram, units), coming, run:
             yield
 
@@ -341,8 +336,8 @@ class MemoryManager:
     def units(self) -> list[ManagedModel]:
         """All units under management."""
         with self._lock:
-            self._books.forget()
-            return self._books.units()
+            self._registry.forget()
+            return self._registry.units()
 
     def execution_device(self, strategy: str) -> torch.device:
         """Where a unit runs under a strategy."""
@@ -350,7 +345,7 @@ class MemoryManager:
 
     def take_turns(self, units: Sequence[ManagedModel]) -> AbstractContextManager[None]:
         """Until the block ends let those of a stage's units that take turns in each step stay, where there is room."""
-        return self._residents.take_turns(units)
+        return self._residency.take_turns(units)
 
     def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Make the weights on the device keep the present budget, for a stage of these units.
@@ -358,42 +353,42 @@ class MemoryManager:
         Before it calls any of them the stage holds `idle_bytes`.
         """
         with self._lock:
-            self._residents.fit(units, strategy, idle_bytes)
+            self._residency.fit(units, strategy, idle_bytes)
 
     @property
-    def work(self) -> WorkBook:
+    def work(self) -> WorkloadStats:
         """The workload of the units, and the memory that it takes beside their weights."""
-        return self._residents.work
+        return self._residency.work
 
     def strike(self, unit: ManagedModel) -> None:
         """Take the next use of a unit off the schedule."""
         with self._lock:
-            self._residents.schedule.strike(unit)
+            self._residency.schedule.strike(unit)
 
     def ram_room(self) -> int:
         """RAM in bytes that could be had beside weights, if host copies that can be read again were dropped."""
         with self._lock:
-            return self._residents.copies.room_bytes()
+            return self._residency.host_cache.room_bytes()
 
     def ram_state(self, ram_bytes: int | None = None) -> RamState:
         """Return what RAM holds now, for plans in a RAM budget, by default the present one."""
         with self._lock:
-            return self._residents.copies.state(ram_bytes)
+            return self._residency.host_cache.state(ram_bytes)
 
     def make_ram_room(self, wanted_bytes: int) -> int:
         """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
         with self._lock:
-            return self._residents.copies.make_room(wanted_bytes)
+            return self._residency.host_cache.make_room(wanted_bytes)
 
     # What the host asks for, from any thread
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Evict pieces of a unit that do not run. Return the bytes really freed, which may be fewer, or none."""
+        """Evict groups of a unit that do not run. Return the bytes really freed, which may be fewer, or none."""
         with self._lock:
-            return self._residents.shrink(unit, bytes)
+            return self._residency.shrink(unit, bytes)
 
     def grow(self, unit: ManagedModel, bytes: int) -> int:
-        """Keep up to `bytes` more of a unit's pieces. Return the bytes taken."""
+        """Keep up to `bytes` more of a unit's groups. Return the bytes taken."""
         with self._lock:
             return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
 
@@ -402,7 +397,7 @@ class MemoryManager:
         with self._lock:
             if unit.leases and not unit.pinned:
                 self.shrink(unit, unit.resident_bytes)
-                self._residents.leave_soon(unit)
+                self._residency.leave_soon(unit)
             else:
                 self.evict(unit)
 
@@ -418,23 +413,23 @@ class MemoryManager:
         """Take a unit off the device, unless it is leased or pinned."""
         with self._lock:
             if not (unit.leases or unit.pinned):
-                self._residents.evict(unit)
+                self._residency.evict(unit)
 
     def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
         """End of a stage: its units go, unless they are kept or pinned."""
         with self._lock:
             for unit in units:
                 if not (keep or unit.pinned or unit.leases):
-                    self._residents.evict(unit)
-                    self._residents.copies.keep_budget(unit)
+                    self._residency.evict(unit)
+                    self._residency.host_cache.keep_budget(unit)
                 else:
-                    self._residents.settle(unit)
+                    self._residency.settle(unit)
         _watch.wake()
 
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
         """Give up what is being read to RAM of these units, by default of all, but not of those in place."""
         with self._lock:
-            self._residents.readings.stop(units)
+            self._residency.host_cache.stop(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
@@ -446,15 +441,15 @@ class MemoryManager:
         if unknown := wanted - set(ROLES):
             raise ValueError(f"unknown roles {', '.join(sorted(unknown))}. Roles are {', '.join(ROLES)}.")
         with self._lock:
-            freed = self._residents.free(wanted, bytes)
+            freed = self._residency.free(wanted, bytes)
             if bytes is None:
-                self._residents.copies.drop_cached(wanted)
+                self._residency.host_cache.drop_cached(wanted)
             return freed
 
     def make_room(self) -> None:
         """Evict all that may leave the device. Nothing leaves RAM."""
         with self._lock:
-            self._residents.free(ROLES)
+            self._residency.free(ROLES)
 
     def report(self) -> Report:
         """Units, tiers, bytes and budgets, as they are now."""
@@ -470,7 +465,7 @@ class MemoryManager:
                 disk_bytes_read=self.disk_bytes_read,
                 device_bytes_in=self.device_bytes_in,
                 units=tuple(UnitReport.of(unit) for unit in units),
-                guests=guest_reports(self.device),
+                guests=host_model_reports(self.device),
                 driver_bytes=self.accelerator.driver_bytes(),
             )
 

@@ -19,7 +19,7 @@ from .accelerator import Accelerator
 from .errors import is_out_of_memory
 from .rates import ASSUMED, Rates
 from .simulated import card as simulated_card
-from .units import hostbuffer
+from .weights import hostbuffer
 
 log = logging.getLogger("ballast")
 

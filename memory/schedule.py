@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .planning.eviction import Use
-from .units.unit import ManagedModel
+from .weights.unit import ManagedModel
 
 _Refs = list[weakref.ref[ManagedModel]]
 

@@ -12,12 +12,12 @@ from typing import Any
 from .files import cache_home, read_json, write_cache
 from .rates import ASSUMED
 
-MAX_LISTS = 400  # of pieces, and of what runs took beyond their forecast
+MAX_LISTS = 400  # of groups, and of what runs took beyond their forecast
 OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
 
 _lock = threading.RLock()
 _known: dict[str, dict[str, float]] = {}  # in this process, in case the file cannot be written
-_pieces: dict[tuple[Path, str], Any] = {}  # as well, by file and key
+_groups: dict[tuple[Path, str], Any] = {}  # as well, by file and key
 
 
 def remembered(key: str, names: Sequence[str]) -> dict[str, float] | None:
@@ -53,21 +53,21 @@ def disk_rate(disk: int | None, otherwise: float = ASSUMED.disk_bytes_per_second
     return found["disk"] if found else otherwise
 
 
-def pieces(key: str) -> Any:
-    """Return what was noted of the pieces or runs of a model under a key, as plain data; None if nothing was.
+def groups(key: str) -> Any:
+    """Return what was noted of the groups or runs of a model under a key, as plain data; None if nothing was.
 
     It may be damaged.
     """
     with _lock:
-        known = path, _ = _pieces_file(), key
-        return _pieces[known] if known in _pieces else _lists(path).get(key)
+        known = path, _ = _groups_file(), key
+        return _groups[known] if known in _groups else _lists(path).get(key)
 
 
-def note_pieces(key: str, facts: Any) -> None:
-    """Remember facts of the pieces of a model, in this process and in later ones; None forgets them."""
+def note_groups(key: str, facts: Any) -> None:
+    """Remember facts of the groups of a model, in this process and in later ones; None forgets them."""
     with _lock:
-        path = _pieces_file()
-        _pieces[path, key] = facts
+        path = _groups_file()
+        _groups[path, key] = facts
         lists = _lists(path)
         lists.pop(key, None)
         if facts is not None:
@@ -86,8 +86,8 @@ def _file() -> Path:
     return cache_home() / "rates.json"
 
 
-def _pieces_file() -> Path:
-    return cache_home() / "pieces.json"
+def _groups_file() -> Path:
+    return cache_home() / "groups.json"
 
 
 def _lists(path: Path) -> dict[str, Any]:

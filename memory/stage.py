@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .engine.pace import Pace
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
-from .planning.ladder import Attempt, describe, next_attempt, next_share
 from .planning.measured import Overhead
+from .planning.oom_fallback import Attempt, describe, next_attempt, next_share
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
 from .ram import give_back_heap
 from .reports.timeline import StageRecord
 from .sizes import format_bytes
-from .streaming.pace import Pace
-from .units.batch import batch_of, in_parts, joined, shapes_of
-from .units.calls import Forward, interpose
-from .units.unit import ManagedModel
-from .work import Work
+from .weights.batch import batch_of, in_parts, joined, shapes_of
+from .weights.interpose import Forward, interpose
+from .weights.unit import ManagedModel
+from .workload import Workload
 
 if TYPE_CHECKING:
     from .manager import MemoryManager
@@ -62,7 +62,7 @@ def run_stage(
             attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
-            doing = Work(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
+            doing = Workload(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
             manager.work.begin(unit, doing)
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))

@@ -84,7 +84,7 @@ def _no_cached_copies() -> Iterator[None]:
 
     for manager in managers():
         with manager._lock:
-            manager._residents.copies.drop_cached(ROLES)
+            manager._residency.host_cache.drop_cached(ROLES)
     yield
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ...memory import striped
+from ...memory.engine.engine import Engine
 from ...memory.probe import rates
 from ...memory.sizes import format_bytes
-from ...memory.streaming.engine import Engine
 from ...memory.striped import Traffic
 from ...pipelines.decoding.decode import pace
 from ...pipelines.decoding.precision import full_float32

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...memory.streaming.engine import Engine
+from ...memory.engine.engine import Engine
 from .. import models, stream
 from ..encoded import encode
 from ..stream import Regime
@@ -37,7 +37,7 @@ class _Engine:
         overhead = stream.python_overhead(meter.device, calls=20 if to.dry else 200)
         to.tell(
             size=self.size, weight_bytes=models.weight_bytes(self.module),
-            overhead_us_per_piece={meter.device.type: round(overhead * 1e6, 1)},
+            overhead_us_per_group={meter.device.type: round(overhead * 1e6, 1)},
         )  # fmt: skip
         with torch.inference_mode():
             regimes = stream.regimes(meter, self.module, self.size, tuple(request["ratios"]))
@@ -77,7 +77,7 @@ class _Engine:
         finally:
             placement.remove()
             meter.accelerator.empty_cache()
-        streamable = sum(piece.packed_bytes for piece in stream.sizes_in(module).pieces)
+        streamable = sum(group.packed_bytes for group in stream.sizes_in(module).groups)
         self.to.row(
             weights=weights, ratio=seconds * regime.bandwidth / streamable, share=None, tokens=regime.tokens,
             bandwidth=regime.bandwidth, compute=seconds, streamed_bytes=0, copied_bytes=0, first_step=first,

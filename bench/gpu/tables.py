@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...memory.charts.tables import format_table
+from ...memory.charts.text_tables import format_table
 from ..report import words
 
 _ENGINE = {

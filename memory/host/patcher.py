@@ -18,7 +18,7 @@ import torch
 # [Note: Host shrink during a call]
 # The host frees memory by calling `partially_unload` on the models in its list, from any thread, also while a unit of
 # ours computes and while another allocation is failing. It holds its own lock, and expects an answer at once.
-# - The answer is the bytes that are free when the method returns. A piece that runs is freed when its call ends, and
+# - The answer is the bytes that are free when the method returns. A group that runs is freed when its call ends, and
 #   is not counted, so that the host goes on to other models for the rest.
 # - Freeing means dropping references to device memory: weights have their truth in RAM or in files, and nothing is
 #   copied back.
@@ -153,7 +153,7 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def partially_unload(self, device: torch.device | None, memory_to_free: float = 0, *_: Any, **__: Any) -> int:
-        """Free whole pieces that do not run. Return the bytes freed. See [Note: Host shrink during a call]."""
+        """Free whole groups that do not run. Return the bytes freed. See [Note: Host shrink during a call]."""
         manager, unit = self._manager(), self.unit
         if manager is None or unit is None:
             return 0

@@ -21,10 +21,10 @@ from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE, dry_card
 from ..simulated.shapes import moved
 from ..simulated.tensor import SimTensor, wrap
-from ..units.pieces import CallOrder, divide
-from ..units.structure import slots
-from ..units.unit import ManagedModel
-from .calls import Call, Given, KnownCalls, kind_of
+from ..weights.groups import CallOrder, divide
+from ..weights.structure import parameter_refs
+from ..weights.unit import ManagedModel
+from .call_blocks import Call, Given, KnownCalls, kind_of
 from .forecast import Forecast, HeldBytes, ModuleOperations, Operations, UnitForecast
 from .modules import ModuleWatch, done_by
 
@@ -78,12 +78,12 @@ def dry_run_known(
 def lay_weights(module: nn.Module, card: Card) -> None:
     """Put a module's weights on the card of a dry run, free of charge."""
     made: dict[int, SimTensor] = {}
-    for slot in list(slots(module)):
-        if id(slot.tensor) not in made:
-            tensor = slot.tensor.detach()
+    for ref in list(parameter_refs(module)):
+        if id(ref.tensor) not in made:
+            tensor = ref.tensor.detach()
             raw = tensor if tensor.is_meta else moved(tensor)
-            made[id(slot.tensor)] = wrap(raw, lambda nbytes: card.allocate(0))
-        slot.holder[slot.key] = made[id(slot.tensor)]
+            made[id(ref.tensor)] = wrap(raw, lambda nbytes: card.allocate(0))
+        ref.holder[ref.key] = made[id(ref.tensor)]
 
 
 def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
@@ -199,7 +199,7 @@ class _Structure:
 
     def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
         self.card = card
-        tables = divide(module, list(slots(module)), CallOrder()).tables
+        tables = divide(module, list(parameter_refs(module)), CallOrder()).tables
         lay_weights(module, card)
         lay_stand_ins(module, stand_ins)
         self.watch = ModuleWatch(module, [table.path for table in tables], card)

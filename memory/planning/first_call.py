@@ -1,8 +1,8 @@
 """How long the first call of a module takes, which begins with the first of its weights. Pure functions.
 
-The disk reads one thing after the other: tables, what lies outside the pieces, those that RAM is to hold in the order
+The disk reads one thing after the other: tables, what lies outside the groups, those that RAM is to hold in the order
 of their calls, and then the others, through windows. What lies outside is copied before anything computes. Then one
-stream copies the pieces in their order, those that stay and those that pass through the ring, as they come to RAM,
+stream copies the groups in their order, those that stay and those that pass through the ring, as they come to RAM,
 while others compute.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .ring import WINDOWS, offsets, overwritten
+from .ring_offsets import WINDOWS, offsets, overwritten
 from .solver import Layout, Loads
 
 
@@ -19,8 +19,8 @@ from .solver import Layout, Loads
 class Beside:
     """The bytes that a first call brings beside those of any call.
 
-    That is all that is outside the pieces, `rest_bytes`; tables, if they are read; and each of the pieces, without
-    gaps. Of pieces RAM is to hold those in `ram`, None for all, and has those that are `there`, None for all weights.
+    That is all that is outside the groups, `rest_bytes`; tables, if they are read; and each of the groups, without
+    gaps. Of groups RAM is to hold those in `ram`, None for all, and has those that are `there`, None for all weights.
     """
 
     rest_bytes: int
@@ -43,13 +43,13 @@ def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
     fetched = 0.0 if comes_whole else (beside.table_bytes + beside.rest_bytes) / disk
     copied = fetched + beside.rest_bytes / bus
     done = copied + loads.before_seconds
-    ready: dict[int, float] = {}  # when each piece that RAM is to hold is there
+    ready: dict[int, float] = {}  # when each group that RAM is to hold is there
     for i, nbytes in enumerate(beside.held):
         if beside.ram is None or i in beside.ram:
             is_there = beside.there is None or i in beside.there
             fetched += 0.0 if is_there else nbytes / disk
             ready[i] = 0.0 if is_there else fetched
-    for i, piece in enumerate(loads.pieces):
+    for i, group in enumerate(loads.groups):
         k = turn.get(i)
         nbytes = beside.held[i] if k is None else sizes[i]
         through = i not in ready  # windows
@@ -63,7 +63,7 @@ def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
         copied = begin + nbytes / bus
         if through:
             windows = [*windows[1:], copied]
-        done = max(done, copied) + piece.seconds
+        done = max(done, copied) + group.seconds
         if k is not None:
             used[k] = done
     return done

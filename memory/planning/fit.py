@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ..sizes import format_bytes
-from ..units.branches import keys_of
-from ..units.pieces import CallOrder, PieceWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
-from ..units.structure import Slot, slots
-from ..units.unit import ManagedModel
 from ..vocabulary import PlacementName
+from ..weights.branches import keys_of
+from ..weights.groups import CallOrder, GroupWeights, decoding_bytes, divide, nbytes_of, plain_bytes_of, workspace_bytes
+from ..weights.structure import ParameterRef, parameter_refs
+from ..weights.unit import ManagedModel
 from .forecast import UnitForecast
-from .planner import PieceSize, UnitSizes, comparable, least_weights, meant_by, window_bytes
+from .planner import GroupSize, UnitSizes, comparable, least_weights, meant_by, window_bytes
 from .solver import Layout, Loads, place
 from .turns import Turns
 
@@ -32,7 +32,7 @@ _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = we
 class Demand:
     """The demand of a unit on a device: its weights, and the memory of its work beside them.
 
-    `working_bytes` is 0 where it is not known. Of the pieces that could stay, a `share` may; `loads` are the pieces
+    `working_bytes` is 0 where it is not known. Of the groups that could stay, a `share` may; `loads` are the groups
     with the seconds that they compute.
     """
 
@@ -56,7 +56,7 @@ class Demand:
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
     def layout(self, placement: str, weights_bytes: int) -> Layout:
-        """Return how the pieces lie in a placement on the device, with at most `weights_bytes` of weights there."""
+        """Return how the groups lie in a placement on the device, with at most `weights_bytes` of weights there."""
         name: PlacementName = "resident" if placement == "resident" else "streamed"
         return place(self.loads, weights_bytes - self.sizes.outside_bytes(name), name)
 
@@ -85,20 +85,20 @@ def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: in
     return Turns(least, room_bytes, work.calls, work.turns)
 
 
-def ram_pieces(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) -> tuple[frozenset[int], int]:
-    """Which pieces RAM is to hold of a unit that it cannot hold all of, and what they take there, windows included.
+def ram_groups(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) -> tuple[frozenset[int], int]:
+    """Which groups RAM is to hold of a unit that it cannot hold all of, and what they take there, windows included.
 
     For a call in a placement with `weights_bytes` on the device, in the RAM that its loads tell. What stays on the
     device is held as far as there are `spare_bytes`, for which nothing has to go.
     """
     sizes = demand.sizes
-    pieces = sizes.ram_pieces(demand.layout(kind, weights_bytes), min(demand.loads.ram_bytes or 0, spare_bytes))
-    return pieces, window_bytes(sizes, kind) + sizes.ram_bytes(pieces)
+    groups = sizes.ram_groups(demand.layout(kind, weights_bytes), min(demand.loads.ram_bytes or 0, spare_bytes))
+    return groups, window_bytes(sizes, kind) + sizes.ram_bytes(groups)
 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """Return the weights of a unit as the planner looks at them."""
-    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.worn), unit.size_bytes, unit.in_ram)
+    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.active_adapters), unit.size_bytes, unit.in_ram)
     if known is None or known[0] != made_by:
         known = _sizes[unit] = (made_by, sizes_in(unit.module, unit.calls, unit.size_bytes, unit.file_bytes()))
     return known[1]
@@ -114,19 +114,19 @@ def sizes_in(
 
     They have `total_bytes`, or those of its tensors; `in_files` are the bytes that they take in files, by `id`.
     """
-    places = list(slots(module))
+    places = list(parameter_refs(module))
     divided = divide(module, places, calls or CallOrder())
-    tables = [slot for table in divided.tables for slot in table.slots]
+    tables = [ref for table in divided.tables for ref in table.refs]
 
-    def read_bytes(own: Sequence[Slot]) -> int | None:
+    def read_bytes(own: Sequence[ParameterRef]) -> int | None:
         if not in_files:
             return None
-        return sum(in_files.get(key, 0) for key in {id(slot.tensor) for slot in own})
+        return sum(in_files.get(key, 0) for key in {id(ref.tensor) for ref in own})
 
-    def size_of(piece: PieceWeights) -> PieceSize:
-        paths = tuple(owner.path for owner in piece.owners)
-        read = read_bytes(piece.slots)
-        return PieceSize(piece.packed_bytes, piece.held_bytes, paths, piece.codecs, piece.plain_bytes, read)
+    def size_of(group: GroupWeights) -> GroupSize:
+        paths = tuple(owner.path for owner in group.owners)
+        read = read_bytes(group.refs)
+        return GroupSize(group.packed_bytes, group.held_bytes, paths, group.codecs, group.plain_bytes, read)
 
     return UnitSizes(
         total_bytes=nbytes_of(places) if total_bytes is None else total_bytes,
@@ -134,9 +134,9 @@ def sizes_in(
         fixed_bytes=plain_bytes_of(divided.rest) + workspace_bytes(divided.owners),
         decoded_bytes=plain_bytes_of(divided.rest) - nbytes_of(divided.rest) + workspace_bytes(divided.owners),
         decoding=decoding_bytes(divided.owners, divided.rest),
-        pieces=tuple(size_of(piece) for piece in divided.pieces if piece.called),
-        idle=tuple(size_of(piece) for piece in divided.pieces if not piece.called),
-        tensor_bytes=max((slot.tensor.nbytes for slot in places), default=0),
+        groups=tuple(size_of(group) for group in divided.groups if group.called),
+        idle=tuple(size_of(group) for group in divided.groups if not group.called),
+        tensor_bytes=max((ref.tensor.nbytes for ref in places), default=0),
         is_estimate=any(map(_is_estimate, places)),
         dtype=_dtype_of(places),
         rest_read_bytes=read_bytes(divided.rest),
@@ -149,37 +149,37 @@ def streamed_layout(
 ) -> Layout:
     """Return how a module that is not on the device streams with `weights_bytes` there; 0 asks for the least.
 
-    `loads` say what its pieces compute, all as long as they are copied if not given. Raises ValueError for too little.
+    `loads` say what its groups compute, all as long as they are copied if not given. Raises ValueError for too little.
     """
     sizes = sizes_in(module, calls)
     least = sizes.least_streamed_bytes
     if 0 < weights_bytes < least:
         raise ValueError(
             f"{format_bytes(weights_bytes)} are too little to stream {type(module).__name__}: it wants "
-            f"{format_bytes(least)} for two of its largest pieces and for the weights outside of them."
+            f"{format_bytes(least)} for two of its largest groups and for the weights outside of them."
         )
-    return place(loads or Loads.even(sizes.pieces), max(weights_bytes, least) - sizes.fixed_bytes)
+    return place(loads or Loads.even(sizes.groups), max(weights_bytes, least) - sizes.fixed_bytes)
 
 
-def _dtype_of(places: Iterable[Slot]) -> str:
+def _dtype_of(places: Iterable[ParameterRef]) -> str:
     """Return what most of the weights are in where they are computed with, as safetensors names it."""
     elements: Counter[torch.dtype] = Counter()
-    for slot in places:
-        plain = slot.tensor if slot.shown is None else slot.shown
+    for ref in places:
+        plain = ref.tensor if ref.shown is None else ref.shown
         elements[plain.dtype] += plain.numel()
     most = max(elements, key=lambda each: elements[each], default=torch.bfloat16)
     return {torch.float32: "F32", torch.float16: "F16"}.get(most, "BF16")
 
 
-def _is_estimate(slot: Slot) -> bool:
+def _is_estimate(ref: ParameterRef) -> bool:
     """Return whether how a weight is going to be stored follows from its shape alone."""
-    encoding = slot.encoding
-    if encoding is None or encoding.maker is None or not slot.tensor.is_meta:
+    encoding = ref.encoding
+    if encoding is None or encoding.maker is None or not ref.tensor.is_meta:
         return False
     return encoding.codec == encoding.maker.planned(encoding.codec.shape, encoding.codec.dtype)
 
 
-def reads_pieces(unit: ManagedModel) -> bool:
+def reads_groups(unit: ManagedModel) -> bool:
     """Return whether a unit can run from disk: from its files, or from the file that its encoded weights will have."""
     runs_so = unit.placement is not None and not unit.in_ram  # what is on the device has no source meanwhile
     return runs_so or unit.source() is not None or unit.unmade_bytes > 0
@@ -191,7 +191,7 @@ def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:
     That is no more than windows where the device's memory is the system's, and they can be read from disk: a copy
     would be held twice, and streamed from RAM to RAM.
     """
-    if not unified or not reads_pieces(unit):
+    if not unified or not reads_groups(unit):
         return room_bytes
     sizes = sizes_of(unit)
     windows = max(window_bytes(sizes, kind) for kind in ("streamed", "resident"))

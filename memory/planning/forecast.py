@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..rates import Rates
-from ..units.pieces import CallOrder
+from ..weights.groups import CallOrder
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class UnitForecast:
 
     @property
     def call_order(self) -> CallOrder:
-        """The order of the calls inside, as pieces are made by."""
+        """The order of the calls inside, as groups are made by."""
         order = tuple(path for path, _ in self.modules if path)
         return CallOrder(order, frozenset(self.whole), frozenset(self.outside))
 

@@ -11,16 +11,16 @@ from .planner import UnitSizes
 
 
 def recall(card: str, sizes: UnitSizes, work: UnitForecast) -> Measured | None:
-    """Return what the pieces were measured to compute, in this process or an earlier one; None if they were not."""
+    """Return what the groups were measured to compute, in this process or an earlier one; None if they were not."""
     try:
-        return Measured.from_dict(speeds.pieces(_key(card, sizes, work)))
+        return Measured.from_dict(speeds.groups(_key(card, sizes, work)))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
 def keep(card: str, sizes: UnitSizes, work: UnitForecast, measured: Measured | None) -> Measured | None:
     """Keep what was measured, or with None forget it. Returns it as `recall` will."""
-    speeds.note_pieces(_key(card, sizes, work), measured.to_dict() if measured else None)
+    speeds.note_groups(_key(card, sizes, work), measured.to_dict() if measured else None)
     return measured and Measured.from_dict(measured.to_dict())
 
 
@@ -46,7 +46,7 @@ def keep_overhead(card: str, sizes: UnitSizes, work: UnitForecast, seen: Overhea
 
 def _overhead(key: str) -> Overhead:
     try:
-        return Overhead.from_dict(speeds.pieces(key))
+        return Overhead.from_dict(speeds.groups(key))
     except (KeyError, TypeError, ValueError):
         return Overhead()
 
@@ -55,7 +55,7 @@ def _keep_overhead(key: str, seen: Overhead) -> None:
     known = _overhead(key)
     found = known.seen_again(seen)
     if found != known:
-        speeds.note_pieces(key, found.to_dict())
+        speeds.note_groups(key, found.to_dict())
 
 
 def _outside_key(card: str) -> str:
@@ -65,5 +65,5 @@ def _outside_key(card: str) -> str:
 def _key(card: str, sizes: UnitSizes, work: UnitForecast, what: str = "") -> str:
     calls = max(1, work.calls)
     done = [(path, f"{operations.total / calls:.6g}") for path, operations in work.modules]
-    digest = hashlib.sha256(repr((sizes.pieces, f"{work.operations.total / calls:.6g}", done)).encode())
+    digest = hashlib.sha256(repr((sizes.groups, f"{work.operations.total / calls:.6g}", done)).encode())
     return ", ".join(filter(None, (card, digest.hexdigest()[:24], what)))

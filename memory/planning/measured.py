@@ -16,7 +16,7 @@ _SAME = 0.05  # of the computing: less is no reason to plan again
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds that each piece of one call computed, with its bytes, and those ahead of the first piece."""
+    """The seconds that each group of one call computed, with its bytes, and those ahead of the first group."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -47,36 +47,36 @@ def measured_loads(loads: Loads, measured: Measured | None) -> Loads:
     """
     if measured is None or not _fits(loads, measured):
         return loads
-    pairs = zip(loads.pieces, measured.seconds, strict=True)
-    pieces = tuple(
-        replace(piece, seconds=seconds, decode_seconds=min(seconds, piece.decode_seconds)) for piece, seconds in pairs
+    pairs = zip(loads.groups, measured.seconds, strict=True)
+    groups = tuple(
+        replace(group, seconds=seconds, decode_seconds=min(seconds, group.decode_seconds)) for group, seconds in pairs
     )
-    return replace(loads, pieces=pieces, before_seconds=measured.before_seconds)
+    return replace(loads, groups=groups, before_seconds=measured.before_seconds)
 
 
 def spread(loads: Loads, seconds: float) -> Measured | None:
-    """Return the seconds of a whole call, over its pieces as the loads have them; None where these tell of none."""
+    """Return the seconds of a whole call, over its groups as the loads have them; None where these tell of none."""
     if not 0 < loads.compute_seconds < math.inf:
         return None
     times = seconds / loads.compute_seconds
-    each = tuple(times * piece.seconds for piece in loads.pieces)
+    each = tuple(times * group.seconds for group in loads.groups)
     return Measured(loads.sizes, each, times * loads.before_seconds)
 
 
 def differs(loads: Loads, measured: Measured) -> bool:
-    """Return whether what was measured says something else than the loads: by 5 % of the computing, pieces taken apart.
+    """Return whether what was measured says something else than the loads: by 5 % of the computing, groups taken apart.
 
     Of a device that computes in no time, as a simulated one does without a clock, there is nothing to learn.
     """
     found = measured_loads(loads, measured)
-    pairs = zip(found.pieces, loads.pieces, strict=True)
+    pairs = zip(found.groups, loads.groups, strict=True)
     change = abs(found.before_seconds - loads.before_seconds) + sum(abs(a.seconds - b.seconds) for a, b in pairs)
     return change > _SAME * loads.compute_seconds > 0
 
 
 def _fits(loads: Loads, measured: Measured) -> bool:
     every = (measured.before_seconds, *measured.seconds)
-    same = measured.sizes == loads.sizes and len(measured.seconds) == len(loads.pieces)
+    same = measured.sizes == loads.sizes and len(measured.seconds) == len(loads.groups)
     return same and all(math.isfinite(each) and each >= 0 for each in every) and sum(every) > 0
 
 

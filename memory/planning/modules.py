@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_iter
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
 from ..simulated.tensor import wrap
-from ..units.structure import Slot, is_called, own_slots, slots
-from ..units.tables import LookUp
+from ..weights.embeddings import LookUp
+from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, Operations
 
 
@@ -45,12 +45,12 @@ class ModuleWatch:
         self._owner_of: dict[int, str] = {}
         self._whole: set[str] = set()
         self._outside: set[str] = set()
-        weighty = {id(inner) for inner in module.modules() if any(True for _ in slots(inner))}
+        weighty = {id(inner) for inner in module.modules() if any(True for _ in parameter_refs(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
                 continue
-            own = [slot for slot in own_slots(inner) if slot.key not in inner._non_persistent_buffers_set]
-            self._owner_of.update((id(slot.tensor), path) for slot in own)
+            own = [ref for ref in own_refs(inner) if ref.key not in inner._non_persistent_buffers_set]
+            self._owner_of.update((id(ref.tensor), path) for ref in own)
             run = self._called if path not in tables else self._looked_up
             vars(inner)["forward"] = functools.partial(run, path, own, inner.forward)
             if id(inner) in weighty:
@@ -95,21 +95,25 @@ class ModuleWatch:
         self._held[path] = max(held, self._held.get(path, 0))
         return forward(*args, **kwargs)
 
-    def _called(self, path: str, own: list[Slot], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _called(
+        self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if own:
             self._next(path)
         self._stack.append(path)
-        came = [self._bring(slot) for slot in own]
+        came = [self._bring(ref) for ref in own]
         try:
             return forward(*args, **kwargs)
         finally:
             self._stack.pop()
-            for slot in own:
-                slot.restore()
+            for ref in own:
+                ref.restore()
             if any(allocation() is not None for allocation in came):
                 self._outside.add(path)
 
-    def _looked_up(self, path: str, own: list[Slot], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _looked_up(
+        self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         table = own[0].tensor
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
@@ -118,10 +122,10 @@ class ModuleWatch:
         with LookUp(table, fetch):
             return forward(*args, **kwargs)
 
-    def _bring(self, slot: Slot) -> weakref.ref[Allocation]:
-        raw = slot.tensor.raw  # type: ignore[attr-defined]
+    def _bring(self, ref: ParameterRef) -> weakref.ref[Allocation]:
+        raw = ref.tensor.raw  # type: ignore[attr-defined]
         tensor = wrap(torch.empty_like(raw) if raw.is_meta else raw.clone(), lambda nbytes: self._card.allocate(0))
-        slot.holder[slot.key] = tensor
+        ref.holder[ref.key] = tensor
         return weakref.ref(tensor.allocation)
 
     def _read(self, owner: str) -> None:

@@ -15,20 +15,20 @@ from ..codecs.codec import Codec
 from ..codecs.cost import cost_of
 from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
-from ..units.reader import BATCH_BYTES
 from ..vocabulary import PlacementName
+from ..weights.reader import BATCH_BYTES
 from .decoded import moment_bytes
 from .first_call import Beside, first_call_seconds
 from .forecast import HeldBytes, Operations, UnitForecast
 from .measured import Measured, Overhead, measured_loads
-from .ring import WINDOWS
-from .solver import Layout, Loads, PieceLoad, least_bytes, place
+from .ring_offsets import WINDOWS
+from .solver import GroupLoad, Layout, Loads, least_bytes, place
 from .tiers import held_in_ram
 
 
 @dataclass(frozen=True)
-class PieceSize:
-    """A piece's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
+class GroupSize:
+    """A group's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
 
     `codecs` are how those are stored that are decoded at each call; decoded, all have `plain_bytes`. In files they take
     `read_bytes`, None for as many as packed.
@@ -61,19 +61,19 @@ class PieceSize:
 class UnitSizes:
     """The weights of a unit, in bytes.
 
-    `pieces` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
-    `fixed_bytes` lie outside all pieces. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
+    `groups` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
+    `fixed_bytes` lie outside all groups. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
     which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
     `decoding` takes so much for a moment when each of these modules is called, "" when the unit itself is.
     With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
     computes in `dtype`, as safetensors names it. Of files `read_bytes` are read for all, and `rest_read_bytes` for what
-    lies outside all pieces; None for what these are as stored. The `idle` pieces, which no call needs, are numbered
+    lies outside all groups; None for what these are as stored. The `idle` groups, which no call needs, are numbered
     after the others.
     """
 
     total_bytes: int
     fixed_bytes: int
-    pieces: tuple[PieceSize, ...]
+    groups: tuple[GroupSize, ...]
     table_bytes: int = 0
     tensor_bytes: int = 0
     decoded_bytes: int = 0
@@ -82,7 +82,7 @@ class UnitSizes:
     dtype: str = "BF16"
     read_bytes: int | None = None
     rest_read_bytes: int | None = None
-    idle: tuple[PieceSize, ...] = ()
+    idle: tuple[GroupSize, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -92,74 +92,74 @@ class UnitSizes:
     @property
     def most_bytes(self) -> int:
         """Bytes on the device if, besides, all is dequantized for good."""
-        more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.pieces if p.codecs)
-        return self.resident_bytes + more + max((moment_bytes(piece.codecs) for piece in self.pieces), default=0)
+        more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.groups if p.codecs)
+        return self.resident_bytes + more + max((moment_bytes(group.codecs) for group in self.groups), default=0)
 
     def decoding_beside(self, dequantized: Collection[int] = ()) -> HeldBytes:
-        """Return `decoding` where just these pieces are dequantized for good."""
-        most, done = dict(self.decoding).get("", 0), {path for i in dequantized for path in self.pieces[i].paths}
-        outside = most - sum(piece.held_bytes for piece in self.pieces)  # which come after what is in none
+        """Return `decoding` where just these groups are dequantized for good."""
+        most, done = dict(self.decoding).get("", 0), {path for i in dequantized for path in self.groups[i].paths}
+        outside = most - sum(group.held_bytes for group in self.groups)  # which come after what is in none
         calls = ((path, nbytes) for path, nbytes in self.decoding if path and path not in done)
         return (("", outside), *calls) if outside > 0 else tuple(calls)
 
     def _spared_bytes(self, work: UnitForecast) -> int:
-        """Return what calls take less to have all pieces dequantized for good than none, beside the weights."""
-        of_pieces = {path for piece in self.pieces for path in piece.paths}
-        others = tuple(each for each in self.decoding_beside() if each[0] not in of_pieces)
+        """Return what calls take less to have all groups dequantized for good than none, beside the weights."""
+        of_groups = {path for group in self.groups for path in group.paths}
+        others = tuple(each for each in self.decoding_beside() if each[0] not in of_groups)
         return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
 
     def outside_bytes(self, placement: PlacementName) -> int:
-        """Return the bytes beside the pieces that are called. A resident unit has those there, too, that are not."""
+        """Return the bytes beside the groups that are called. A resident unit has those there, too, that are not."""
         if placement != "resident":
             return self.fixed_bytes
-        return self.resident_bytes - sum(piece.held_bytes for piece in self.pieces)
+        return self.resident_bytes - sum(group.held_bytes for group in self.groups)
 
     @property
     def least_streamed_bytes(self) -> int:
         """The least on the device that the unit can be streamed in."""
-        return self.fixed_bytes + least_bytes([PieceLoad(p.packed_bytes, p.held_bytes) for p in self.pieces])
+        return self.fixed_bytes + least_bytes([GroupLoad(p.packed_bytes, p.held_bytes) for p in self.groups])
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (of frozen data; budgets share it)
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
-        """Return the pieces with the seconds that they compute in one call, as far as that is known, and their rates.
+        """Return the groups with the seconds that they compute in one call, as far as that is known, and their rates.
 
         Of a unit that is called once before its weights leave none is to be decoded for good.
         """
         rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
-        if read := self.piece_read_bytes(range(len(self.pieces))):  # what is cast on the way is so much faster read
-            from_disk *= self.ram_bytes(range(len(self.pieces))) / read
+        if read := self.group_read_bytes(range(len(self.groups))):  # what is cast on the way is so much faster read
+            from_disk *= self.ram_bytes(range(len(self.groups))) / read
         once = work is not None and work.turns > 1 and not work.repeats
         if work is None or not work.modules:
-            even = Loads.even(self.pieces)
-            seconds = tuple(replace(piece, seconds=piece.seconds / rate) for piece in even.pieces)
+            even = Loads.even(self.groups)
+            seconds = tuple(replace(group, seconds=group.seconds / rate) for group in even.groups)
             return Loads(seconds, rate, disk_bytes_per_second=from_disk, once=once)
-        before, operations = _by_piece(self.pieces, work)
+        before, operations = _by_group(self.groups, work)
         between_calls = work.live_bytes + work.working_bytes - work.called_bytes  # bytes that are free then
         calls = max(1, work.calls)
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
-            PieceLoad(
+            GroupLoad(
                 p.packed_bytes,
                 p.held_bytes,
                 own + p.decode_seconds(rates),
                 *(p.decoding(rates, between_calls) if work.repeats and p.codecs else ()),
             )
-            for p, own in zip(self.pieces, taken, strict=True)
+            for p, own in zip(self.groups, taken, strict=True)
         )
         return Loads(loads, rate, first, from_disk, once=once, spared_bytes=self._spared_bytes(work))
 
-    def ram_pieces(self, found: Layout, ram_bytes: int) -> frozenset[int]:
-        """Return the pieces of a layout to hold in RAM, where that has `ram_bytes` and does not hold all."""
-        return held_in_ram([piece.packed_bytes for piece in self.pieces], found.copied, found.from_disk, ram_bytes)
+    def ram_groups(self, found: Layout, ram_bytes: int) -> frozenset[int]:
+        """Return the groups of a layout to hold in RAM, where that has `ram_bytes` and does not hold all."""
+        return held_in_ram([group.packed_bytes for group in self.groups], found.copied, found.from_disk, ram_bytes)
 
     def beside(self, ram: frozenset[int] | None, there: frozenset[int] | None) -> Beside:
-        """Return what the first call brings. RAM is to hold some pieces, None for all; some are there by now."""
+        """Return what the first call brings. RAM is to hold some groups, None for all; some are there by now."""
         rest_bytes = self.fixed_bytes - self.decoded_bytes
-        held = tuple(piece.held_bytes for piece in self.pieces)
+        held = tuple(group.held_bytes for group in self.groups)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
     def disk_bytes(self, found: Layout, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int) -> int:
-        """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some pieces, None for all.
+        """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some groups, None for all.
 
         Those that are `there` by now, None for all, are not read for it.
         """
@@ -167,35 +167,35 @@ class UnitSizes:
         if kept is None:
             return self.missing_bytes(there)
         again = set(found.copied) - kept  # in each call
-        once = set(range(len(self.pieces))) - again - (kept if there is None else kept & there)
-        return rest_bytes + self.piece_read_bytes(once) + calls * self.piece_read_bytes(again)
+        once = set(range(len(self.groups))) - again - (kept if there is None else kept & there)
+        return rest_bytes + self.group_read_bytes(once) + calls * self.group_read_bytes(again)
 
     def missing_bytes(self, there: frozenset[int] | None) -> int:
-        """Return what is to be read for all weights where these pieces are there, None for all."""
+        """Return what is to be read for all weights where these groups are there, None for all."""
         whole_bytes = self.total_bytes if self.read_bytes is None else self.read_bytes
-        return 0 if there is None else whole_bytes - self.piece_read_bytes(there)
+        return 0 if there is None else whole_bytes - self.group_read_bytes(there)
 
-    def piece_read_bytes(self, pieces: Iterable[int]) -> int:
-        """Return what these of the pieces take in files."""
-        each = map(self._piece, pieces)
-        return sum(piece.packed_bytes if piece.read_bytes is None else piece.read_bytes for piece in each)
+    def group_read_bytes(self, groups: Iterable[int]) -> int:
+        """Return what these of the groups take in files."""
+        each = map(self._group, groups)
+        return sum(group.packed_bytes if group.read_bytes is None else group.read_bytes for group in each)
 
-    def ram_bytes(self, pieces: Iterable[int]) -> int:
-        """Return what these of the pieces take in RAM."""
-        return sum(self._piece(i).packed_bytes for i in pieces)
+    def ram_bytes(self, groups: Iterable[int]) -> int:
+        """Return what these of the groups take in RAM."""
+        return sum(self._group(i).packed_bytes for i in groups)
 
-    def _piece(self, i: int) -> PieceSize:
-        return self.pieces[i] if i < len(self.pieces) else self.idle[i - len(self.pieces)]
+    def _group(self, i: int) -> GroupSize:
+        return self.groups[i] if i < len(self.groups) else self.idle[i - len(self.groups)]
 
 
-def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
-    """Operations ahead of the first piece, and from the call of each piece until that of the next, of all calls."""
-    piece_of = {path: i for i, piece in enumerate(pieces) for path in piece.paths}
-    before, operations, at = Operations(), [Operations()] * len(pieces), -1
+def _by_group(groups: Sequence[GroupSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
+    """Operations ahead of the first group, and from the call of each group until that of the next, of all calls."""
+    group_of = {path: i for i, group in enumerate(groups) for path in group.paths}
+    before, operations, at = Operations(), [Operations()] * len(groups), -1
     for path, done in work.modules:
         parts = path.split(".")
         holders = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        at = next((piece_of[holder] for holder in holders if holder in piece_of), at)
+        at = next((group_of[holder] for holder in holders if holder in group_of), at)
         if at < 0:
             before += done
         else:
@@ -205,7 +205,7 @@ def _by_piece(pieces: Sequence[PieceSize], work: UnitForecast) -> tuple[Operatio
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a unit. `streamed` are the indices of the `pieces` that pass through the ring of `ring_bytes`.
+    """One way to run a unit. `streamed` are the indices of the `groups` that pass through the ring of `ring_bytes`.
 
     Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device, where those that are decoded for
     good take `decoded_bytes` more. `peak_vram_bytes` is the most there, weights and work together, beside which the
@@ -214,7 +214,7 @@ class Candidate:
     `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
     weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
     and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
-    cross the bus in a step after the first, and the stage reads `disk_bytes`. Then RAM has the pieces that are `kept`,
+    cross the bus in a step after the first, and the stage reads `disk_bytes`. Then RAM has the groups that are `kept`,
     None for all weights, beside `windows_bytes`. `why_not` is empty for the chosen one.
     """
 
@@ -223,7 +223,7 @@ class Candidate:
     peak_vram_bytes: int
     ram_bytes: int
     streamed: tuple[int, ...]
-    pieces: int
+    groups: int
     step_seconds: float
     first_step_seconds: float
     bound_seconds: float
@@ -309,9 +309,9 @@ class Plan(Candidate):
         )
 
     @property
-    def resident_pieces(self) -> tuple[int, ...]:
-        """Indices of the pieces that stay on the device."""
-        return tuple(i for i in range(self.pieces) if i not in set(self.streamed))
+    def resident_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that stay on the device."""
+        return tuple(i for i in range(self.groups) if i not in set(self.streamed))
 
 
 def comparable(seconds: float) -> float:
@@ -339,8 +339,8 @@ def meant_by(strategy: str, sizes: UnitSizes) -> str:
 
 def window_bytes(sizes: UnitSizes, placement: str) -> int:
     """Return the RAM that a placement takes where the weights come straight from disk."""
-    if placement == "streamed" and sizes.pieces:
-        return WINDOWS * max(piece.packed_bytes for piece in sizes.pieces)
+    if placement == "streamed" and sizes.groups:
+        return WINDOWS * max(group.packed_bytes for group in sizes.groups)
     return WINDOWS * min(BATCH_BYTES, sizes.tensor_bytes)
 
 
@@ -368,9 +368,9 @@ def make_plan(
 
     `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
     the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
-    than the whole, where that is asked for, is resident. The pieces that are `there` in RAM, None for all weights, need
+    than the whole, where that is asked for, is resident. The groups that are `there` in RAM, None for all weights, need
     not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
-    What the pieces were `measured` to compute counts for more than operations and rates; what is beside tensors is
+    What the groups were `measured` to compute counts for more than operations and rates; what is beside tensors is
     `overhead`. RAM that nobody stated refuses nothing: then
     windows are taken of what is left to others. Of RAM `free_ram_bytes` are taken from no others. When
     nothing fits, the plan is the one that wants least, with `fits` false.
@@ -380,7 +380,7 @@ def make_plan(
     forecast = sizes.loads(work, rates)
     loads = measured_loads(forecast, measured)
     compute = work.operations.seconds(rates, sizes.dtype) / max(1, work.calls)
-    compute += sum(piece.decode_seconds(rates) for piece in sizes.pieces)
+    compute += sum(group.decode_seconds(rates) for group in sizes.groups)
     overhead = overhead or Overhead()
     tensor_bytes = overhead.tensors_within(budget_bytes)
     bare, work = work, overhead.on(work.with_decoding(sizes.decoding_beside()))
@@ -389,14 +389,14 @@ def make_plan(
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
     if strategy == "leafwise":
         loads = replace(loads, spared_bytes=0)
-    by_piece = loads if work.modules else loads.computing(compute)
+    by_group = loads if work.modules else loads.computing(compute)
     made = []
     for placement, least in least_weights(sizes).items():
         for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
             outside = sizes.outside_bytes(placement)
             found = place(loads, room - outside, placement)
-            seconds = compute - sum(loads.pieces[i].decode_seconds for i in found.dequantized)
-            still_encoded = any(p.codecs for i, p in enumerate(sizes.pieces) if i not in found.dequantized)
+            seconds = compute - sum(loads.groups[i].decode_seconds for i in found.dequantized)
+            still_encoded = any(p.codecs for i, p in enumerate(sizes.groups) if i not in found.dequantized)
             left = room - outside - found.device_bytes if still_encoded else 0
             beside = overhead.on(bare.with_decoding(sizes.decoding_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
@@ -407,20 +407,20 @@ def make_plan(
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
-            held = sizes.ram_pieces(found, ram_bytes) if streams_from_disk else None
-            kept = None if held is None else sizes.ram_pieces(found, min(ram_bytes, free_ram_bytes))
+            held = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
+            kept = None if held is None else sizes.ram_groups(found, min(ram_bytes, free_ram_bytes))
             read, windows = sizes.disk_bytes(found, kept, there, work.calls), window_bytes(sizes, placement)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
-            first = first_call_seconds(by_piece, found, sizes.beside(held, None if whole_in_ram else there))
+            first = first_call_seconds(by_group, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # after it, what stays decoded is decoded once more
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
                 first += sizes.total_bytes / rates.disk_bytes_per_second
             candidate = candidate.beginning_with(first, work.calls / steps)
             if work.turns > 1:
-                again = first_call_seconds(by_piece, found, sizes.beside(held, None)) + compute - seconds
+                again = first_call_seconds(by_group, found, sizes.beside(held, None)) + compute - seconds
                 call_seconds = candidate.step_seconds * steps / work.calls
-                # What no other piece overwrites stays in the ring from call to call, but leaves with it.
-                lying = sum(sizes.pieces[i].packed_bytes for i in set(found.streamed) - set(found.copied))
+                # What no other group overwrites stays in the ring from call to call, but leaves with it.
+                lying = sum(sizes.groups[i].packed_bytes for i in set(found.streamed) - set(found.copied))
                 turn_bytes = candidate.stay_bytes - sizes.decoded_bytes + lying
                 candidate = candidate.coming_back(turn_bytes, max(0.0, again - call_seconds), work.turns / steps)
             made.append(candidate)
@@ -481,7 +481,7 @@ def plan_on_cpu(
         windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
         found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
-        read_bytes = sizes.piece_read_bytes(found.from_disk)
+        read_bytes = sizes.group_read_bytes(found.from_disk)
         reason = (
             f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(read_bytes)} are read from disk in each step"
         )
@@ -489,9 +489,9 @@ def plan_on_cpu(
     if not fits:
         reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
     first, read = 0 if there else sizes.total_bytes / disk, read_bytes / disk * work.calls / steps
-    passing = sum(sizes.pieces[i].held_bytes for i in found.streamed)
+    passing = sum(sizes.groups[i].held_bytes for i in found.streamed)
     return Plan(
-        "cpu", 0, 0, taken, found.streamed, len(sizes.pieces), read, max(first, read), read, read,
+        "cpu", 0, 0, taken, found.streamed, len(sizes.groups), read, max(first, read), read, read,
         from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
         whole_bytes=sizes.total_bytes, read_bytes=read_bytes, read_seconds=read, unit=unit, fits=fits,
         reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.", layout=found,
@@ -524,8 +524,8 @@ def _candidate(
     idle_bytes: int,
 ) -> Candidate:
     calls_per_step = work.calls / steps
-    whole = sizes.fixed_bytes + sum(piece.held_bytes for piece in sizes.pieces)
-    stay_bytes = whole - sum(sizes.pieces[i].held_bytes for i in found.streamed)
+    whole = sizes.fixed_bytes + sum(group.held_bytes for group in sizes.groups)
+    stay_bytes = whole - sum(sizes.groups[i].held_bytes for i in found.streamed)
     weights_bytes = sizes.outside_bytes(placement) + found.device_bytes
     copied = found.copied_bytes / rates.pinned_bytes_per_second
     seconds = found.seconds if found.streamed else compute
@@ -535,7 +535,7 @@ def _candidate(
         peak_vram_bytes=max(idle_bytes, work.peak_bytes + weights_bytes),
         ram_bytes=sizes.total_bytes,
         streamed=found.streamed,
-        pieces=len(sizes.pieces),
+        groups=len(sizes.groups),
         step_seconds=seconds * calls_per_step,
         first_step_seconds=seconds * calls_per_step,
         bound_seconds=max(compute, copied) * calls_per_step,
@@ -543,7 +543,7 @@ def _candidate(
         step_bytes=round(found.copied_bytes * calls_per_step),
         ring_bytes=found.ring_bytes,
         stay_bytes=stay_bytes,
-        decoded_bytes=sum(sizes.pieces[i].plain_bytes - sizes.pieces[i].held_bytes for i in found.dequantized),
+        decoded_bytes=sum(sizes.groups[i].plain_bytes - sizes.groups[i].held_bytes for i in found.dequantized),
         whole_bytes=whole,
         layout=found,
     )
@@ -553,8 +553,8 @@ def _short_of_ram(
     candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Layout, ram_bytes: int, calls_per_step: float
 ) -> Candidate:
     """Return the same where RAM does not hold all."""
-    held = sizes.ram_bytes(sizes.ram_pieces(found, ram_bytes))
-    read_bytes = sizes.piece_read_bytes(found.from_disk)
+    held = sizes.ram_bytes(sizes.ram_groups(found, ram_bytes))
+    read_bytes = sizes.group_read_bytes(found.from_disk)
     read = read_bytes / rates.disk_bytes_per_second * calls_per_step
     return replace(
         candidate,

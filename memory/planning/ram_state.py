@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..units.unit import ManagedModel
+from ..weights.unit import ManagedModel
 from .eviction import Use, choose_shrinks, free_for
 from .fit import sizes_of
 from .runplan import StagePlan
@@ -16,7 +16,7 @@ from .runplan import StagePlan
 class RamState:
     """The bytes that RAM `held` of units out of `ram_bytes` at a time, least recently used first.
 
-    `parts` are the pieces of those of which it does not hold all. The `staying` keep theirs, the `cached`, which nobody
+    `parts` are the groups of those of which it does not hold all. The `staying` keep theirs, the `cached`, which nobody
     refers to, are the first to give theirs up. For `told` and `ended` see `eviction.runs_sooner`.
     """
 
@@ -29,7 +29,7 @@ class RamState:
     ended: tuple[Collection[ManagedModel], ...] = ()
 
     def there(self, unit: ManagedModel) -> frozenset[int] | None:
-        """Return the pieces of a unit that are in RAM, None for all weights."""
+        """Return the groups of a unit that are in RAM, None for all weights."""
         return None if self.held.get(unit) and unit not in self.parts else self.parts.get(unit, frozenset())
 
     def free_for(self, unit: ManagedModel) -> int:
@@ -38,10 +38,10 @@ class RamState:
         return free_for(unit, self.ram_bytes, held, self.staying, self.told, self.ended)
 
     def after(self, unit: ManagedModel, kept: frozenset[int] | None, windows_bytes: int) -> RamState:
-        """Return what there is once a unit has run with some pieces in RAM beside its windows, None for all weights."""
+        """Return what there is once a unit has run with some groups in RAM beside its windows, None for all weights."""
         nbytes = sizes_of(unit).total_bytes if kept is None else sizes_of(unit).ram_bytes(kept)
         held = {other: size for other, size in self.held.items() if other is not unit}
-        parts = {other: pieces for other, pieces in self.parts.items() if other is not unit}
+        parts = {other: groups for other, groups in self.parts.items() if other is not unit}
         going = {other: size for other, size in held.items() if other not in self.staying}
         room = self.ram_bytes - sum(held.values()) + sum(going.values())
         future = [Use(other, other.size_bytes) for other in self.told] or None
@@ -60,9 +60,9 @@ class RamState:
         return replace(state, ended=(*state.ended, tuple(named.values())))
 
     def _left(self, unit: ManagedModel, nbytes: int) -> frozenset[int]:
-        """Return the pieces that are left of a unit in so many bytes, as `ManagedModel.drop` leaves them."""
+        """Return the groups that are left of a unit in so many bytes, as `ManagedModel.drop` leaves them."""
         sizes, there, kept = sizes_of(unit), self.there(unit), []
-        for i in range(len(sizes.pieces) + len(sizes.idle)) if there is None else sorted(there):
+        for i in range(len(sizes.groups) + len(sizes.idle)) if there is None else sorted(there):
             if (nbytes := nbytes - sizes.ram_bytes([i])) < 0:
                 break
             kept.append(i)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..charts.tables import format_table
+from ..charts.text_tables import format_table
 from ..rates import ASSUMED, Rates
 from ..sizes import format_bytes
 from .planner import Candidate, Plan
@@ -15,7 +15,7 @@ from .planner import Candidate, Plan
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..charts import plan as charts
+    from ..charts import plan_chart as charts
 
 _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 
@@ -139,9 +139,9 @@ class RunPlan:
         return self.sampling.placement
 
     @property
-    def resident_pieces(self) -> tuple[int, ...]:
-        """The pieces of the transformer that stay on the device."""
-        return self.sampling.resident_pieces
+    def resident_groups(self) -> tuple[int, ...]:
+        """The groups of the transformer that stay on the device."""
+        return self.sampling.resident_groups
 
     @property
     def peak_vram_bytes(self) -> int:
@@ -293,7 +293,7 @@ def draw_plans(plans: Sequence[RunPlan], width: int, height: int, scale: float =
     from ..charts import drawn
 
     def draw() -> Image:
-        from ..charts import plan as charts
+        from ..charts import plan_chart as charts
 
         return charts.draw_plans([_charted(plan) for plan in plans], width, height, scale)
 
@@ -305,7 +305,7 @@ def _charted(plan: RunPlan) -> charts.Plan:
 
     Steps of a device without a clock are as long as each other, without seconds.
     """
-    from ..charts import plan as charts
+    from ..charts import plan_chart as charts
 
     parts, facts = [], {}
     for stage in plan.stages:

@@ -1,7 +1,7 @@
-"""Which pieces of a module stay on the device, decoded or as stored, which stream from RAM and which from disk, and
+"""Which groups of a module stay on the device, decoded or as stored, which stream from RAM and which from disk, and
 through how large a ring.
 
-A pure function of what pieces weigh and compute, of the room on the device and in RAM, and of the rates. It looks at
+A pure function of what groups weigh and compute, of the room on the device and in RAM, and of the rates. It looks at
 arrangements that do not depend on the room, and takes the fastest that fits: so it is never over, and more room is
 never slower.
 """
@@ -19,21 +19,21 @@ import numpy as np
 
 from ..vocabulary import PlacementName
 from .decoded import Decoded, decoded_within, decoding_order, dequantized
-from .ring import offsets, overwritten, step_seconds
+from .ring_offsets import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
-RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # sizes of rings to look at, in largest pieces; below two nothing overlaps
+RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # sizes of rings to look at, in largest groups; below two nothing overlaps
 _LEVELS = 256  # of how much stays
 _HIDDEN = 64  # of how much is copied for each second of computing, up to twice what this hides
 _ROUNDING = 1e-3  # of the computing: what is less is no reason to copy more
-_FEW = 10  # pieces, of which all choices are looked at
+_FEW = 10  # groups, of which all choices are looked at
 
 
 @dataclass(frozen=True)
-class PieceLoad:
-    """A piece: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes.
+class GroupLoad:
+    """A group: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes.
 
-    Decoding takes `decode_seconds` of these, which it does not where the piece stays decoded: that takes `more_bytes`
+    Decoding takes `decode_seconds` of these, which it does not where the group stays decoded: that takes `more_bytes`
     than as stored, and `moment_bytes` beside while it is done.
     """
 
@@ -51,7 +51,7 @@ class PieceLoad:
 
 
 class HasSizes(Protocol):
-    """A piece, or what is known of one."""
+    """A group, or what is known of one."""
 
     @property
     def packed_bytes(self) -> int: ...
@@ -61,14 +61,14 @@ class HasSizes(Protocol):
 
 @dataclass(frozen=True)
 class Loads:
-    """The pieces of a call in their order, the rate at which they come, and the computing ahead of the first.
+    """The groups of a call in their order, the rate at which they come, and the computing ahead of the first.
 
-    What is not in RAM is read at a rate of its own. Those are the pieces `on_disk` or, with `ram_bytes`, whichever are
-    best, where RAM holds no more than that of pieces that stream, windows included. After a call that comes `once` the
-    weights leave. Where all pieces are dequantized for good, calls take `spared_bytes` less beside the weights.
+    What is not in RAM is read at a rate of its own. Those are the groups `on_disk` or, with `ram_bytes`, whichever are
+    best, where RAM holds no more than that of groups that stream, windows included. After a call that comes `once` the
+    weights leave. Where all groups are dequantized for good, calls take `spared_bytes` less beside the weights.
     """
 
-    pieces: tuple[PieceLoad, ...]
+    groups: tuple[GroupLoad, ...]
     bytes_per_second: float = 1.0
     before_seconds: float = 0.0
     disk_bytes_per_second: float = math.inf
@@ -79,42 +79,42 @@ class Loads:
 
     @functools.cached_property
     def all_dequantized_bytes(self) -> int:
-        """Bytes that all pieces take more to be dequantized for good."""
-        return dequantized(self.pieces, decoding_order(self.pieces)).more_bytes
+        """Bytes that all groups take more to be dequantized for good."""
+        return dequantized(self.groups, decoding_order(self.groups)).more_bytes
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the flat buffers."""
-        return tuple(piece.packed_bytes for piece in self.pieces)
+        return tuple(group.packed_bytes for group in self.groups)
 
     @functools.cached_property
     def compute_seconds(self) -> float:
         """Seconds that a call computes in all."""
-        return self.before_seconds + sum(piece.seconds for piece in self.pieces)
+        return self.before_seconds + sum(group.seconds for group in self.groups)
 
     def computing(self, seconds: float) -> Loads:
         """Return the same for a call that computes so long in all, in the same proportions."""
         times = seconds / self.compute_seconds if self.compute_seconds else 0.0
-        pieces = tuple(replace(piece, seconds=piece.seconds * times) for piece in self.pieces)
-        return replace(self, pieces=pieces, before_seconds=self.before_seconds * times)
+        groups = tuple(replace(group, seconds=group.seconds * times) for group in self.groups)
+        return replace(self, groups=groups, before_seconds=self.before_seconds * times)
 
     @classmethod
-    def even(cls, pieces: Iterable[HasSizes]) -> Loads:
-        """Return loads of pieces that compute for as long as they are copied, for when nothing is known."""
-        return cls(tuple(PieceLoad(p.packed_bytes, p.held_bytes, float(p.packed_bytes)) for p in pieces))
+    def even(cls, groups: Iterable[HasSizes]) -> Loads:
+        """Return loads of groups that compute for as long as they are copied, for when nothing is known."""
+        return cls(tuple(GroupLoad(p.packed_bytes, p.held_bytes, float(p.packed_bytes)) for p in groups))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the pieces of a unit lie on the device during its calls: decided by `place`, made true by the engine.
+    """How the groups of a unit lie on the device during its calls: decided by `place`, made true by the engine.
 
-    Pieces are numbered in the order of their calls. Those `streamed` pass through a ring of `ring_bytes`, the others
+    Groups are numbered in the order of their calls. Those `streamed` pass through a ring of `ring_bytes`, the others
     stay, of which those `dequantized` do so as plain tensors. They take `device_bytes` in all, ring included, and a
-    call takes `seconds`. Each call copies the pieces `copied`, of `copied_bytes`, and reads those `from_disk`, of
+    call takes `seconds`. Each call copies the groups `copied`, of `copied_bytes`, and reads those `from_disk`, of
     `read_bytes`, first. Layouts are equal that lie alike, whatever `loads` they were placed for and however long calls
     take.
 
-    A `resident` layout without anything else is that of a whole unit, whatever pieces it has.
+    A `resident` layout without anything else is that of a whole unit, whatever groups it has.
     """
 
     placement: PlacementName = "resident"
@@ -130,34 +130,34 @@ class Layout:
     loads: Loads = field(default=Loads(()), compare=False, repr=False)
 
     def within(self, room_bytes: int, ring_bytes: int | None = None) -> Layout:
-        """Return the layout of the same pieces in another room; a ring of `ring_bytes` stays, if it can."""
+        """Return the layout of the same groups in another room; a ring of `ring_bytes` stays, if it can."""
         return place(self.loads, room_bytes, self.placement, ring_bytes)
 
-    def on_disk(self, pieces: frozenset[int], room_bytes: int) -> Layout:
-        """Return the layout where just these pieces are not in RAM."""
-        if pieces == self.loads.on_disk or self.placement == "resident":
+    def on_disk(self, groups: frozenset[int], room_bytes: int) -> Layout:
+        """Return the layout where just these groups are not in RAM."""
+        if groups == self.loads.on_disk or self.placement == "resident":
             return self
-        return place(replace(self.loads, on_disk=pieces), room_bytes, self.placement)
+        return place(replace(self.loads, on_disk=groups), room_bytes, self.placement)
 
 
-def least_bytes(pieces: Sequence[PieceLoad]) -> int:
-    """Return the least on the device that pieces can be run in.
+def least_bytes(groups: Sequence[GroupLoad]) -> int:
+    """Return the least on the device that groups can be run in.
 
     A ring of the two largest, or all of them if that is less.
     """
-    return min(least_ring_bytes(pieces), sum(piece.held_bytes for piece in pieces))
+    return min(least_ring_bytes(groups), sum(group.held_bytes for group in groups))
 
 
-def least_ring_bytes(pieces: Sequence[PieceLoad]) -> int:
+def least_ring_bytes(groups: Sequence[GroupLoad]) -> int:
     """Return the smallest ring: copies to it still overlap with computing."""
-    return RINGS[0] * max((piece.packed_bytes for piece in pieces), default=0)
+    return RINGS[0] * max((group.packed_bytes for group in groups), default=0)
 
 
 @functools.lru_cache(maxsize=256)
 def place(
     loads: Loads, room_bytes: int, placement: PlacementName = "streamed", ring_bytes: int | None = None
 ) -> Layout:
-    """Decide how pieces lie in at most `room_bytes` on the device.
+    """Decide how groups lie in at most `room_bytes` on the device.
 
     Of a `resident` unit all stay, in more room than there is if need be; the room decides what is dequantized for good.
     Of one that may be `streamed` the layout is the fastest; of equally fast ones that which reads least, then that
@@ -167,28 +167,28 @@ def place(
     found = _fastest(loads, room_bytes, placement, ring_bytes)
     if loads.ram_bytes is None or loads.on_disk & set(found.copied) <= set(found.from_disk):
         return found
-    # RAM holds other pieces than would be best.
+    # RAM holds other groups than would be best.
     return _fastest(replace(loads, ram_bytes=None), room_bytes, placement, ring_bytes)
 
 
 def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes: int | None) -> Layout:
-    pieces, compute = loads.pieces, loads.compute_seconds
-    whole = sum(piece.held_bytes for piece in pieces)
-    room = max(room_bytes, whole if placement == "resident" else least_bytes(pieces))
-    if whole <= room and not any(piece.is_encoded for piece in pieces):
+    groups, compute = loads.groups, loads.compute_seconds
+    whole = sum(group.held_bytes for group in groups)
+    room = max(room_bytes, whole if placement == "resident" else least_bytes(groups))
+    if whole <= room and not any(group.is_encoded for group in groups):
         return Layout(placement, device_bytes=whole, seconds=compute, loads=loads)
     ram = math.inf if loads.ram_bytes is None else max(0, loads.ram_bytes - windows_bytes(loads.sizes))
     on_disk = loads.on_disk if loads.ram_bytes is None else frozenset()
     stay = [(0, _Choice((), whole, 0))] if whole <= room else []
-    rings = _rings(pieces, room, ring_bytes) if placement == "streamed" else ()
-    choices = _choices(pieces, loads.bytes_per_second, on_disk, rings) if rings else {}
+    rings = _rings(groups, room, ring_bytes) if placement == "streamed" else ()
+    choices = _choices(groups, loads.bytes_per_second, on_disk, rings) if rings else {}
     streamed = ((ring, choice) for ring, each in choices.items() for choice in each if ring + choice.held_bytes <= room)
     found = [*stay, *streamed]
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
-    decoded = decoded_within(pieces, passing, rooms)
+    decoded = decoded_within(groups, passing, rooms)
     if stay and loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
-        decoded[0] = dequantized(pieces, decoding_order(pieces))
+        decoded[0] = dequantized(groups, decoding_order(groups))
     options: list[tuple[float, int, int, _Option]] = []
     for one, kept in zip(found, decoded, strict=True):
         option = _Option(*one, kept)
@@ -213,8 +213,8 @@ def _rank(made: Layout) -> tuple[float, int, int, int]:
     return made.seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
-def _rings(pieces: Sequence[PieceLoad], room: int, there: int | None) -> tuple[int, ...]:
-    least = least_ring_bytes(pieces)
+def _rings(groups: Sequence[GroupLoad], room: int, there: int | None) -> tuple[int, ...]:
+    least = least_ring_bytes(groups)
     if there and least <= there <= room:
         return (there,)
     return tuple(times * least // RINGS[0] for times in RINGS)
@@ -250,16 +250,16 @@ class _Option:
 
 @functools.lru_cache(maxsize=64)
 def _choices(
-    pieces: tuple[PieceLoad, ...], bytes_per_second: float, on_disk: frozenset[int], rings: tuple[int, ...]
+    groups: tuple[GroupLoad, ...], bytes_per_second: float, on_disk: frozenset[int], rings: tuple[int, ...]
 ) -> dict[int, tuple[_Choice, ...]]:
-    """Return the sets of pieces to stream through each ring, fewest bytes first. They do not depend on the room."""
-    if len(pieces) <= _FEW:
-        few = _sets(pieces, np.array(list(itertools.product((False, True), repeat=len(pieces))), bool))
+    """Return the sets of groups to stream through each ring, fewest bytes first. They do not depend on the room."""
+    if len(groups) <= _FEW:
+        few = _sets(groups, np.array(list(itertools.product((False, True), repeat=len(groups))), bool))
         return dict.fromkeys(rings, tuple(few))
     sets = _sets(
-        pieces, np.vstack([_spreads(pieces, bytes_per_second), *_with_disk_last(pieces, bytes_per_second, on_disk)])
+        groups, np.vstack([_spreads(groups, bytes_per_second), *_with_disk_last(groups, bytes_per_second, on_disk)])
     )
-    hidden = _sets(pieces, _hidden(pieces, bytes_per_second, rings))
+    hidden = _sets(groups, _hidden(groups, bytes_per_second, rings))
     through = [hidden[i * _HIDDEN : (i + 1) * _HIDDEN] for i in range(len(rings))]
     return {
         ring: tuple(sorted({*sets, *own}, key=lambda choice: (choice.streamed_bytes, choice.streamed)))
@@ -267,52 +267,52 @@ def _choices(
     }
 
 
-def _sets(pieces: Sequence[PieceLoad], rows: Sets) -> list[_Choice]:
-    """Return the choices that stream what is marked in each row of `[rows, pieces]`."""
-    held = np.array([piece.held_bytes for piece in pieces], np.int64)
-    packed = np.array([piece.packed_bytes for piece in pieces], np.int64)
+def _sets(groups: Sequence[GroupLoad], rows: Sets) -> list[_Choice]:
+    """Return the choices that stream what is marked in each row of `[rows, groups]`."""
+    held = np.array([group.held_bytes for group in groups], np.int64)
+    packed = np.array([group.packed_bytes for group in groups], np.int64)
     passing = [tuple(np.flatnonzero(row).tolist()) for row in rows]
     return [_Choice(*each) for each in zip(passing, (~rows @ held).tolist(), (rows @ packed).tolist(), strict=True)]
 
 
-def _spreads(pieces: Sequence[PieceLoad], bytes_per_second: float) -> Sets:
+def _spreads(groups: Sequence[GroupLoad], bytes_per_second: float) -> Sets:
     """Yield sets of ever more seconds of copying, spread so that each copy has computing to hide behind."""
-    transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
+    transfer = [group.packed_bytes / bytes_per_second for group in groups]
     total = sum(transfer)
     # What computes next to nothing can hide no copy, and streams last.
-    compute = [piece.seconds + 1e-6 * (total + 1e-12) / len(pieces) for piece in pieces]
+    compute = [group.seconds + 1e-6 * (total + 1e-12) / len(groups) for group in groups]
     times = np.array(list(_times(compute, transfer)))[:, None]
     return paid(np.minimum(transfer, times * compute), transfer)
 
 
-def _hidden(pieces: Sequence[PieceLoad], bytes_per_second: float, rings: Sequence[int]) -> Sets:
-    """Return what is hidden behind computing where a piece may come as long before its call as a ring has room for it.
+def _hidden(groups: Sequence[GroupLoad], bytes_per_second: float, rings: Sequence[int]) -> Sets:
+    """Return what is hidden behind computing where a group may come as long before its call as a ring has room for it.
 
     So what computes long makes up for what comes after it. For each ring, `_HIDDEN` rows of ever more copying for each
     second of computing.
     """
-    transfer = [piece.packed_bytes / bytes_per_second for piece in pieces]
+    transfer = [group.packed_bytes / bytes_per_second for group in groups]
     levels = np.tile(np.arange(1, _HIDDEN + 1), len(rings))[:, None]
     most = np.repeat(np.array(rings) / bytes_per_second, _HIDDEN)
-    return paid(np.array([piece.seconds for piece in pieces]) * levels * 2 / _HIDDEN, transfer, most)
+    return paid(np.array([group.seconds for group in groups]) * levels * 2 / _HIDDEN, transfer, most)
 
 
-def _with_disk_last(pieces: Sequence[PieceLoad], bytes_per_second: float, on_disk: frozenset[int]) -> Iterator[Sets]:
-    """Yield sets of ever more pieces in RAM, while all else stays; then of the rest too."""
+def _with_disk_last(groups: Sequence[GroupLoad], bytes_per_second: float, on_disk: frozenset[int]) -> Iterator[Sets]:
+    """Yield sets of ever more groups in RAM, while all else stays; then of the rest too."""
     if not on_disk:
         return
-    in_ram = [replace(piece, packed_bytes=0) if i in on_disk else piece for i, piece in enumerate(pieces)]
+    in_ram = [replace(group, packed_bytes=0) if i in on_disk else group for i, group in enumerate(groups)]
     yield _spreads(in_ram, bytes_per_second)
-    streamed = np.array([i not in on_disk for i in range(len(pieces))])
-    for i in spread(sorted(on_disk), [piece.seconds for piece in pieces]):
+    streamed = np.array([i not in on_disk for i in range(len(groups))])
+    for i in spread(sorted(on_disk), [group.seconds for group in groups]):
         streamed[i] = True
         yield streamed.copy()
 
 
 def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:
-    """Yield how many times its computing each piece is to stream, of its copy at most, for ever more seconds in all."""
+    """Yield how many times its computing each group is to stream, of its copy at most, for ever more seconds in all."""
     ratios = sorted((t / c, t, c) for t, c in zip(transfer, compute, strict=True))
-    whole, rest, k = 0.0, sum(compute), 0  # copies that stream whole, and the computing of the other pieces
+    whole, rest, k = 0.0, sum(compute), 0  # copies that stream whole, and the computing of the other groups
     for level in range(_LEVELS + 1):
         goal = sum(transfer) * level / _LEVELS
         while k < len(ratios) - 1 and goal - whole > ratios[k][0] * rest:
@@ -323,11 +323,11 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
 def _layouts(
     loads: Loads, option: _Option, placement: PlacementName, ram_bytes: float, best: Layout | None
 ) -> Iterator[Layout]:
-    """Combine an option with each set of pieces to come from disk, where RAM holds `ram_bytes` of those that stream.
+    """Combine an option with each set of groups to come from disk, where RAM holds `ram_bytes` of those that stream.
 
     Yields each that may be better than the best so far.
     """
-    pieces, before, sizes, disk = loads.pieces, loads.before_seconds, loads.sizes, loads.disk_bytes_per_second
+    groups, before, sizes, disk = loads.groups, loads.before_seconds, loads.sizes, loads.disk_bytes_per_second
     ring, choice, decoded = option.ring_bytes, option.choice, option.decoded
     device_bytes = choice.held_bytes + ring + decoded.more_bytes
     least_seconds = loads.compute_seconds - decoded.saved_seconds
@@ -343,9 +343,9 @@ def _layouts(
     copied_bytes = sum(copied.values())
     if is_beaten(copied_bytes):
         return
-    compute = [piece.seconds for piece in pieces]
-    for i in decoded.pieces:
-        compute[i] -= pieces[i].decode_seconds
+    compute = [group.seconds for group in groups]
+    for i in decoded.groups:
+        compute[i] -= groups[i].decode_seconds
     transfer = [size / loads.bytes_per_second for size in sizes]
 
     def made(from_disk: tuple[int, ...]) -> Layout:
@@ -360,7 +360,7 @@ def _layouts(
             placement,
             ring_bytes=ring,
             streamed=choice.streamed,
-            dequantized=decoded.pieces,
+            dequantized=decoded.groups,
             device_bytes=device_bytes,
             copied=tuple(copied),
             copied_bytes=copied_bytes,
@@ -380,7 +380,7 @@ def _layouts(
     for from_disk in disk_choices(copied, times, int(ram_bytes)):
         over_bytes = sum(sizes[i] for i in from_disk) - within_seconds * disk
         if over_bytes > 2 * max(sizes):
-            return  # all that follow read more, but for a piece
+            return  # all that follow read more, but for a group
         if over_bytes <= 0:
             found = made(from_disk)
             within_seconds = min(within_seconds, found.seconds)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
 _WORTH = 3  # what copies save must be one part in so many of what they take, or more
-_LEAST_SHARE = 16  # fewer rows on the device than one in so many are not worth the pieces
+_LEAST_SHARE = 16  # fewer rows on the device than one in so many are not worth the groups
 
 
 def stripe_height(rows: int, budget_bytes: int, peak_bytes: Callable[[int], int], grain: int = 1) -> int:

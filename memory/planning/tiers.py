@@ -1,6 +1,6 @@
-"""Which of the pieces that stream come from disk, where RAM does not hold them all. Pure functions.
+"""Which of the groups that stream come from disk, where RAM does not hold them all. Pure functions.
 
-A step is never faster for one more piece that is read, so that about as few are read as RAM allows; and they are
+A step is never faster for one more group that is read, so that about as few are read as RAM allows; and they are
 spread, so that the disk is never idle for long.
 """
 
@@ -16,25 +16,25 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .ring import WINDOWS
+from .ring_offsets import WINDOWS
 
-Sets: TypeAlias = npt.NDArray[np.bool_]  # one in each row, [sets, pieces]
+Sets: TypeAlias = npt.NDArray[np.bool_]  # one in each row, [sets, groups]
 
-_FEW = 8  # pieces, of which all choices are looked at
+_FEW = 8  # groups, of which all choices are looked at
 _LEVELS = 128  # of how much is read
 
 
 def windows_bytes(sizes: Sequence[int]) -> int:
-    """RAM for the windows that pieces of these sizes are read through."""
+    """RAM for the windows that groups of these sizes are read through."""
     return WINDOWS * max(sizes, default=0)
 
 
 def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield sets of pieces to read, fewest bytes first. RAM holds the others, and could hold no piece more.
+    """Yield sets of groups to read, fewest bytes first. RAM holds the others, and could hold no group more.
 
-    `copied` are the bytes of each piece that streams, by index, of which RAM may hold `ram_bytes`; `seconds` is how
-    long each of all pieces takes. Of more than a few pieces the first set is in that of less RAM; the others, which
-    keep the disk as busy at any time, are of so many bytes or more that do not depend on the RAM, to a piece.
+    `copied` are the bytes of each group that streams, by index, of which RAM may hold `ram_bytes`; `seconds` is how
+    long each of all groups takes. Of more than a few groups the first set is in that of less RAM; the others, which
+    keep the disk as busy at any time, are of so many bytes or more that do not depend on the RAM, to a group.
     """
     missing = sum(copied.values()) - ram_bytes
     if len(copied) <= _FEW:
@@ -66,10 +66,10 @@ def _evenly(copied: Mapping[int, int], seconds: Sequence[float], nbytes: Sequenc
 
 
 def paid(income: npt.NDArray[np.float64], costs: Sequence[float], most: npt.ArrayLike = math.inf) -> Sets:
-    """Return for each row which pieces it takes, spread as evenly as its income: bools of `[rows, pieces]`.
+    """Return for each row which groups it takes, spread as evenly as its income: bools of `[rows, groups]`.
 
-    A row earns `income[row, i]` at piece i, and saves `most` at a time. It takes a piece as soon as it has half of the
-    cost, and pays. A piece that costs nothing is never taken.
+    A row earns `income[row, i]` at group i, and saves `most` at a time. It takes a group as soon as it has half of the
+    cost, and pays. A group that costs nothing is never taken.
     """
     saved, taken = np.zeros(len(income)), np.zeros(income.shape, bool)
     for i, cost in enumerate(costs):
@@ -92,7 +92,7 @@ def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[in
 def spread(indices: Sequence[int], seconds: Sequence[float]) -> list[int]:
     """Return the indices in such an order that any number of them, from the first, lies evenly in a step.
 
-    By the low-discrepancy sequence of van der Corput, of the times at which the pieces run.
+    By the low-discrepancy sequence of van der Corput, of the times at which the groups run.
     """
     total = sum(seconds)
     ends = list(accumulate(seconds))
@@ -119,7 +119,7 @@ def _van_der_corput(number: int) -> float:
 def held_in_ram(
     sizes: Sequence[int], copied: Collection[int], from_disk: Collection[int], ram_bytes: int
 ) -> frozenset[int]:
-    """Which pieces are to lie in RAM: those that stream and are not read, then what stays on the device, as it fits.
+    """Which groups are to lie in RAM: those that stream and are not read, then what stays on the device, as it fits.
 
     What stays there is only read once, but might leave, and come again.
     """

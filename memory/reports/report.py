@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..charts.tables import format_table
+from ..charts.text_tables import format_table
 from ..sizes import format_bytes
-from ..units.unit import ManagedModel
 from ..vocabulary import Role, Tier
+from ..weights.unit import ManagedModel
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..accelerator import Accelerator, PeakMeter
-from ..charts.tables import format_table
+from ..charts.text_tables import format_table
 from ..planning.measured import Overhead
 from ..planning.runplan import seconds as in_seconds
 from ..sizes import format_bytes
-from ..units.unit import ManagedModel
 from ..vocabulary import Role, Tier
+from ..weights.unit import ManagedModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -139,7 +139,7 @@ class StageRecord:
         """Mean seconds of the steps in which nothing but steps happened; None where there are none.
 
         The first is left out, since it waits for the weights, and so is one in which something was placed or left: a
-        call was made again, one unit took another's place, or pieces lie elsewhere since their seconds are known.
+        call was made again, one unit took another's place, or groups lie elsewhere since their seconds are known.
         """
         steps = self.planned.steps if self.planned else 0
         calls = [i for i, event in enumerate(self.events) if event.kind == "ran"]
@@ -378,7 +378,7 @@ class Timeline:
 
 
 def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float = 1.0) -> Image:
-    from ..charts.timeline import Span, Stage, draw_timeline
+    from ..charts.timeline_chart import Span, Stage, draw_timeline
 
     def spans(stage: StageRecord) -> Iterator[Span]:
         for before, event in zip(stage.events, stage.events[1:], strict=False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .forecast import StripedForecast, forecast
-from .room import OutOfRamError
+from .arena import OutOfRamError
 from .run import Traffic, run
+from .stripe_forecast import StripedForecast, forecast
 
 __all__ = ["OutOfRamError", "StripedForecast", "Traffic", "forecast", "run"]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .maps import Local, Map
-from .room import Buffer, Room
+from .arena import Buffer, Room
+from .lazy_tensor import Local, Map
 
 _TAPS = (((0,), (1, 2)), ((0, 1), (2,)))  # of three, that fall on the first and on the second pixel, by place
 

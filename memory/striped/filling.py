@@ -1,4 +1,4 @@
-"""Where the stripes of a map go that is kept: to one tensor, or in pieces, some of each stripe on the device."""
+"""Where the stripes of a map go that is kept: to one tensor, or in blocks, some of each stripe on the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from .maps import Map
-from .room import Buffer
-from .rows import Piece, Rows
+from .arena import Buffer
+from .lazy_tensor import Map
+from .rows import RowBlock, Rows
 
 
 class Filling(Protocol):
@@ -27,7 +27,7 @@ class AsOne:
     def __init__(self, node: Map, on_device: bool) -> None:
         self._node, self.on_device = node, on_device
         self._buffer = _rows(node, node.length, on_device)
-        self.memory = Rows(node.axis, [Piece(0, node.length, self._buffer.tensor, self._buffer)])
+        self.memory = Rows(node.axis, [RowBlock(0, node.length, self._buffer.tensor, self._buffer)])
 
     def put(self, start: int, stripe: torch.Tensor) -> None:
         axis = self._node.axis
@@ -42,7 +42,7 @@ class AsOne:
         return False
 
 
-class InPieces:
+class InBlocks:
     """`staying` rows on the device, a part of each stripe, so that as much comes and goes in all of a pass.
 
     While less than `spared_bytes` would be left on the device beside them, they go to RAM as the others.
@@ -68,7 +68,7 @@ class InPieces:
         if staying:
             part = stripe.narrow(node.axis, count - staying, staying)
             owned = part if owns_its_memory(part, node) else part.clone(memory_format=torch.contiguous_format)
-            self.memory.add(Piece(start + count - staying, start + count, owned, Buffer(node.room, owned, True)))
+            self.memory.add(RowBlock(start + count - staying, start + count, owned, Buffer(node.room, owned, True)))
 
     def relieve(self) -> bool:
         """Put everything in RAM from now on, where the device has less room than was thought."""
@@ -86,7 +86,7 @@ class InPieces:
             fitting = min(count, self._host.tensor.shape[axis] - self._used)
             target = self._host.tensor.narrow(axis, self._used, fitting)
             self._host.stored = node.room.store(target, rows.narrow(axis, 0, fitting), axis)
-            self.memory.add(Piece(start, start + fitting, target, self._host))
+            self.memory.add(RowBlock(start, start + fitting, target, self._host))
             self._used, start = self._used + fitting, start + fitting
             rows = rows.narrow(axis, fitting, count - fitting)
 

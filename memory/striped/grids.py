@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .maps import kept_map
-from .room import Buffer, Room
-from .tensor import StripedTensor
+from .arena import Buffer, Room
+from .lazy_tensor import kept_map
+from .striped_tensor import StripedTensor
 
 _LARGE = 2**20  # places
 

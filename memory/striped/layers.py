@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .calls import NotStripedError, handles, local, shape_of
+from .chunked_calls import NotStripedError, handles, local, shape_of
 from .enlarged import Enlarged, folded
-from .keeping import find_moments, held_bytes, keep, recut, settle
-from .maps import Map, Window
+from .lazy_tensor import Map, Window
+from .materialize import find_moments, held_bytes, keep, recut, settle
 
 _EAGER = 4  # what is this many times smaller than what it is made of is made at once, so that that can go
 

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import is_out_of_memory
 from ..planning.stripes import stripe_height, stripes
-from .maps import Map
+from .lazy_tensor import Map
 from .rows import Ahead, Wanted
 
 Span = tuple[int, int]

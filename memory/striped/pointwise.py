@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .calls import NotStripedError, handles, local
-from .keeping import held_bytes, keep, recut, to_device
-from .maps import Map
+from .chunked_calls import NotStripedError, handles, local
+from .lazy_tensor import Map
+from .materialize import held_bytes, keep, recut, to_device
 
 _ELEMENT = (
     "add sub rsub mul div true_divide pow neg abs exp log sqrt rsqrt square reciprocal sign floor ceil round sin cos "

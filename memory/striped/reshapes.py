@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .calls import NotStripedError, handles, local
-from .keeping import keep
-from .maps import Local, Map, kept_map
-from .room import Buffer, stand_in
+from .arena import Buffer, stand_in
+from .chunked_calls import NotStripedError, handles, local
+from .lazy_tensor import Local, Map, kept_map
+from .materialize import keep
 
 
 @handles("view", "reshape", "unflatten", "flatten", "view_as", "reshape_as")

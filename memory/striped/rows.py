@@ -1,4 +1,4 @@
-"""Rows of maps in memory: in pieces, some on the device, the others in RAM; and how those come ahead of their use."""
+"""Rows of maps in memory: in blocks, some on the device, the others in RAM; and how those come ahead of their use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ..planning.stripes import blocks
 
 if TYPE_CHECKING:
-    from .room import Buffer, Room
+    from .arena import Buffer, Room
 
-_SPILLS = 16  # parts that a piece goes to RAM in at least when memory has run out
+_SPILLS = 16  # parts that a block goes to RAM in at least when memory has run out
 _PART = 32  # the part of the budget, one in so many, that goes at once at most
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowBlock:
     """Rows from `start` to `stop` of a map. The tensor, of the map's dimensions, is all or a part of the buffer."""
 
     start: int
@@ -31,40 +31,40 @@ class Piece:
         return self.buffer.on_device
 
     def part(self, start: int, stop: int, axis: int) -> torch.Tensor:
-        """Rows of the map that are all in this piece."""
+        """Rows of the map that are all in this block."""
         return self.tensor.narrow(axis, start - self.start, stop - start)
 
 
 class Rows:
-    """The rows of one map along `axis`, in pieces."""
+    """The rows of one map along `axis`, in blocks."""
 
-    def __init__(self, axis: int, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self, axis: int, blocks: Iterable[RowBlock] = ()) -> None:
         self.axis = axis
-        self.pieces = sorted(pieces, key=lambda piece: piece.start)
+        self.blocks = sorted(blocks, key=lambda block: block.start)
 
     @property
     def device_bytes(self) -> int:
-        return sum(piece.buffer.nbytes for piece in self.pieces if piece.on_device)
+        return sum(block.buffer.nbytes for block in self.blocks if block.on_device)
 
     @property
     def is_whole(self) -> bool:
         """Return whether they are one tensor on the device."""
-        return len(self.pieces) == 1 and self.pieces[0].on_device
+        return len(self.blocks) == 1 and self.blocks[0].on_device
 
-    def add(self, piece: Piece) -> None:
-        """Put a piece in its place."""
-        self.pieces = sorted([*self.pieces, piece], key=lambda each: each.start)
+    def add(self, block: RowBlock) -> None:
+        """Put a block in its place."""
+        self.blocks = sorted([*self.blocks, block], key=lambda each: each.start)
 
     def release(self, start: int) -> None:
         """Free the rows on the device above a row: nobody will ask for them again."""
-        self.pieces = [one for one in self.pieces if not one.on_device or one.stop > start]
+        self.blocks = [one for one in self.blocks if not one.on_device or one.stop > start]
 
     def spill(self, start: int, room: Room, short: bool = False) -> None:
         """Move what lies on the device above a row to RAM, in few parts unless memory is `short`.
 
         Each is copied on the device first, and what is computed from then on waits for the one before.
         """
-        for index, one in enumerate(self.pieces):
+        for index, one in enumerate(self.blocks):
             if one.on_device and one.stop <= start:
                 buffer = room.buffer(one.tensor.shape, one.tensor.dtype, self.axis, False)
                 count = one.stop - one.start
@@ -72,27 +72,27 @@ class Rows:
                 for low, high in blocks(count, -(-count // parts)):
                     part, target = (each.narrow(self.axis, low, high - low) for each in (one.tensor, buffer.tensor))
                     buffer.stored = room.store(target, part, self.axis, spilled=True)
-                self.pieces[index] = Piece(one.start, one.stop, buffer.tensor, buffer)
+                self.blocks[index] = RowBlock(one.start, one.stop, buffer.tensor, buffer)
 
     def view(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return these rows, if they lie in one piece on the device."""
-        for piece in self.pieces:
-            if piece.start <= start and stop <= piece.stop:
-                return piece.part(start, stop, self.axis) if piece.on_device else None
+        """Return these rows, if they lie in one block on the device."""
+        for block in self.blocks:
+            if block.start <= start and stop <= block.stop:
+                return block.part(start, stop, self.axis) if block.on_device else None
         return None
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        """Yield the pieces that hold these rows, and which of them each does.
+    def within(self, start: int, stop: int) -> Iterator[tuple[RowBlock, int, int]]:
+        """Yield the blocks that hold these rows, and which of them each does.
 
         OutOfMemoryError for what was let go of.
         """
         at = start
-        for piece in self.pieces:
-            low, high = max(at, piece.start), min(stop, piece.stop)
+        for block in self.blocks:
+            low, high = max(at, block.start), min(stop, block.stop)
             if low < high:
                 if low > at:
                     break
-                yield piece, low, high
+                yield block, low, high
                 at = high
         if at < stop:
             raise torch.OutOfMemoryError("memory ran out in a stripe after the rows that it is made of had been let go")
@@ -131,9 +131,9 @@ class Ahead:
         for one, (start, stop) in wanted.items():
             assert one.memory is not None
             for low, high in missing(start, stop, self._held.get(one)):
-                for piece, a, b in one.memory.within(low, high):
-                    if not piece.on_device:
-                        rows = self._room.fetch(piece.part(a, b, one.axis), one.axis, piece.buffer.stored)
+                for block, a, b in one.memory.within(low, high):
+                    if not block.on_device:
+                        rows = self._room.fetch(block.part(a, b, one.axis), one.axis, block.buffer.stored)
                         self._coming.setdefault(one, []).append((a, b, rows))
 
     def begin(self, wanted: Wanted) -> None:
@@ -166,9 +166,9 @@ class Ahead:
 
         assert one.memory is not None
         for low, high in missing(start, stop, old):
-            for piece, a, b in one.memory.within(low, high):
-                if piece.on_device:
-                    put(a, b, piece.part(a, b, axis))
+            for block, a, b in one.memory.within(low, high):
+                if block.on_device:
+                    put(a, b, block.part(a, b, axis))
         if old:
             low, high = max(start, old[0]), min(stop, old[1])
             put(low, high, old[2].narrow(axis, low - old[0], max(0, high - low)))

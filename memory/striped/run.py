@@ -14,10 +14,10 @@ from ..errors import release_frames
 from ..planning.stripes import Pass
 from ..rates import ASSUMED
 from ..simulated import card as state
+from .arena import Room
 from .grids import LargeGrids
-from .keeping import settle, to_host
-from .room import Room
-from .tensor import StripedTensor, striped
+from .materialize import settle, to_host
+from .striped_tensor import StripedTensor, striped
 
 
 @dataclass

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .calls import NotStripedError, handles, local
-from .keeping import keep
-from .maps import Local, Map, kept_map
+from .arena import Buffer, stand_in
+from .chunked_calls import NotStripedError, handles, local
+from .lazy_tensor import Local, Map, kept_map
+from .materialize import keep
 from .pointwise import Joined, joined
-from .room import Buffer, stand_in
 
 
 def _view(node: Map, change: Callable[[torch.Tensor], torch.Tensor], axis: int) -> Map:

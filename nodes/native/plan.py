@@ -271,7 +271,7 @@ def _placed(
         peak_vram_bytes=peak,
         ram_bytes=min(weights.total_bytes, ram_bytes) if read else weights.total_bytes,
         streamed=tuple(i for i in range(len(weights.parts)) if i not in placing.held),
-        pieces=len(weights.parts),
+        groups=len(weights.parts),
         step_seconds=step,
         first_step_seconds=staying / rate + step,
         bound_seconds=bound,

@@ -17,7 +17,7 @@ from comfy_api.latest import io
 from ...memory.vocabulary import Role
 
 if TYPE_CHECKING:
-    from ...memory.units.unit import ManagedModel
+    from ...memory.weights.unit import ManagedModel
     from ...pipelines import StagedPipeline
     from ...pipelines.staged.family import StageName
 

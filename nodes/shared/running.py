@@ -21,7 +21,7 @@ from .progress import clear_failure, show_failure, show_text
 
 if TYPE_CHECKING:
     from ...memory.reports.timeline import Event
-    from ...memory.units.unit import ManagedModel
+    from ...memory.weights.unit import ManagedModel
     from ...pipelines import StagedPipeline
 
 _SECONDS = 0.25  # between two texts: people read them

@@ -27,7 +27,7 @@ from ...memory.probe import card_of, rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
 from ...memory.striped import StripedForecast
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import to_host
 from .policy import SHARES, Way, WayName, choose, less
 from .precision import full_float32

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ...memory.files import cache_home, replacing
 from ...memory.sizes import format_bytes
-from ...memory.units.weights import read_header
+from ...memory.weights.stored import read_header
 from ..files.keys import key_text
 from .conditioning import Conditioning
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...memory.files import one_line
-from ...memory.units.encoded import shapes_in
+from ...memory.weights.encoded import shapes_in
 
 _CALLS, _CALLS_PER_TENSOR = 1_000, 50  # models make about 5
 _SMALL = 2**22  # elements; two of that size make no more than a GB or so of anything

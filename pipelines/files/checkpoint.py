@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...memory.units.encoded import is_encoded, shapes_in
-from ...memory.units.encoding import Source, holds, kernels_of
-from ...memory.units.unit import ManagedModel, building
-from ...memory.units.weights import Stored, file_identity, stamps_of, stored_dtype
 from ...memory.vocabulary import Role
+from ...memory.weights.encoded import is_encoded, shapes_in
+from ...memory.weights.encoding import Source, holds, kernels_of
+from ...memory.weights.stored import Stored, file_identity, stamps_of, stored_dtype
+from ...memory.weights.unit import ManagedModel, building
 from .building import on_meta
 from .components import DECODED, check_runs
 from .keys import key_text

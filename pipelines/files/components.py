@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ...memory.files import check_links, one_line, read_json
-from ...memory.units.encoded import is_encoded, shapes_in, sources_of
-from ...memory.units.encoding import Source, holds, kernels_of
-from ...memory.units.unit import ManagedModel
-from ...memory.units.weights import (
+from ...memory.vocabulary import Role
+from ...memory.weights.encoded import is_encoded, shapes_in, sources_of
+from ...memory.weights.encoding import Source, holds, kernels_of
+from ...memory.weights.stored import (
     check_unchanged,
     file_identity,
     read_tensors,
@@ -23,7 +23,7 @@ from ...memory.units.weights import (
     stored_dtype,
     stored_tensors,
 )
-from ...memory.vocabulary import Role
+from ...memory.weights.unit import ManagedModel
 from .building import leave_weights, on_meta, only_tiled
 from .keys import key_text
 from .places import weight_files

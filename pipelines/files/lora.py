@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ...memory.files import one_line
-from ...memory.units.changes import Change
-from ...memory.units.weights import check_unchanged, file_identity, read_header, refuse_pickle, stamps_of
+from ...memory.weights.changes import Change
+from ...memory.weights.stored import check_unchanged, file_identity, read_header, refuse_pickle, stamps_of
 from .lora_conversion import by_conversion
 from .lora_layouts import Converters, by_weights, by_words
 from .lora_names import ByComponent, by_own_names, flat, is_of_text, layers_among, names_in, plain, without

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...memory.units.changes import Shape
-from ...memory.units.products import Runs
-from ...memory.units.weights import Stored
+from ...memory.weights.changes import Shape
+from ...memory.weights.products import Runs
+from ...memory.weights.stored import Stored
 from .checkpoint import Places
 from .lora_names import ByComponent, flat, plain, targets
 from .lora_parts import Found, Tensors, parsed

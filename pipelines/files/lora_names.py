@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...memory.units.changes import LAYERS, own_parameters, takes_changes
+from ...memory.weights.changes import LAYERS, own_parameters, takes_changes
 from .lora_parts import Found, parsed
 from .lora_unets import published_names
 

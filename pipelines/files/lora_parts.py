@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.units.changes import LAYERS, Change, Delta, LowRank, ParameterDelta
-from ...memory.units.products import Hadamard, Kronecker, Runs
+from ...memory.weights.changes import LAYERS, Change, Delta, LowRank, ParameterDelta
+from ...memory.weights.products import Hadamard, Kronecker, Runs
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from ...memory.units.encoded import encoded_weights, is_encoded
-from ...memory.units.encoding import EncodedWeight, Source
-from ...memory.units.weights import Stored, find_weights, stored_tensors
+from ...memory.weights.encoded import encoded_weights, is_encoded
+from ...memory.weights.encoding import EncodedWeight, Source
+from ...memory.weights.stored import Stored, find_weights, stored_tensors
 from .placing import placed
 from .rows import Rows, Run
 

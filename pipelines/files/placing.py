@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from ...memory.codecs.raw import Raw
-from ...memory.units.encoding import EncodedWeight, Source, extents, part_spans, split
-from ...memory.units.hostbuffer import allocate
-from ...memory.units.reader import pieces_of, read
-from ...memory.units.weights import Stored
+from ...memory.weights.encoding import EncodedWeight, Source, extents, part_spans, split
+from ...memory.weights.hostbuffer import allocate
+from ...memory.weights.reader import extents_of, read
+from ...memory.weights.stored import Stored
 from .rows import Rows, Run
 
 
@@ -66,7 +66,7 @@ def read_whole(source: Source) -> torch.Tensor:
     """Read a small tensor from its file."""
     codec = Raw(source.shape, source.dtype, source.dtype) if isinstance(source, Stored) else source.codec
     flat = allocate(max(1, part_spans(codec)[1]))
-    read([(piece, flat) for at, begin in extents(source) for piece in pieces_of(at, at.dtype, begin)])
+    read([(piece, flat) for at, begin in extents(source) for piece in extents_of(at, at.dtype, begin)])
     made = torch.empty(codec.shape, dtype=codec.dtype)
     codec.decode(split(codec, flat), made)
     return made

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ...memory.planning.calls import kind_of
+from ...memory.planning.call_blocks import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
-from ...memory.units.batch import BatchDims, batch_of, in_parts, joined
+from ...memory.weights.batch import BatchDims, batch_of, in_parts, joined
 from .answers import closed, opened
 
 _LARGEST = 10.0  # of a value that counts: masks hold minus infinity
@@ -126,7 +126,7 @@ class Echo:
 class EchoOfEach(Echo):
     """Answers for a module whose results for a sample follow from this sample alone, as those of transformers do.
 
-    Which part of a call belongs to which sample `memory.units.batch` tells; `dims` as there.
+    Which part of a call belongs to which sample `memory.weights.batch` tells; `dims` as there.
     """
 
     dims: BatchDims = {}

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...memory.files import read_json, write_cache
 from ...memory.planning.dry_run import StandIns
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from .echo import Echo
 from .tails import TAILS
 

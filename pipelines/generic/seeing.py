@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...memory.units.calls import interpose
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.interpose import interpose
+from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..planning.forecasts import shapes_in
 from ..planning.plans import SEEING, Sight

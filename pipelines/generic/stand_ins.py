@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..sampling.batches import Generators, generators
 from ..sampling.latents import StepCheck, check_noise
 from ..staged import OnStep

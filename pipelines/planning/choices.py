@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...memory.charts.tables import format_table
+from ...memory.charts.text_tables import format_table
 from ...memory.codecs.making import MAKERS
 from ...memory.planning.runplan import RunPlan, seconds
 from ...memory.sizes import format_bytes

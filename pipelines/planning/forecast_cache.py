@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.files import read_json, write_cache
-from ...memory.planning.calls import KnownCalls
+from ...memory.planning.call_blocks import KnownCalls
 from ...memory.planning.forecast import Forecast
 from ...memory.striped import StripedForecast
 

@@ -16,7 +16,7 @@ from torch import nn
 from ...memory.planning.dry_run import StandIns, dry_run
 from ...memory.planning.forecast import Forecast
 from ...memory.simulated.attention import Fuses
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..encoding.embedding_cache import cache_key
 from . import forecast_cache
 

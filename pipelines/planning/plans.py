@@ -13,7 +13,7 @@ import torch
 from ...memory.accelerator import Accelerator
 from ...memory.planning import learned
 from ...memory.planning.batches import best_batch, scaled
-from ...memory.planning.fit import ram_left, reads_pieces, sizes_of, turns_of
+from ...memory.planning.fit import ram_left, reads_groups, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
 from ...memory.planning.planner import Plan, make_plan, plan_on_cpu
@@ -24,7 +24,7 @@ from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.rates import ASSUMED, Rates
 from ...memory.sizes import format_bytes
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..decoding.decode import VaeRun, in_stripes
 from ..encoding.conditioning import Conditioning
 from ..sampling.batches import halvings
@@ -120,7 +120,7 @@ def plan_run(
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
     place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
-    place = functools.partial(place, ram_stated=run.ram_stated, reads=functools.cache(reads_pieces))
+    place = functools.partial(place, ram_stated=run.ram_stated, reads=functools.cache(reads_groups))
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
         place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
@@ -173,7 +173,7 @@ def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
         return f"{taken}."
     with contextlib.ExitStack() as exits:
         for unit in units:
-            exits.enter_context(unit.without_worn())
+            exits.enter_context(unit.without_adapters())
         bare = _forecast_run(run)[0]["sample"]
     more = 0.0
     for unit in run.sampling.units:
@@ -200,7 +200,7 @@ def plan_stage(
     outside_bytes: int = 0,
     overhead: Overhead | None = None,
     ram_stated: bool = True,
-    reads: Callable[[ManagedModel], bool] = reads_pieces,
+    reads: Callable[[ManagedModel], bool] = reads_groups,
     ram: RamState | None = None,
 ) -> StagePlan:
     """Return the plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
@@ -209,7 +209,7 @@ def plan_stage(
 
     A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
     least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
-    the plan for several at once. `reads` is `reads_pieces`, or remembers what that said.
+    the plan for several at once. `reads` is `reads_groups`, or remembers what that said.
     """
 
     def beside(unit: ManagedModel, work: UnitForecast) -> Overhead:

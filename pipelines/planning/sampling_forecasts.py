@@ -11,7 +11,7 @@ from torch import nn
 
 from ...memory.planning.cards import divided
 from ...memory.planning.forecast import Forecast
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..sampling.batches import generators
 from ..sampling.loras import branches

@@ -14,7 +14,7 @@ from ...memory import striped
 from ...memory.planning.forecast import Forecast
 from ...memory.rates import ASSUMED
 from ...memory.striped import StripedForecast
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..decoding.decode import Call
 from ..decoding.policy import WayName
 from ..decoding.tiling import first_tile

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...memory.errors import is_out_of_memory, release_frames
-from ...memory.units.structure import block_lists
+from ...memory.weights.structure import block_lists
 
 log = logging.getLogger("ballast")
 

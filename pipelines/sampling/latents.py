@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...memory.streaming.queues import Queues
-from ...memory.units import hostbuffer
+from ...memory.engine.streams import Queues
+from ...memory.weights import hostbuffer
 
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 

@@ -1,4 +1,4 @@
-"""The LoRAs of a pipeline: files and strengths in, what each of its transformers wears out."""
+"""The LoRAs of a pipeline: files and strengths in, the adapters of each of its transformers out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.files import placed
-from ...memory.units.branches import Adapter, Worn
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.branches import ActiveAdapters, Adapter
+from ...memory.weights.unit import ManagedModel
 from ..files.lora import Branches, LeaveOut, changes_text, check_lora, identity, read_lora
 from ..files.lora_layouts import Converters
 from ..options import plain_number
@@ -69,7 +69,7 @@ def expert_of(path: Path) -> str | None:
     return _EXPERTS[found.pop()] if len(found) == 1 else None
 
 
-def worn_by(loras: Sequence[Lora], unit: ManagedModel) -> Worn:
+def adapters_of(loras: Sequence[Lora], unit: ManagedModel) -> ActiveAdapters:
     """Return the adapters of a unit, with their strengths."""
     return tuple((lora.adapters[unit.name], lora.strengths[unit.name]) for lora in loras if unit.name in lora.adapters)
 
@@ -101,8 +101,12 @@ def named(loras: Sequence[Lora], units: Sequence[ManagedModel]) -> list[list[Any
 
 def branches(units: Sequence[ManagedModel]) -> dict[str, Any]:
     """Return the structure of the units' adapters as a part of a key; empty without adapters."""
-    worn = {unit.name: [adapter.structure() for adapter, _ in unit.worn] for unit in units if unit.worn}
-    return {"loras": worn} if worn else {}
+    adapters = {
+        unit.name: [adapter.structure() for adapter, _ in unit.active_adapters]
+        for unit in units
+        if unit.active_adapters
+    }
+    return {"loras": adapters} if adapters else {}
 
 
 def _spec(given: Any) -> tuple[Path, Strength, tuple[str, ...]]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ...memory.planning.dry_run import StandIns
-from ...memory.units.batch import BatchDims
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.batch import BatchDims
+from ...memory.weights.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
 from ..files.lora_layouts import Converters

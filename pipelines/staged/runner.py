@@ -19,19 +19,19 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
 from ...memory.manager import MemoryManager, manager, refuse_fork
-from ...memory.planning.fit import reads_pieces, sizes_of
+from ...memory.planning.fit import reads_groups, sizes_of
 from ...memory.planning.forecast import Forecast
 from ...memory.planning.runplan import StagePlan
 from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
-from ...memory.units.unit import ManagedModel
+from ...memory.weights.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.keys import key_text
 from ..files.recognition import title_of
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
-from ..sampling.loras import Lora, named, worn_by
+from ..sampling.loras import Lora, adapters_of, named
 from .family import ModelFamily, Modules, Part, StageName
 
 log = logging.getLogger("ballast")
@@ -116,8 +116,8 @@ class StageRunner(ModelFamily):
 
     def digest(self) -> str:
         """Tells what this pipeline makes from what any other does: by its files, LoRAs, forms and libraries."""
-        worn = named(self._loras, [*self.encoders, *self.denoisers])
-        facts = [self.facts(), self._files(), self.weights, worn]
+        adapters = named(self._loras, [*self.encoders, *self.denoisers])
+        facts = [self.facts(), self._files(), self.weights, adapters]
         return hashlib.sha256(key_text(facts).encode()).hexdigest()
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
@@ -145,16 +145,16 @@ class StageRunner(ModelFamily):
         Within a stage of theirs, as `on_step` may run another, they are afterwards as that one had them.
         """
         with self.manager.between_stages():
-            around = [(unit, unit.worn, unit.calls) for unit in units if unit.stages]
+            around = [(unit, unit.active_adapters, unit.calls) for unit in units if unit.stages]
             if any(unit.leases for unit, *_ in around):
                 raise RuntimeError(f"{self.title} is in the middle of a step. Run it again from on_step, or after.")
             try:
                 for unit in units:
-                    self.manager.wear(unit, worn_by(self._loras, unit))
+                    self.manager.set_adapters(unit, adapters_of(self._loras, unit))
                 yield
             finally:
-                for unit, worn, calls in around:
-                    self.manager.wear(unit, worn)
+                for unit, adapters, calls in around:
+                    self.manager.set_adapters(unit, adapters)
                     unit.calls = calls
 
     @property
@@ -202,7 +202,7 @@ class StageRunner(ModelFamily):
         """
         self.manager.keep_made(units)
         on_cpu, ram_bytes = strategy == "cpu" or self.manager.accelerator.is_cpu, self._ram_budget(None)
-        if on_cpu and all(unit.size_bytes <= ram_bytes or not reads_pieces(unit) for unit in units):
+        if on_cpu and all(unit.size_bytes <= ram_bytes or not reads_groups(unit) for unit in units):
             return {}
         if (found := forecast()) is None:
             return {}

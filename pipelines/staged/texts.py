@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ...memory.errors import is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.planning.forecast import Forecast, UnitForecast
-from ...memory.units.calls import Forward, interpose
+from ...memory.weights.interpose import Forward, interpose
 from ..encoding.conditioning import Conditioning, to_host
 from ..encoding.embedding_cache import cache_key
 from ..options import plain_defaults

@@ -16,7 +16,7 @@ import torch
 from ballast import bench
 from ballast.bench import load, load_worker, measure, models, plans, published
 from ballast.memory import simulated
-from ballast.memory.planning.solver import Loads, PieceLoad
+from ballast.memory.planning.solver import GroupLoad, Loads
 from ballast.memory.rates import ASSUMED
 from PIL import Image
 from safetensors.torch import load_file
@@ -42,8 +42,8 @@ def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest
     assert [path.name for path in tmp_path.glob("*.json")] == ["stream-sim-tiny.json"]
     found = results(tmp_path, "stream-sim-tiny")
     assert (found["machine"], found["device"], found["torch"]) == ("sim", "sim", torch.__version__)
-    assert list(found["overhead_us_per_piece"]) == ["cpu"]
-    assert found["overhead_us_per_piece"]["cpu"] < 300, "ten times what the committed results hold to"
+    assert list(found["overhead_us_per_group"]) == ["cpu"]
+    assert found["overhead_us_per_group"]["cpu"] < 300, "ten times what the committed results hold to"
     assert len(found["rows"]) == 15
     for row in found["rows"]:
         assert 0.999 <= row["over_bound"] <= 1.1, row
@@ -81,9 +81,9 @@ def test_peers_compares_those_that_run_and_lists_those_that_fail(tmp_path: Path,
 
 
 def uneven(count: int = 40, before: float = 0.1) -> Loads:
-    """Pieces of a MB or two, of which every third computes three times as long."""
-    pieces = (PieceLoad((1 + i % 2) * 2**20, (1 + i % 2) * 2**20, 1.0 + 2 * (i % 3 == 0)) for i in range(count))
-    return Loads(tuple(pieces), published.BUS_BYTES_PER_SECOND, before)
+    """Groups of a MB or two, of which every third computes three times as long."""
+    groups = (GroupLoad((1 + i % 2) * 2**20, (1 + i % 2) * 2**20, 1.0 + 2 * (i % 3 == 0)) for i in range(count))
+    return Loads(tuple(groups), published.BUS_BYTES_PER_SECOND, before)
 
 
 @pytest.mark.long
@@ -117,7 +117,7 @@ def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
             assert steps == sorted(steps, reverse=True)
             assert steps[-1] == pytest.approx(ratio * copying)
     facts = published.facts("x", loads)
-    assert (facts["pieces"], facts["weight_bytes"], facts["largest_bytes"]) == (40, whole, 2 * 2**20)
+    assert (facts["groups"], facts["weight_bytes"], facts["largest_bytes"]) == (40, whole, 2 * 2**20)
 
 
 @needs_sim
@@ -126,7 +126,7 @@ def test_what_a_step_computes_is_that_of_a_run(tiny_folders: Callable[[str], Pat
     pipe = ballast.open_pipeline(tiny_folders("flux"), device="cpu")
     loads = published.loads_of(pipe, {"width": 64, "height": 64, "guidance": 1.0})
     plan = pipe.plan(width=64, height=64, steps=3, guidance=1.0, vram="1GB", rates=ASSUMED)
-    assert sum(piece.held_bytes for piece in loads.pieces) <= pipe.denoisers[0].size_bytes
+    assert sum(group.held_bytes for group in loads.groups) <= pipe.denoisers[0].size_bytes
     assert loads.compute_seconds == pytest.approx(plan.step_seconds)
     assert loads.bytes_per_second == published.BUS_BYTES_PER_SECOND
 
@@ -137,7 +137,7 @@ def test_a_published_model_is_opened_from_its_config_alone(tmp_path: Path, capsy
     found, said = results(tmp_path, "stream"), capsys.readouterr().out
     (facts,) = found["models"]
     assert 6.4 * 2**30 < facts["weight_bytes"] < 6.6 * 2**30
-    assert 100 < facts["pieces"] < 600
+    assert 100 < facts["groups"] < 600
     rows = found["rows"]
     names = ["model", "residency", "compute_over_transfer", "ram_share", "step_seconds", "bound_seconds", "over_bound"]
     names += ["window_bound_seconds", "over_larger_bound"]

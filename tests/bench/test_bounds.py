@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 from ballast.bench.bounds import window_bound_seconds
-from ballast.memory.planning.solver import Loads, PieceLoad, least_bytes, place
+from ballast.memory.planning.solver import GroupLoad, Loads, least_bytes, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-State = tuple[int, int, tuple[int, ...]]  # calls begun, seconds left of the last, bytes on the device of each piece
+State = tuple[int, int, tuple[int, ...]]  # calls begun, seconds left of the last, bytes on the device of each group
 
 
 def fastest(sizes: list[int], seconds: list[int], room: int, steps: int) -> float:
     """Seconds of the fastest step there is, of schedules that repeat after so many: a byte a second, in any order.
 
-    Each byte may be dropped at any time, but of the piece that runs, and copied whenever there is room.
+    Each byte may be dropped at any time, but of the group that runs, and copied whenever there is room.
     """
     count = len(sizes)
 
@@ -64,7 +64,7 @@ def fastest(sizes: list[int], seconds: list[int], room: int, steps: int) -> floa
 
 
 def loads_of(sizes: list[int], seconds: list[float]) -> Loads:
-    return Loads(tuple(PieceLoad(size, size, each) for size, each in zip(sizes, seconds, strict=True)))
+    return Loads(tuple(GroupLoad(size, size, each) for size, each in zip(sizes, seconds, strict=True)))
 
 
 CASES = [
@@ -88,8 +88,8 @@ def test_the_fastest_schedule_of_all_takes_as_long(sizes: list[int], seconds: li
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=3), st.integers(0, 4))
-def test_no_schedule_is_faster_than_it_says_of_any_case(pieces: list[tuple[int, int]], more: int) -> None:
-    sizes, seconds = [size for size, _ in pieces], [each for _, each in pieces]
+def test_no_schedule_is_faster_than_it_says_of_any_case(groups: list[tuple[int, int]], more: int) -> None:
+    sizes, seconds = [size for size, _ in groups], [each for _, each in groups]
     bound = window_bound_seconds(loads_of(sizes, [float(each) for each in seconds]), max(sizes) + more)
     assert bound <= fastest(sizes, seconds, max(sizes) + more, 1) + 1e-9
 
@@ -100,16 +100,16 @@ PIECES = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 3)), min_size=1, 
 @settings(max_examples=60)
 @given(PIECES, st.floats(0, 1.1), st.floats(0, 100), st.none() | st.floats(0, 1.1), st.floats(0.05, 3))
 def test_what_the_solver_finds_is_never_faster(
-    pieces: list[tuple[int, float]], share: float, before: float, ram_share: float | None, disk: float
+    groups: list[tuple[int, float]], share: float, before: float, ram_share: float | None, disk: float
 ) -> None:
-    whole = sum(size for size, _ in pieces)
+    whole = sum(size for size, _ in groups)
     loads = replace(
-        loads_of([size for size, _ in pieces], [size * times for size, times in pieces]),
+        loads_of([size for size, _ in groups], [size * times for size, times in groups]),
         before_seconds=before,
         disk_bytes_per_second=disk,
-        ram_bytes=None if ram_share is None else 3 * max(size for size, _ in pieces) + int(ram_share * whole),
+        ram_bytes=None if ram_share is None else 3 * max(size for size, _ in groups) + int(ram_share * whole),
     )
-    room = max(int(share * whole), least_bytes(loads.pieces))
+    room = max(int(share * whole), least_bytes(loads.groups))
     assert window_bound_seconds(loads, room) <= place(loads, room).seconds * (1 + 1e-9)
 
 

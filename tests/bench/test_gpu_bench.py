@@ -218,7 +218,7 @@ CARD: dict[str, Any] = {
     "sections": {
         "newbie": {
             "worker": "engine", "seconds": 9.0, "size": "newbie", "weight_bytes": 2**33, "notes": ["a | b: left `out`"],
-            "overhead_us_per_piece": {"cuda": 30.0},
+            "overhead_us_per_group": {"cuda": 30.0},
             "rows": [
                 {"weights": "auto", "share": None, "ratio": 1.0, "tokens": 4096, "step": 0.5, "bound": 0.5,
                  "over_bound": 1.0, "peak_bytes": 2**33, "is_equal": True},

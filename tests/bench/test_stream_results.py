@@ -25,17 +25,17 @@ def test_every_row_is_there_and_near_what_any_schedule_takes() -> None:
     assert all(row["window_bound_seconds"] > row["bound_seconds"] and row["residency"] <= 0.1 for row in over)
 
 
-def test_pieces_are_few_and_two_of_the_largest_small() -> None:
+def test_groups_are_few_and_two_of_the_largest_small() -> None:
     models = {row["model"]: row for row in FOUND["models"]}
     assert list(models) == list(published.MODELS)
-    assert all(row["pieces"] <= 600 for row in models.values())
+    assert all(row["groups"] <= 600 for row in models.values())
     for name in ("FLUX.1-dev", "HiDream-I1 Dev", "HiDream-I1 Full"):
         assert 2 * models[name]["largest_bytes"] < 0.4e9
 
 
-def test_python_takes_at_most_30_us_a_piece() -> None:
+def test_python_takes_at_most_30_us_a_group() -> None:
     found = json.loads((RESULTS / "stream-sim-tiny.json").read_text("utf-8"))
-    assert 0 < found["overhead_us_per_piece"]["cpu"] <= 30
+    assert 0 < found["overhead_us_per_group"]["cpu"] <= 30
 
 
 @pytest.mark.long
@@ -43,7 +43,7 @@ def test_the_file_is_what_the_solver_says_now() -> None:
     name = "Pyramid-Flow miniFlux"
     loads = published.find_loads(published.MODELS[name])
     (written,) = (row for row in FOUND["models"] if row["model"] == name)
-    assert (written["pieces"], written["largest_bytes"]) == (len(loads.pieces), max(loads.sizes))
+    assert (written["groups"], written["largest_bytes"]) == (len(loads.groups), max(loads.sizes))
     for row in published.solve(name, loads, (0.0, 0.1, 0.5), (1.0,), (0.5, 1.0)):
         key = (row.model, row.residency, row.compute_over_transfer, row.ram_share)
         (written,) = (

@@ -14,31 +14,34 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory import ManagedModel
+from ballast.memory.engine import ring
+from ballast.memory.engine import staging_buffers as stager
+from ballast.memory.engine import streams as queues
+from ballast.memory.engine.engine import Engine
 from ballast.memory.errors import release_frames
 from ballast.memory.host import management as host
-from ballast.memory.streaming import queues, ring, stager
-from ballast.memory.streaming.engine import Engine
-from ballast.memory.units import hostbuffer, reader
-from ballast.memory.units.structure import slots
-from ballast.memory.units.weights import Stored, stored_tensors
+from ballast.memory.weights import hostbuffer, reader
+from ballast.memory.weights.stored import Stored
+from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines.files.components import read_components, read_model_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from streamed_models import (
     SIM,
     WIDTH,
-    Block,
     Blocks,
     budget,
     nbytes,
     noise,
+    on_disk,
     output,
     planned_bytes,
     put,
     resident_engine,
     run,
+    settle,
     streamed_engine,
+    varied,
 )
 from streamed_models import model as model_and_arguments
 from torch import nn
@@ -53,36 +56,6 @@ def _no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ballast")]
 
 
-def varied(widths: list[int]) -> Blocks:
-    """Blocks of several sizes, types and with buffers, and weights outside that are larger than a block."""
-    module = Blocks(0)
-    module.blocks = nn.ModuleList(Block() for _ in widths)
-    for i, (block, width) in enumerate(zip(module.blocks, widths, strict=True)):
-        block.up = nn.Linear(WIDTH, width, bias=bool(i % 2), dtype=(torch.float32, torch.bfloat16)[i % 2])
-        block.down = nn.Linear(width, WIDTH, bias=False)
-        block.register_buffer("table", torch.arange(5.0) + i)
-    module.extra = nn.Parameter(torch.randn(300, 170))
-    return module.requires_grad_(False)
-
-
-def on_disk(
-    module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None, kept: str = ""
-) -> Source:
-    """Write the module's weights, stored as `dtype`, and put it on `meta`, but for blocks with a number in `kept`."""
-    names = [name for name, _ in module.named_parameters()]
-    paths = [folder / f"{i}.safetensors" for i in range(shards)]
-    for i, path in enumerate(paths):
-        state = {name: module.get_parameter(name).detach() for name in names[i::shards]}
-        save_file({k: (v if dtype is None else v.to(dtype)).contiguous() for k, v in state.items()}, path)
-    left: dict[int, torch.Tensor] = {}
-    staying = {id(module.get_parameter(name)) for name in names if name.split(".")[1:2] and name.split(".")[1] in kept}
-    for slot in slots(module):
-        if isinstance(slot.tensor, nn.Parameter) and id(slot.tensor) not in staying:
-            left.setdefault(id(slot.tensor), nn.Parameter(slot.tensor.to("meta"), requires_grad=False))
-            slot.holder[slot.key] = left[id(slot.tensor)]
-    return stored_tensors(paths)
-
-
 def truth(module: nn.Module) -> torch.Tensor:
     resident = resident_engine(module, torch.device(SIM))
     resident.place()
@@ -93,15 +66,6 @@ def truth(module: nn.Module) -> torch.Tensor:
 
 def placed(module: nn.Module, source: Source | None, share: float) -> Engine:
     return put(module, budget(module, share), source=source)
-
-
-def settle(placement: Engine) -> None:
-    """Wait until the reader has nothing to do."""
-    found = placement._supply._stager
-    if found:
-        with found._changed:  # between the end of a fill and the next one nothing is looked at
-            ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
-        assert ended, "the reader does not come to an end"
 
 
 def check(module: nn.Module, expected: torch.Tensor, order: list[int] | None = None) -> None:
@@ -133,7 +97,7 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     assert sim.stats().allocated_bytes == placement.resident_bytes <= budget(module, share)
     windows = set(hostbuffer._pages) - before
     assert len(windows) == stager.WINDOWS
-    assert placement.host_bytes == stager.WINDOWS * max(piece.packed_bytes for piece in placement._pieces)
+    assert placement.host_bytes == stager.WINDOWS * max(group.packed_bytes for group in placement._groups)
     for _ in range(3):
         check(module, expected)
     settle(placement)
@@ -148,9 +112,9 @@ def test_runs_from_disk_as_resident_and_ram_holds_the_windows(
     came = placement.take_bytes_in()
     assert came == sim.stats().h2d_bytes - 3 * NOISE
     streamed = [placement._called[i] for i in placement.layout.streamed]
-    gaps = sum(p.packed_bytes - sum(slot.tensor.nbytes for slot in p.slots if slot.tensor.is_meta) for p in streamed)
+    gaps = sum(p.packed_bytes - sum(ref.tensor.nbytes for ref in p.refs if ref.tensor.is_meta) for p in streamed)
     assert abs(came - placement.take_bytes_read() - 3 * gaps) <= gaps, "files have no gaps"
-    assert all(slot.tensor.is_meta for slot in placement.host_slots if isinstance(slot.tensor, nn.Parameter))
+    assert all(ref.tensor.is_meta for ref in placement.host_refs if isinstance(ref.tensor, nn.Parameter))
     assert set(hostbuffer._pages) - before == windows
     placement.remove()
     assert_gone(module, sim)
@@ -179,7 +143,7 @@ def test_weights_are_cast_on_the_way(dtype: torch.dtype, sim: ModuleType, tmp_pa
 @pytest.mark.parametrize("name", ["flux", "hidream", "wan", "t5"])
 def test_real_models_run_from_disk(name: str, sim: ModuleType, tmp_path: Path) -> None:
     module, arguments = model_and_arguments(name)
-    values = list(slots(module))
+    values = list(parameter_refs(module))
     resident = resident_engine(module, torch.device(SIM))
     resident.place()
     expected = output(module, arguments)
@@ -194,8 +158,8 @@ def test_real_models_run_from_disk(name: str, sim: ModuleType, tmp_path: Path) -
             placement.remove()
             assert sim.stats().allocated_bytes == 0
     finally:
-        for slot in values:
-            slot.restore()
+        for ref in values:
+            ref.restore()
 
 
 def test_unit_of_a_folder_tells_where_its_weights_lie(
@@ -281,11 +245,11 @@ def test_reader_is_ahead_of_the_ring(sim: ModuleType, tmp_path: Path) -> None:
     for _ in range(2):
         run(module, noise())
         settle(placement)
-        assert placement._supply._stager is not None
-        ahead = {w.fill.piece for w in placement._supply._stager._windows if w.fill}
+        assert placement._source._staging is not None
+        ahead = {w.fill.group for w in placement._source._staging._windows if w.fill}
         assert placement._ring is not None
-        inside = {place.piece for place in placement._ring.places if place.holds}
-        assert inside | ahead == set(placement._pieces[: len(inside) + stager.WINDOWS])
+        inside = {place.group for place in placement._ring.slots if place.holds}
+        assert inside | ahead == set(placement._groups[: len(inside) + stager.WINDOWS])
     placement.remove()
 
 
@@ -407,13 +371,13 @@ def test_interrupt_while_waiting_for_the_disk(sim: ModuleType, tmp_path: Path, m
     expected = truth(module)
     placement = placed(module, on_disk(module, tmp_path), 0)
 
-    def interrupted(slot: Any) -> None:
+    def interrupted(ref: Any) -> None:
         raise KeyboardInterrupt
 
     check(module, expected)
-    assert placement._supply._stager is not None
+    assert placement._source._staging is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement._supply._stager, "wait", interrupted)
+        patch.setattr(placement._source._staging, "wait", interrupted)
         patch.setattr(reader, "_read_exactly", lambda *args: time.sleep(0.05))
         with pytest.raises(KeyboardInterrupt):
             for _ in range(9):
@@ -601,17 +565,17 @@ def test_what_could_not_be_pinned_comes_through_windows(
     expected = truth(module)
     held = pins(monkeypatch, room)
     placement = placed(module, None, 0)
-    through = [piece for piece in placement._pieces if piece.parts]
+    through = [group for group in placement._groups if group.parts]
     if room == 20:
-        assert placement._supply._stager is None, "all blocks are pinned"
+        assert placement._source._staging is None, "all blocks are pinned"
         assert not through
     elif room < stager.WINDOWS:
-        assert placement._supply._stager is None, "without pinned windows nothing is gained"
+        assert placement._source._staging is None, "without pinned windows nothing is gained"
         assert not through
-        assert sum(piece.pinned for piece in placement._pieces) == room
+        assert sum(group.pinned for group in placement._groups) == room
     else:
-        assert placement._supply._stager is not None
-        assert all(window.memory.data_ptr() in held for window in placement._supply._stager._windows)
+        assert placement._source._staging is not None
+        assert all(window.memory.data_ptr() in held for window in placement._source._staging._windows)
         assert len(through) == 16 - (room - stager.WINDOWS)
         assert not any(block.pinned for block in through)
     for _ in range(3):

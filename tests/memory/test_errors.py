@@ -17,8 +17,8 @@ import pytest
 import torch
 from ballast.memory.errors import DoesNotFitError, is_out_of_memory, is_out_of_ram, release_frames
 from ballast.memory.files import one_line
-from ballast.memory.units import hostbuffer, reader
-from ballast.memory.units.reader import Piece, read
+from ballast.memory.weights import hostbuffer, reader
+from ballast.memory.weights.reader import FileExtent, read
 
 
 def of_windows(code: int) -> OSError:
@@ -87,9 +87,9 @@ def test_refused_ram_passes_through_those_who_explain_other_errors(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     (tmp_path / "a").write_bytes(bytes(8))
-    monkeypatch.setattr(reader, "_read_piece", refuse)
+    monkeypatch.setattr(reader, "_read_extent", refuse)
     with pytest.raises(OSError, match="Cannot allocate") as passed:
-        read([(Piece(tmp_path / "a", 0, 8, torch.uint8, torch.uint8, 0), hostbuffer.allocate(8))])
+        read([(FileExtent(tmp_path / "a", 0, 8, torch.uint8, torch.uint8, 0), hostbuffer.allocate(8))])
     assert is_out_of_ram(passed.value)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ballast.memory import manager
 from ballast.memory.host.patcher import HostPatcher
-from ballast.memory.units.structure import block_lists
+from ballast.memory.weights.structure import block_lists
 from fault_points import DEMO, KINDS, STAGES, FaultError, InterruptProcessingException, Run
 
 Folders = Callable[[str], Path]
@@ -227,4 +227,4 @@ def test_host_that_evicts_everything_between_any_two_blocks(
     gc.collect()
     manager("sim").free()
     assert sim.stats().allocated_bytes == 0
-    assert not any(unit.leases or manager("sim")._residents.is_leaving(unit) for unit in run.units)
+    assert not any(unit.leases or manager("sim")._residency.is_leaving(unit) for unit in run.units)

@@ -22,10 +22,10 @@ import torch
 from ballast.bench.encoded import encode
 from ballast.memory import ManagedModel, manager, simulated, striped
 from ballast.memory.accelerator import Accelerator, resolve_device
+from ballast.memory.engine.placement import Placement
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.simulated import card as simulated_card
-from ballast.memory.streaming.placement import Placement
-from ballast.memory.units import hostbuffer
+from ballast.memory.weights import hostbuffer
 from ballast.pipelines.decoding.precision import full_float32
 from ballast.pipelines.sampling.kernels import kernels
 from places import ROOT
@@ -114,7 +114,7 @@ def test_what_ram_has_no_room_for_comes_from_disk(
     pipe, encode, sample, _ = tiny.stages("flux", tiny_folders("flux"), str(device))
     cond, (dit,) = encode(), pipe.denoisers
     expected, before = sample(cond), manager(device).disk_bytes_read
-    windows = 3 * max(piece.packed_bytes for piece in sizes_of(dit).pieces)
+    windows = 3 * max(group.packed_bytes for group in sizes_of(dit).groups)
     dit.drop()
     poor = pipe.within(ram=windows + int(ram_share * (dit.size_bytes - windows)))
     family = tiny.FAMILIES["flux"]

@@ -458,7 +458,7 @@ def test_a_stage_strikes_each_of_its_units_once(mgr: MemoryManager) -> None:
     with mgr.stage("sample", [dit]):
         for _ in range(3):
             dit.module(tokens())
-    assert [use.unit for use in mgr._residents.schedule.uses(mgr.work.working_bytes) or []] == [vae, enc, dit, vae]
+    assert [use.unit for use in mgr._residency.schedule.uses(mgr.work.working_bytes) or []] == [vae, enc, dit, vae]
 
 
 def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from ballast.memory import accelerator, files, probe, speeds
 from ballast.memory.accelerator import Accelerator
 from ballast.memory.planning.forecast import Operations
 from ballast.memory.rates import ASSUMED, Rates
-from ballast.memory.units import direct, hostbuffer, reader
-from ballast.memory.units.weights import stored_tensors
+from ballast.memory.weights import direct, hostbuffer, reader
+from ballast.memory.weights.stored import stored_tensors
 from safetensors.torch import save_file
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -220,7 +220,7 @@ def test_a_read_tells_which_disk_it_came_from(monkeypatch: pytest.MonkeyPatch, t
     stored = stored_tensors([file])["x"]
 
     def read() -> None:
-        reader.read([(reader.piece_of(stored, torch.bfloat16, 0), hostbuffer.allocate(2000))])
+        reader.read([(reader.extent_of(stored, torch.bfloat16, 0), hostbuffer.allocate(2000))])
 
     file.read_bytes()
     read()
@@ -240,7 +240,7 @@ def test_reads_of_several_disks_tell_of_none(monkeypatch: pytest.MonkeyPatch, tm
     for names in (["a.safetensors"], ["b.safetensors"], list(numbers)):
         for name in names:
             save_file({"x": torch.ones(1000)}, tmp_path / name)
-        jobs = [reader.piece_of(stored_tensors([tmp_path / name])["x"], torch.float32, 0) for name in names]
+        jobs = [reader.extent_of(stored_tensors([tmp_path / name])["x"], torch.float32, 0) for name in names]
         reader.read([(job, hostbuffer.allocate(4000)) for job in jobs])
     assert seen == [DISK, OTHER, None]
 

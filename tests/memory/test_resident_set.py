@@ -26,7 +26,7 @@ import conftest
 import torch
 from streamed_models import Blocks
 from ballast.memory import ManagedModel, manager, simulated
-from ballast.memory.units.weights import stored_tensors
+from ballast.memory.weights.stored import stored_tensors
 
 file, (blocks, width, vram, ram) = pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
 torch.set_num_threads(1)
@@ -81,8 +81,8 @@ def test_ram_is_what_was_stated_as_the_system_counts_it(tmp_path: Path) -> None:
             [sys.executable, "-c", CHILD, paths, str(tmp_path / "a.safetensors"), sizes], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        resident_set, held, device, pieces = json.loads(done.stdout.splitlines()[-1])
-        assert pieces > 5, "RAM holds a part of it"
+        resident_set, held, device, groups = json.loads(done.stdout.splitlines()[-1])
+        assert groups > 5, "RAM holds a part of it"
         assert 0.9 * ram < held <= ram
         beside = resident_set - device  # the simulated device's memory lies in RAM too
         least = min(least or beside, beside)

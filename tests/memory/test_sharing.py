@@ -22,8 +22,8 @@ from ballast.memory import DoesNotFitError, manager, ram, simulated
 from ballast.memory import manager as manager_of
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import least_ram_on_cpu
-from ballast.memory.units import hostbuffer
-from ballast.memory.units.structure import slots
+from ballast.memory.weights import hostbuffer
+from ballast.memory.weights.structure import parameter_refs
 from ballast.pipelines import StagedPipeline
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def check_books(sim: ModuleType) -> None:
     """What the manager says is what there is, between runs."""
     report = manager("sim").report()
     assert report.resident_bytes == sim.stats().allocated_bytes
-    gaps = 256 * sum(len(list(slots(unit.module))) for unit in manager("sim").units())
+    gaps = 256 * sum(len(list(parameter_refs(unit.module))) for unit in manager("sim").units())
     assert report.host_bytes <= pages_in_ram() <= report.host_bytes + gaps
     keys = [unit.key for unit in manager("sim").units()]
     assert len(set(keys)) == len(keys)
@@ -356,12 +356,12 @@ def test_cached_copies_go_before_others(models: dict[str, Path], sim: ModuleType
     held = mgr.report().host_bytes
     for less in (1, held // 4):
         mgr.limit(ram=held - less)
-        mgr._residents.copies.keep_budget()
+        mgr._residency.host_cache.keep_budget()
         assert mgr.report().host_bytes <= held - less
         assert used.denoisers[0].in_ram and used.encoders[0].in_ram
         assert any(unit.label == "other" for unit in mgr.report().units if unit.host_bytes), "no more than must"
     mgr.limit(ram=used.denoisers[0].size_bytes + used.encoders[0].size_bytes)
-    mgr._residents.copies.keep_budget()
+    mgr._residency.host_cache.keep_budget()
     assert [unit.label for unit in mgr.report().units if unit.host_bytes] == ["shapes"] * 2
     check_books(sim)
     mgr.limit()
@@ -493,7 +493,7 @@ class Changes(RuleBasedStateMachine):
             assert not any(unit.cached for unit in manager("sim").report().units)
 
     @invariant()
-    def books(self) -> None:
+    def registry(self) -> None:
         check_books(self.sim)
         labels = {pipe.folder.name for pipe in self.pipes} if hasattr(self, "pipes") else set()
         assert all(unit.cached == (unit.label not in labels) for unit in manager("sim").report().units)

@@ -1,4 +1,4 @@
-"""Three tiers in one model: some pieces on the device, some in RAM, some on disk, within both budgets, in any mix."""
+"""Three tiers in one model: some groups on the device, some in RAM, some on disk, within both budgets, in any mix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ballast.memory import DoesNotFitError, ManagedModel, manager
 from ballast.memory.planning import planner
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.sizes import format_bytes
-from ballast.memory.units import hostbuffer
+from ballast.memory.weights import hostbuffer
 from ballast.pipelines import StagedPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ class Bench:
         self.size_bytes = pipe.denoisers[0].size_bytes
         self.least_vram = self.plan(pipe, vram=1, strategy="streamed").peak_vram_bytes
         self.most_vram = self.plan(pipe, strategy="resident").peak_vram_bytes
-        self.windows = 3 * max(piece.packed_bytes for piece in sizes_of(pipe.denoisers[0]).pieces)
+        self.windows = 3 * max(group.packed_bytes for group in sizes_of(pipe.denoisers[0]).groups)
         for unit in (*pipe.encoders, *pipe.denoisers):
             unit.drop()
 
@@ -84,7 +84,7 @@ def test_any_mix_of_tiers_gives_the_same_and_is_as_planned(
         assert max(held) <= pipe.ram_bytes and max(held) - plan.ram_bytes <= 0.05 * pipe.ram_bytes
         assert sim.stats().allocated_bytes == 0 and sim.stats().hazards == 0
         # Between runs what was in RAM stays there, and is not read again.
-        kept = sum(sizes_of(dit).pieces[i].packed_bytes for i in dit.held)
+        kept = sum(sizes_of(dit).groups[i].packed_bytes for i in dit.held)
         assert dit.host_bytes == kept
         assert plan.ram_bytes - kept in (0, bench.windows, 3 * sizes_of(dit).tensor_bytes)
         read = mgr.disk_bytes_read - before
@@ -104,7 +104,7 @@ def test_what_stays_on_the_device_needs_no_copy_in_ram(bench: Bench, sim: Module
     assert plan.ram_bytes <= half.ram_bytes < 0.75 * bench.size_bytes
     assert torch.equal(half.sample(bench.cond, **SIZE), bench.expected)
     (dit,) = half.denoisers
-    assert 0 < len(dit.held) < len(sizes_of(dit).pieces)
+    assert 0 < len(dit.held) < len(sizes_of(dit).groups)
 
 
 def test_less_of_either_budget_is_never_planned_faster(bench: Bench, sim: ModuleType) -> None:
@@ -156,7 +156,7 @@ def test_budgets_change_between_runs_and_in_the_middle(
         assert torch.equal(latents, bench.expected)
         assert dit.host_bytes <= pipe.ram_bytes
         assert mgr.report().resident_bytes == sim.stats().allocated_bytes
-        gaps = hostbuffer.ALIGNMENT_BYTES * len(list(dit.module.parameters()))  # between the tensors of a piece
+        gaps = hostbuffer.ALIGNMENT_BYTES * len(list(dit.module.parameters()))  # between the tensors of a group
         assert mgr.report().host_bytes <= pages() <= mgr.report().host_bytes + gaps + elsewhere
         assert sim.stats().hazards == 0
         if not keep:
@@ -192,7 +192,7 @@ def test_a_spinning_disk_is_no_tier(bench: Bench, sim: ModuleType) -> None:
     assert torch.equal(pipe.sample(bench.cond, **SIZE), bench.expected)
 
 
-def test_pressure_takes_whole_pieces_and_the_next_run_reads_those(bench: Bench, sim: ModuleType) -> None:
+def test_pressure_takes_whole_groups_and_the_next_run_reads_those(bench: Bench, sim: ModuleType) -> None:
     mgr = manager("sim")
     pipe = ballast.open_pipeline(bench.folder, device="sim", vram=bench.least_vram)
     pipe.sample(bench.cond, **SIZE)
@@ -203,10 +203,10 @@ def test_pressure_takes_whole_pieces_and_the_next_run_reads_those(bench: Bench, 
     assert whole // 3 <= freed < whole and dit.host_bytes == whole - freed
     assert dit.tier == "host" and dit.held and not dit.in_ram
     assert all(
-        slot.tensor.is_meta == (i not in dit.held)
-        for i, piece in enumerate(dit._pieces())
-        for slot in piece.slots
-        if isinstance(slot.tensor, nn.Parameter)
+        ref.tensor.is_meta == (i not in dit.held)
+        for i, group in enumerate(dit._groups())
+        for ref in group.refs
+        if isinstance(ref.tensor, nn.Parameter)
     )
     read = mgr.disk_bytes_read
     missing = sum(parameter.nbytes for parameter in dit.module.parameters() if parameter.is_meta)
@@ -223,7 +223,7 @@ def test_a_reader_that_fails_leaves_what_was_there(
     (dit,) = pipe.denoisers
     held, more = dit.held, bench.open(0, 0.8)
     with monkeypatch.context() as patch:
-        patch.setattr("ballast.memory.units.reader.fill_batch", fails)
+        patch.setattr("ballast.memory.weights.reader.fill_batch", fails)
         with pytest.raises(OSError, match="no such luck"):
             more.sample(bench.cond, **SIZE)
     assert dit.held and dit.held <= held  # with more RAM, others than some of them are best held
@@ -254,7 +254,7 @@ def test_refused_ram_means_disk(
         return allocate(nbytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ballast.memory.units.loading.allocate", refused)
+        patch.setattr("ballast.memory.weights.loading.allocate", refused)
         latents = pipe.sample(cond, **size)
         (unit,) = pipe.denoisers
         assert unit.tier == "disk"

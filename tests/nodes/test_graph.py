@@ -16,7 +16,7 @@ import tiny
 import torch
 from ballast.memory.manager import MemoryManager, manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.units.unit import ManagedModel
+from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.budget import VramBudget
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
@@ -207,8 +207,8 @@ def test_alternating_pipelines_reload_what_the_optimum_does(ours: MemoryManager)
     results = run_graph(prompt)
     loaded = ours.device_bytes_in - before
     optimum = 2 * size + (runs - 2) * (size - size // 2)
-    piece = max(piece.held_bytes for piece in sizes_of(first).pieces)
-    assert optimum <= loaded <= optimum + (runs - 2) * 2 * piece, "whole pieces leave, and the loop's own tensors count"
+    group = max(group.held_bytes for group in sizes_of(first).groups)
+    assert optimum <= loaded <= optimum + (runs - 2) * 2 * group, "whole pieces leave, and the loop's own tensors count"
     assert loaded < 0.75 * runs * size, "which is what whole transformers would take"
     for name in (name for name in results if name.startswith("sample")):
         assert torch.equal(results[name][0]["samples"], free[name][0]["samples"])

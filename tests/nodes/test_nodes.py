@@ -33,7 +33,7 @@ from ballast.memory import format_bytes, manager, simulated
 from ballast.memory.host import management as host
 from ballast.memory.manager import managers
 from ballast.memory.reports.timeline import Timeline
-from ballast.memory.units import reader
+from ballast.memory.weights import reader
 from ballast.nodes import BallastExtension
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode

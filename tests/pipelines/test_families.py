@@ -19,8 +19,8 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
+from ballast.memory.engine.cached_tensors import clear_cached_tensors
 from ballast.memory.planning.fit import sizes_of
-from ballast.memory.streaming.strays import clear_strays
 from ballast.pipelines.files.keys import key_text
 from places import SUPPORT
 from torch.utils._pytree import tree_map_only
@@ -124,7 +124,7 @@ def _stock_sampling_peak(name: str, folder: Path, cond: Any, sim: ModuleType) ->
             **({"num_frames": family.frames} if family.frames else {}),
             **family.call_kwargs,
         )
-    clear_strays(pipe.transformer, torch.device("sim:0"))
+    clear_cached_tensors(pipe.transformer, torch.device("sim:0"))
     return sim.stats().peak_bytes
 
 
@@ -163,7 +163,7 @@ def _stock_peaks(name: str, folder: Path, sim: ModuleType) -> list[int]:
             function(*moved[0], **moved[1])
         peaks.append(sim.stats().peak_bytes)
         modules[part].to("cpu")
-        clear_strays(modules[part], torch.device("sim:0"))
+        clear_cached_tensors(modules[part], torch.device("sim:0"))
     return peaks
 
 

@@ -16,7 +16,7 @@ import newbie_folders
 import pyramid_folders
 import pytest
 from ballast.bench.rss import peak_rss_bytes
-from ballast.memory.units.weights import find_weights, read_header, stored_tensors
+from ballast.memory.weights.stored import find_weights, read_header, stored_tensors
 from ballast.nodes.shared.folders import find_llamas, find_pipelines
 from hidream_folders import published
 from hypothesis import HealthCheck, given, settings

@@ -35,7 +35,7 @@ class Runs:
         for unit in (*whole.encoders, *whole.denoisers, whole.decoder):
             unit.drop()
         (self.dit,) = whole.denoisers
-        windows = 3 * max(piece.packed_bytes for piece in sizes_of(self.dit).pieces)
+        windows = 3 * max(group.packed_bytes for group in sizes_of(self.dit).groups)
         self.pipe = whole.within(ram=int(share * self.dit.size_bytes) + windows + whole.decoder.size_bytes)
         self.conds: dict[str, Any] = {}
 

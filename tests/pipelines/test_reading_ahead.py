@@ -18,11 +18,11 @@ from ballast.commands.main import main
 from ballast.memory import manager
 from ballast.memory.manager import MemoryManager
 from ballast.memory.reports.timeline import Event
-from ballast.memory.residents import Residents
-from ballast.memory.units import reader
-from ballast.memory.units.reader import Job, Reading
-from ballast.memory.units.structure import slots
-from ballast.memory.units.unit import ManagedModel
+from ballast.memory.residency import Residency
+from ballast.memory.weights import reader
+from ballast.memory.weights.reader import Job, Reading
+from ballast.memory.weights.structure import parameter_refs
+from ballast.memory.weights.unit import ManagedModel
 from ballast.pipelines.staged import Item
 from ballast.pipelines.staged.runner import StageRunner
 
@@ -49,7 +49,7 @@ def assert_at_rest(mgr: MemoryManager) -> None:
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("ballast-reader")]:
         thread.join(SECONDS)
         assert not thread.is_alive(), "it reads on"
-    assert mgr._residents.schedule.uses(mgr.work.working_bytes) is None
+    assert mgr._residency.schedule.uses(mgr.work.working_bytes) is None
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_reading_hides_behind_computing(
     Without, each model is read when it is to run, beside its own first call at best.
     """
     seconds, made = {}, {}
-    read_ahead = Residents.read_ahead
+    read_ahead = Residency.read_ahead
     for ahead in (False, True):
-        monkeypatch.setattr(Residents, "read_ahead", read_ahead if ahead else lambda residents: None)
+        monkeypatch.setattr(Residency, "read_ahead", read_ahead if ahead else lambda residents: None)
         pipe = emptied(opened(tiny_folders, tmp_path / str(ahead)))
         sim.enable(total="4GB", disk_gbps=DISK, h2d_gbps=1.0, tflops=tflops)
         before = mgr.disk_bytes_read
@@ -211,9 +211,9 @@ def test_what_is_read_lies_as_it_will_be_called(
     assert pipe.followed_by("decode").denoisers[0].calls is dit.calls and not dit.calls.order
     cond = pipe.followed_by("sample").encode("a boat")
     assert dit.in_ram and dit.calls == known
-    pages = {slot.tensor.data_ptr() for slot in slots(dit.module)}
+    pages = {ref.tensor.data_ptr() for ref in parameter_refs(dit.module)}
     pipe.sample(cond, **RUN | {"width": 32, "height": 32}, strategy="leafwise")
-    assert {slot.tensor.data_ptr() for slot in slots(dit.module)} == pages
+    assert {ref.tensor.data_ptr() for ref in parameter_refs(dit.module)} == pages
 
 
 @pytest.mark.long
@@ -262,7 +262,7 @@ def test_each_run_knows_its_own_and_the_graph_keeps_its(
     known: list[tuple[int, list[ManagedModel]]] = []
 
     def look(which: int) -> Callable[..., None]:
-        return lambda *_: known.append((which, mgr._residents.schedule.units()))
+        return lambda *_: known.append((which, mgr._residency.schedule.units()))
 
     runs = [
         pipe.run(PROMPTS[:2], **{**RUN, "width": 32, "height": 32, "guidance": 1.0}, on_step=look(which))
@@ -271,7 +271,7 @@ def test_each_run_knows_its_own_and_the_graph_keeps_its(
     for _ in range(2):
         for run in runs:
             next(run)
-            assert mgr._residents.schedule.units() == graph
+            assert mgr._residency.schedule.units() == graph
     for run in runs:
         assert next(run, None) is None
     for which, pipe in enumerate(pipes):
@@ -313,7 +313,7 @@ def test_a_picture_is_seen_before_the_transformer_runs(
     acquire = MemoryManager.acquire
 
     def acquired(manager: MemoryManager, unit: ManagedModel, *given: Any, **named: Any) -> None:
-        known.setdefault(f"{manager.timeline.stages[-1].name} {unit.name}", manager._residents.schedule.units())
+        known.setdefault(f"{manager.timeline.stages[-1].name} {unit.name}", manager._residency.schedule.units())
         acquire(manager, unit, *given, **named)
 
     monkeypatch.setattr(MemoryManager, "acquire", acquired)
@@ -348,7 +348,7 @@ def test_what_fails_or_is_left_reads_no_more(
 
     def check(*units: ManagedModel) -> None:
         assert all(unit.reading is None and unit.host_bytes == 0 for unit in units)
-        assert mgr._residents.schedule.uses(mgr.work.working_bytes) is None
+        assert mgr._residency.schedule.uses(mgr.work.working_bytes) is None
         assert {unit for _, unit in read_in(mgr)} >= {unit.name for unit in units}, "it was being read"
 
     begin("transformer")

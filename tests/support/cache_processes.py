@@ -64,10 +64,10 @@ def write(folder: Path, keys: list[str], turns: int, disk_bytes: int = 2**30, ra
             said.append(f"the verdict of {key} is another: {verdict}")
         proof.keep(folder / "verdicts", key, proof.Verdict(key))
         speeds._known.clear()
-        speeds._pieces.clear()
-        if speeds.pieces(key) not in (None, [key]) or speeds.remembered(key, ["h2d"]) not in (None, {"h2d": 1.0}):
+        speeds._groups.clear()
+        if speeds.groups(key) not in (None, [key]) or speeds.remembered(key, ["h2d"]) not in (None, {"h2d": 1.0}):
             said.append(f"what was measured for {key} is another")
-        speeds.note_pieces(key, [key])
+        speeds.note_groups(key, [key])
         speeds.note(key, {"h2d": 1.0})
     return said
 

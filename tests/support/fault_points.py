@@ -22,7 +22,7 @@ from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import window_bytes
 from ballast.memory.simulated import card as cards
 from ballast.memory.simulated.tensor import SimTensor
-from ballast.memory.units import reader
+from ballast.memory.weights import reader
 from ballast.pipelines.staged import StagedPipeline
 from places import ROOT
 
@@ -212,7 +212,7 @@ class Run:
         if (allocated := simulated.stats().allocated_bytes) != held:
             found.append(f"{allocated - held} bytes on the device")
         for unit in self.units:
-            if unit.leases or ours._residents.is_leaving(unit):
+            if unit.leases or ours._residency.is_leaving(unit):
                 found.append(f"{unit.name} has {unit.leases} leases")
             if unit.placement is None:
                 found += [f"{unit.name}.{name} on the device" for name in _on_device(unit.module)]
@@ -220,7 +220,11 @@ class Run:
             elif not self.pipe.keep:
                 found.append(f"{unit.name} is in place")
         found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ballast")]
-        if ours._residents._called or ours.budget._not_ours is not None or ours.timeline._stage is not None:
+        if (
+            any(seat.before for seat in ours._residency._seats.values())
+            or ours.budget._not_ours is not None
+            or ours.timeline._stage is not None
+        ):
             found.append("the manager is in a stage")
         if ours._lock._is_owned() or ours._stage_lock.is_owned():  # type: ignore[attr-defined]
             found.append("a lock is held")

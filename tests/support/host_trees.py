@@ -152,8 +152,8 @@ def scenario(mm: Any) -> dict[str, Any]:
     from ballast.memory.host import contract as host_contract
     from ballast.memory.host import management as host
     from ballast.memory.manager import manager
-    from ballast.memory.units.unit import ManagedModel
-    from ballast.memory.work import Work
+    from ballast.memory.weights.unit import ManagedModel
+    from ballast.memory.workload import Work
 
     ours = manager("sim")
     unit = ManagedModel.from_module("blocks", "transformer", Blocks())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from ballast.memory.units.weights import find_weights, read_header
+from ballast.memory.weights.stored import find_weights, read_header
 from gguf import GGMLQuantizationType as Type
 
 

@@ -6,21 +6,23 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from ballast.memory.engine.engine import Engine
+from ballast.memory.engine.pending_reads import NOTHING, PendingReads
+from ballast.memory.engine.placement import Placement
 from ballast.memory.planning.fit import sizes_in, sizes_of, streamed_layout
 from ballast.memory.planning.solver import Layout, Loads, place
-from ballast.memory.streaming.engine import Engine
-from ballast.memory.streaming.incoming import NOTHING, Incoming
-from ballast.memory.streaming.placement import Placement
-from ballast.memory.units.pieces import CallOrder, divide
-from ballast.memory.units.structure import slots
-from ballast.memory.units.unit import ManagedModel
-from ballast.memory.units.weights import Stored
 from ballast.memory.vocabulary import PlacementName
+from ballast.memory.weights.groups import CallOrder, divide
+from ballast.memory.weights.stored import Stored, stored_tensors
+from ballast.memory.weights.structure import parameter_refs
+from ballast.memory.weights.unit import ManagedModel
+from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
@@ -86,9 +88,9 @@ def streamed_engine(
     loads: Loads | None = None,
 ) -> Engine:
     """An engine that streams a module in so many bytes, 0 for the least; what is on `meta` comes from its source."""
-    pieces = [p for p in divide(module, list(slots(module)), calls or CallOrder()).pieces if p.called]
-    on_disk = frozenset(i for i, p in enumerate(pieces) if source and any(s.tensor.is_meta for s in p.slots))
-    loads = replace(loads or Loads.even(sizes_in(module, calls).pieces), on_disk=on_disk)
+    groups = [p for p in divide(module, list(parameter_refs(module)), calls or CallOrder()).groups if p.called]
+    on_disk = frozenset(i for i, p in enumerate(groups) if source and any(s.tensor.is_meta for s in p.refs))
+    loads = replace(loads or Loads.even(sizes_in(module, calls).groups), on_disk=on_disk)
     return Engine(module, torch.device(device), streamed_layout(module, weights_bytes, calls, loads), source, calls)
 
 
@@ -106,12 +108,12 @@ def resident_engine(
 
 def whole(module: nn.Module, calls: CallOrder | None, loads: Loads | None, weights_bytes: int) -> Layout:
     sizes = sizes_in(module, calls)
-    return place(loads or Loads.even(sizes.pieces), weights_bytes - sizes.outside_bytes("resident"), "resident")
+    return place(loads or Loads.even(sizes.groups), weights_bytes - sizes.outside_bytes("resident"), "resident")
 
 
-def unit_engine(unit: ManagedModel, placement: str, weights_bytes: int, incoming: Incoming = NOTHING) -> Engine:
+def unit_engine(unit: ManagedModel, placement: str, weights_bytes: int, incoming: PendingReads = NOTHING) -> Engine:
     """An engine of a unit; what is not in RAM comes from disk, save what is incoming."""
-    loads = Loads.even(sizes_of(unit).pieces)
+    loads = Loads.even(sizes_of(unit).groups)
     name: PlacementName = "resident" if placement == "resident" else "streamed"
     layout = place(loads, weights_bytes - sizes_of(unit).outside_bytes(name), name)
     source = None if unit.in_ram else unit.source()
@@ -156,6 +158,45 @@ def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def noise(rows: int = 4, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(SIM)
+
+
+def varied(widths: list[int]) -> Blocks:
+    """Blocks of several sizes, types and with buffers, and weights outside that are larger than a block."""
+    module = Blocks(0)
+    module.blocks = nn.ModuleList(Block() for _ in widths)
+    for i, (block, width) in enumerate(zip(module.blocks, widths, strict=True)):
+        block.up = nn.Linear(WIDTH, width, bias=bool(i % 2), dtype=(torch.float32, torch.bfloat16)[i % 2])
+        block.down = nn.Linear(width, WIDTH, bias=False)
+        block.register_buffer("table", torch.arange(5.0) + i)
+    module.extra = nn.Parameter(torch.randn(300, 170))
+    return module.requires_grad_(False)
+
+
+def on_disk(
+    module: nn.Module, folder: Path, shards: int = 1, dtype: torch.dtype | None = None, kept: str = ""
+) -> dict[str, Stored]:
+    """Write the module's weights, stored as `dtype`, and put it on `meta`, but for blocks with a number in `kept`."""
+    names = [name for name, _ in module.named_parameters()]
+    paths = [folder / f"{i}.safetensors" for i in range(shards)]
+    for i, path in enumerate(paths):
+        state = {name: module.get_parameter(name).detach() for name in names[i::shards]}
+        save_file({k: (v if dtype is None else v.to(dtype)).contiguous() for k, v in state.items()}, path)
+    left: dict[int, torch.Tensor] = {}
+    staying = {id(module.get_parameter(name)) for name in names if name.split(".")[1:2] and name.split(".")[1] in kept}
+    for ref in parameter_refs(module):
+        if isinstance(ref.tensor, nn.Parameter) and id(ref.tensor) not in staying:
+            left.setdefault(id(ref.tensor), nn.Parameter(ref.tensor.to("meta"), requires_grad=False))
+            ref.holder[ref.key] = left[id(ref.tensor)]
+    return stored_tensors(paths)
+
+
+def settle(placement: Engine) -> None:
+    """Wait until the reader has nothing to do."""
+    found = placement._source._staging
+    if found:
+        with found._changed:  # between the end of a fill and the next one nothing is looked at
+            ended = found._changed.wait_for(lambda: not any(w.fill and w.fill.left for w in found._windows), 20)
+        assert ended, "the reader does not come to an end"
 
 
 class Captured(Exception):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ....memory.files import read_json
-from ....memory.units.calls import interpose
+from ....memory.weights.interpose import interpose
 from ...encoding.conditioning import Conditioning
 from ...files.components import Component
 from ...files.single.published import comes_with_pack

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....memory.units.unit import ManagedModel
-from ....memory.units.weights import read_tensors, stored_tensors
+from ....memory.weights.stored import read_tensors, stored_tensors
+from ....memory.weights.unit import ManagedModel
 from ...files.checkpoint import Checkpoint, Places
 from .jina import jina_names, text_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 
 REPOSITORY = "google/gemma-3-4b-it"
 SYSTEM_PROMPT = "You are an assistant designed to generate high-quality images based on user prompts. <Prompt Start> "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 
 MERGED = "jina_clip_v2_bf16.safetensors of Comfy-Org/NewBie-image-Exp0.1_repackaged"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 from ...files.checkpoint import converted
 from ...files.places import FILES, shown, weight_files
 from ...files.recognition import is_newbie_folder

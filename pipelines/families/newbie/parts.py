@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ....memory.units.weights import stored_tensors
+from ....memory.weights.stored import stored_tensors
 from ...files.checkpoint import Checkpoint
 from .adapter import AdaptedTower
 from .gemma import gemma_names, make_gemma

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ....memory.units.weights import file_identity
+from ....memory.weights.stored import file_identity
 from ...encoding.conditioning import Conditioning, pair
 from ...files.components import parse_dtype
 from ...files.lora_layouts import Converters

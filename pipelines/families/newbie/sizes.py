@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 
 _HEAD_CHANNELS = 64  # of Jina's tower, where no shape tells
 _PATCH = 2

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ....memory.files import one_line
-from ....memory.units.weights import read_header, read_tensors
+from ....memory.weights.stored import read_header, read_tensors
 
 _FILES = ("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model")
 _BLOB = "spiece_model"

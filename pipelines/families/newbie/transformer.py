@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_lumina2 import (
 )
 from torch import nn
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 from ...files.checkpoint import converted
 
 _TIME_CHANNELS = 1024  # at most

@@ -13,7 +13,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 from .frames import FrameAttnProcessor, Frames, patches, positions, text_at_the_end, unpatched
 
 _PUBLISHED = {

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import nn
 from torch.nn import functional as F
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 from .frames import FrameAttnProcessor, Frames, positions, text_at_the_end, unpatched
 
 _PUBLISHED = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....memory.units.unit import ManagedModel
+from ....memory.weights.unit import ManagedModel
 from ...files.checkpoint import Checkpoint
 from .layouts import Layout
 

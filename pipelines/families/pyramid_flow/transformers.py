@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....memory.units.weights import Stored
+from ....memory.weights.stored import Stored
 from .flux import PyramidFluxTransformer3DModel, flux_config, flux_names
 from .kinds import Kind
 from .mmdit import PyramidSD3Transformer3DModel, mmdit_config, mmdit_names

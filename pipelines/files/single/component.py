@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ....memory.units.encoding import Source, holds, kernels_of
-from ....memory.units.unit import building
-from ....memory.units.weights import Stored, file_identity, stamps_of
+from ....memory.weights.encoding import Source, holds, kernels_of
+from ....memory.weights.stored import Stored, file_identity, stamps_of
+from ....memory.weights.unit import building
 from ..building import on_meta
 from ..components import Component
 from ..keys import key_text

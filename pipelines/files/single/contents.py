@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 import torch
 
-from ....memory.units.encoded import encoded_weights
-from ....memory.units.encoding import EncodedWeight, Source
-from ....memory.units.weights import refuse_pickle
+from ....memory.weights.encoded import encoded_weights
+from ....memory.weights.encoding import EncodedWeight, Source
+from ....memory.weights.stored import refuse_pickle
 from ..placing import placed
 from ..rows import Rows, left_over, whole
 from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....memory.units.encoded import encoded_weights
-from ....memory.units.weights import refuse_pickle
+from ....memory.weights.encoded import encoded_weights
+from ....memory.weights.stored import refuse_pickle
 from ..rows import whole
 from .contents import SingleFile
 from .gguf_names import architecture_of, names_in_gguf, rows_in_gguf, weight_in_gguf

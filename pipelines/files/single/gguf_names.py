@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from ....memory.codecs.raw import Raw
-from ....memory.units.encoding import EncodedWeight
-from ....memory.units.gguf import read_gguf_header
+from ....memory.weights.encoding import EncodedWeight
+from ....memory.weights.gguf_file import read_gguf_header
 from ..rows import Rows, Run
 
 _T5 = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ....memory.units.encoding import holds
+from ....memory.weights.encoding import holds
 from ..rows import Rows, Widths, traced
 
 Shape = tuple[int, ...]

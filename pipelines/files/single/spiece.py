@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ....memory.files import one_line
-from ....memory.units.gguf import read_gguf_arrays, read_gguf_header
-from ....memory.units.weights import file_identity, read_header, read_tensors, refuse_pickle
+from ....memory.weights.gguf_file import read_gguf_arrays, read_gguf_header
+from ....memory.weights.stored import file_identity, read_header, read_tensors, refuse_pickle
 from ..components import Component
 from ..keys import key_text
 

@@ -14,8 +14,8 @@ import matplotlib.style
 import numpy as np
 import pytest
 from ballast.memory.charts.axes import INK, LARGE, ByteChart, write
-from ballast.memory.charts.plan import Part, Plan, draw_plan, draw_plans
-from ballast.memory.charts.timeline import Span, Stage, draw_timeline
+from ballast.memory.charts.plan_chart import Part, Plan, draw_plan, draw_plans
+from ballast.memory.charts.timeline_chart import Span, Stage, draw_timeline
 from ballast.memory.reports import timeline as records
 from import_pack import ROOT
 from matplotlib.font_manager import findfont

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ballast.memory.charts.tables import format_table
+from ballast.memory.charts.text_tables import format_table
 
 ROWS = [
     ("stage", "unit", "", "peak VRAM"),

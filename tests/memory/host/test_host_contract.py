@@ -20,8 +20,8 @@ from ballast.memory.host import management as host
 from ballast.memory.host.flags import HostFlags
 from ballast.memory.host.patcher import HostPatcher
 from ballast.memory.manager import manager
-from ballast.memory.units.unit import ManagedModel
-from ballast.memory.work import Work
+from ballast.memory.weights.unit import ManagedModel
+from ballast.memory.workload import Workload
 from host_trees import Blocks, find_trees
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -89,7 +89,7 @@ def make_guest(sim: ModuleType) -> Iterator[Make]:
         sim.enable(total=64 * MB)
         manager("sim").limit(vram=5 * MB)
         unit = ManagedModel.from_module("blocks", "transformer", Blocks())
-        manager("sim").work.begin(unit, Work("a"))
+        manager("sim").work.begin(unit, Workload("a"))
         manager("sim").work.took(unit, MB)
         patcher = HostPatcher(manager("sim"), unit, torch.device("sim:0"))
         patcher.target_bytes = 4 * MB
@@ -121,7 +121,7 @@ def ask(patcher: HostPatcher, call: tuple[str, Any]) -> None:
     plan=st.lists(st.tuples(st.integers(0, 25), CALLS, st.booleans()), max_size=8),
     strategy=st.sampled_from(["streamed", "resident"]),
 )
-@example(  # more room while a piece runs in the ring, for which others would leave
+@example(  # more room while a group runs in the ring, for which others would leave
     plan=[(7, ("partially_unload", 606940), True), (10, ("partially_load", 1e32), True)], strategy="streamed"
 )
 @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -69,7 +69,7 @@ def test_changed_budget_sits_otherwise_reads_nothing_and_leaves_no_copy(host: Ho
     expected = summary(host.run(graph()), "seen sample")
     before = host.device()
     assert before["in_ram"]["shapes transformer"] == TRANSFORMER
-    # In GB: hardly any piece stays, some do, all of them.
+    # In GB: hardly any group stays, some do, all of them.
     for vram_gb, how in ((0.0018, "streamed"), (0.0034, "streamed"), (0, "resident"), (0.0034, "streamed")):
         host.events.clear()
         entry = host.run(graph(vram_gb=vram_gb))

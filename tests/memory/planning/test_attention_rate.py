@@ -1,4 +1,4 @@
-"""Attention at a rate of its own: counted apart, planned by it, and weights placed by what each piece then takes."""
+"""Attention at a rate of its own: counted apart, planned by it, and weights placed by what each group then takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ballast.commands.plan import _named_rates
 from ballast.memory import ManagedModel, probe
 from ballast.memory.planning.batches import scaled
-from ballast.memory.planning.calls import KnownCalls
+from ballast.memory.planning.call_blocks import KnownCalls
 from ballast.memory.planning.dry_run import dry_run, dry_run_known
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
@@ -155,7 +155,7 @@ def test_what_streams_is_chosen_by_the_seconds_of_attention(sim: ModuleType) -> 
     seconds, plan = placed(work, rates, room, sim)
     assert plan.placement == "streamed" and plan.step_seconds == pytest.approx(seconds, rel=0.01)
     assert seconds == pytest.approx((work.operations.products + 3 * work.operations.attention) / FLOPS, rel=0.01)
-    attending = sum(2 * piece >= plan.pieces for piece in plan.streamed)
+    attending = sum(2 * group >= plan.groups for group in plan.streamed)
     assert attending >= 3 * (len(plan.streamed) - attending)
     as_products, wrong = placed(work, replace(rates, attention=0.0), room, sim)
     assert as_products > 1.1 * seconds and wrong.step_seconds < 0.95 * as_products

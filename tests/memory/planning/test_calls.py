@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ballast.memory.planning.calls import KnownCalls
+from ballast.memory.planning.call_blocks import KnownCalls
 from ballast.memory.planning.dry_run import dry_run_known
 from ballast.memory.planning.forecast import Forecast
-from ballast.memory.units.unit import ManagedModel
+from ballast.memory.weights.unit import ManagedModel
 from torch import nn
 
 CHANNELS = 16

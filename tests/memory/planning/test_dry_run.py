@@ -14,7 +14,7 @@ from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.simulated.card import Card
 from ballast.memory.simulated.dry import dry_card
-from ballast.memory.units.unit import ManagedModel
+from ballast.memory.weights.unit import ManagedModel
 from places import TESTS
 from torch import nn
 

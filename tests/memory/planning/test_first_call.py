@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from ballast.memory.planning.first_call import Beside, first_call_seconds
-from ballast.memory.planning.solver import Layout, Loads, PieceLoad
+from ballast.memory.planning.solver import GroupLoad, Layout, Loads
 
 
 def seconds(computes: list[float], streamed: tuple[int, ...], ring_bytes: int, rest_bytes: int = 0) -> float:
-    loads = Loads(tuple(PieceLoad(1, 1, each) for each in computes), 1.0, disk_bytes_per_second=1.0)
+    loads = Loads(tuple(GroupLoad(1, 1, each) for each in computes), 1.0, disk_bytes_per_second=1.0)
     found = Layout("streamed", ring_bytes, streamed)
     return first_call_seconds(loads, found, Beside(rest_bytes, 0, [1] * len(computes), there=None))
 
@@ -26,5 +26,5 @@ def test_a_copy_waits_for_what_it_overwrites(streamed: tuple[int, ...], ring_byt
     assert seconds([10.0, 0.0, 0.0, 0.0, 0.0], streamed, ring_bytes) == expected
 
 
-def test_what_lies_outside_the_pieces_comes_first() -> None:
+def test_what_lies_outside_the_groups_comes_first() -> None:
     assert seconds([10.0, 0.0], (), 0, rest_bytes=3) == 3 + 1 + 10

@@ -14,8 +14,8 @@ import tiny
 import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager, speeds
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
-from ballast.memory.planning.ladder import Attempt, describe, next_attempt
-from ballast.memory.units.batch import batch_of, in_parts, joined
+from ballast.memory.planning.oom_fallback import Attempt, describe, next_attempt
+from ballast.memory.weights.batch import batch_of, in_parts, joined
 from torch import nn
 
 Folders = Callable[[str], Path]
@@ -132,8 +132,8 @@ def test_each_rung_is_reached_and_gives_the_same(sim: ModuleType, caplog: pytest
     reached: list[Attempt | None] = []
     for total in range(5 * x.nbytes + 9 * BLOCK, x.nbytes, -BLOCK):
         sim.enable(total=total)
-        speeds._pieces.clear()  # what a run was seen to take, and the next would go by
-        speeds._pieces_file().unlink(missing_ok=True)
+        speeds._groups.clear()  # what a run was seen to take, and the next would go by
+        speeds._groups_file().unlink(missing_ok=True)
         unit = ManagedModel.from_module("dit", "transformer", module)
         attempt: Attempt | None = None
         try:

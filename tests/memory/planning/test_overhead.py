@@ -18,7 +18,7 @@ from ballast.memory import manager, speeds
 from ballast.memory.planning import learned
 from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Overhead
-from ballast.memory.planning.planner import PieceSize, UnitSizes, make_plan
+from ballast.memory.planning.planner import GroupSize, UnitSizes, make_plan
 from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated import Overhead as OfCard
 from hypothesis import given
@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 Folders = Callable[[str], Path]
 KB = 1024
-SIZES = UnitSizes(50, 0, (PieceSize(10, 10, ("a",)), PieceSize(20, 20, ("b",))))
+SIZES = UnitSizes(50, 0, (GroupSize(10, 10, ("a",)), GroupSize(20, 20, ("b",))))
 WORK = UnitForecast(0, 1, 1, 4, Operations(80.0), (("a", Operations(40.0)), ("b", Operations(40.0))))
 
 # Pure functions
@@ -70,11 +70,11 @@ def test_overhead_is_kept_for_a_card_a_model_a_shape_and_later_processes() -> No
         assert learned.recall_overhead("card", SIZES, WORK, 9) == seen.outside(9)
         assert learned.recall_overhead("card", SIZES, other) == Overhead(outside_bytes=7), "the card has a context"
         assert learned.recall_overhead("other", SIZES, WORK) == Overhead()
-        speeds._pieces.clear()  # as in another process
+        speeds._groups.clear()  # as in another process
     key = learned._key("card", SIZES, WORK, "overhead")
     for damaged in ({"spare_bytes": 3}, seen.to_dict() | {"at_bytes": -1}, seen.to_dict() | {"at_bytes": 1.5}, [7], 3):
-        speeds._pieces.clear()
-        speeds._pieces_file().write_text(json.dumps({key: damaged}))
+        speeds._groups.clear()
+        speeds._groups_file().write_text(json.dumps({key: damaged}))
         assert learned.recall_overhead("card", SIZES, WORK) == Overhead()
 
 
@@ -82,8 +82,8 @@ def test_overhead_is_kept_for_a_card_a_model_a_shape_and_later_processes() -> No
     ("budget", "placement", "fits"), [(76, "resident", True), (75, "streamed", True), (56, "streamed", False)]
 )
 def test_what_fits_is_told_by_the_driver_s_figure(budget: int, placement: str, fits: bool) -> None:
-    """3 pieces of 10 bytes in a budget; 10 of work with 6 of workspace, 10 spare and 20 outside."""
-    sizes = UnitSizes(30, 0, tuple(PieceSize(10, 10, (each,)) for each in "abc"))
+    """3 groups of 10 bytes in a budget; 10 of work with 6 of workspace, 10 spare and 20 outside."""
+    sizes = UnitSizes(30, 0, tuple(GroupSize(10, 10, (each,)) for each in "abc"))
     work = UnitForecast(0, 10, 10, 1, Operations(3.0), tuple((name, Operations(1.0)) for name in "abc"))
     plan = make_plan("dit", sizes, work, ASSUMED, budget, 100, overhead=Overhead(6, 10, 100, 20))
     assert (plan.placement, plan.fits) == (placement, fits)
@@ -158,7 +158,7 @@ def test_plan_after_one_run_is_what_the_next_takes(
     plan = bench.plan(vram).sampling
     assert plan.step_seconds > 1.5 * first.step_seconds
     assert plan.placement == ("streamed" if share < 1 else "resident")
-    speeds._pieces.clear()  # as in another process
+    speeds._groups.clear()  # as in another process
     assert bench.plan(vram).sampling == plan
     sim.reset_stats()
     again, step, record = bench.sample(vram)

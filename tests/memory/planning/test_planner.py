@@ -18,7 +18,7 @@ from ballast.memory.planning.batches import best_batch, scaled
 from ballast.memory.planning.decoded import moment_bytes
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
-from ballast.memory.planning.planner import PieceSize, Plan, UnitSizes, make_plan
+from ballast.memory.planning.planner import GroupSize, Plan, UnitSizes, make_plan
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
@@ -28,7 +28,7 @@ GB = 2**30
 RATES = Rates(25e9, 10e9, 3e9, 100e12, "measured")
 PIECE = GB // 16
 Q4_K = next(kind for kind in TYPES.values() if kind.name == "Q4_K")
-SIZES = UnitSizes(11 * GB, GB, tuple(PieceSize(PIECE, PIECE, (f"m{i}",)) for i in range(160)))
+SIZES = UnitSizes(11 * GB, GB, tuple(GroupSize(PIECE, PIECE, (f"m{i}",)) for i in range(160)))
 CALL = 40 * 0.25e12
 EACH = tuple((f"m{i}", Operations(56 * CALL / 160)) for i in range(160))
 WORK = UnitForecast(GB // 16, GB // 2, GB // 2, 56, Operations(56 * CALL), EACH)
@@ -47,10 +47,10 @@ def test_choice_follows_the_budget() -> None:
         assert plan.peak_vram_bytes <= parse_bytes(budget) or not plan.fits
         assert plan.step_seconds >= 0.999 * plan.bound_seconds
         assert plan.first_step_seconds > plan.step_seconds
-        assert len(plan.resident_pieces) + len(plan.streamed) == 160
+        assert len(plan.resident_groups) + len(plan.streamed) == 160
     eight = plans["8GB"]
     assert eight.peak_vram_bytes > 7.8 * GB
-    assert eight.weights_bytes == GB + len(eight.resident_pieces) * PIECE + eight.ring_bytes
+    assert eight.weights_bytes == GB + len(eight.resident_groups) * PIECE + eight.ring_bytes
     assert eight.ram_bytes == 11 * GB
     assert plans["1.69GB"].ring_bytes == 2 * PIECE
     seconds = [plan.step_seconds for plan in plans.values()]
@@ -60,9 +60,9 @@ def test_choice_follows_the_budget() -> None:
 def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     """Where all fits as it is stored, more may still stream so that the rest stays decoded."""
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
-    pieces = tuple(replace(piece, paths=(f"m{i}",)) for i in range(160))
-    sizes = UnitSizes(160 * codec.stored_bytes + GB // 16, GB // 16, pieces)
+    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    groups = tuple(replace(group, paths=(f"m{i}",)) for i in range(160))
+    sizes = UnitSizes(160 * codec.stored_bytes + GB // 16, GB // 16, groups)
     rates = replace(RATES, memory_bytes_per_second=300e9)
     whole, plans = sizes.most_bytes + WORK.peak_bytes, []
     for share in range(30, 105, 3):
@@ -92,10 +92,10 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
 def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     """In the plan, and in what a run of it is to hold."""
     codec, mega = codec_of(Q4_K, (1024, 8192), torch.bfloat16), 2**20
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
     decoding = tuple((f"m{i}", WORK.working_bytes + 10 * mega) for i in range(4))
-    pieces = tuple(replace(piece, paths=(path,)) for path, _ in decoding)
-    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, pieces, decoding=decoding)
+    groups = tuple(replace(group, paths=(path,)) for path, _ in decoding)
+    sizes = UnitSizes(4 * group.held_bytes + GB // 16, GB // 16, groups, decoding=decoding)
     work = replace(WORK, held=tuple((path, 0) for path, _ in decoding))
     loads, calls = sizes.loads(work, RATES), work.peak_bytes + 10 * mega
     assert loads.spared_bytes == 10 * mega
@@ -118,11 +118,11 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
 @pytest.mark.parametrize("free_bytes", [0, 2**20, GB // 4])
 def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_bytes: int) -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
-    pieces = tuple(replace(piece, paths=(f"m{i}",)) for i in range(4))
-    sizes = UnitSizes(4 * piece.held_bytes + GB // 16, GB // 16, pieces)
+    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    groups = tuple(replace(group, paths=(f"m{i}",)) for i in range(4))
+    sizes = UnitSizes(4 * group.held_bytes + GB // 16, GB // 16, groups)
     work = replace(WORK, held=(("", WORK.working_bytes - free_bytes),))
-    more, moment = codec.decoded_bytes - codec.stored_bytes, max(0, moment_bytes(piece.codecs) - free_bytes)
+    more, moment = codec.decoded_bytes - codec.stored_bytes, max(0, moment_bytes(group.codecs) - free_bytes)
     assert (moment > 0) == (free_bytes < GB // 4)
     whole = sizes.resident_bytes + 4 * more + work.peak_bytes + moment
     for budget, count in ((64 * GB, 4), (whole, 4), (whole - 1, 3)):
@@ -134,12 +134,12 @@ def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_byte
 
 def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
-    pieces = tuple(replace(piece, paths=(path,)) for path, _ in EACH[:4])
-    sizes = UnitSizes(4 * piece.held_bytes, 0, pieces)
+    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    groups = tuple(replace(group, paths=(path,)) for path, _ in EACH[:4])
+    sizes = UnitSizes(4 * group.held_bytes, 0, groups)
     work = replace(WORK, calls=28, operations=EACH[0][1] * 4, modules=EACH[:4])
     rates = replace(RATES, memory_bytes_per_second=300e9)
-    decoding = 4 * piece.decode_seconds(rates)
+    decoding = 4 * group.decode_seconds(rates)
     assert decoding > 0
     whole, stored = (
         make_plan("dit", sizes, work, rates, budget, 64 * GB, steps=28, strategy="resident")
@@ -152,8 +152,8 @@ def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
 def test_the_first_call_decodes_as_it_goes() -> None:
     """Which may take more than to have all decoded for good later."""
     codec, mega = codec_of(Q4_K, (8, 256), torch.bfloat16), 2**20
-    piece = PieceSize(codec.stored_bytes, codec.stored_bytes, ("m0",), (codec,), codec.decoded_bytes)
-    sizes = UnitSizes(piece.held_bytes + mega, mega, (piece,), decoding=(("m0", WORK.working_bytes + mega),))
+    group = GroupSize(codec.stored_bytes, codec.stored_bytes, ("m0",), (codec,), codec.decoded_bytes)
+    sizes = UnitSizes(group.held_bytes + mega, mega, (group,), decoding=(("m0", WORK.working_bytes + mega),))
     work = replace(WORK, held=(("m0", 0),), modules=EACH[:1])
     first = sizes.resident_bytes + work.peak_bytes + mega
     plan = make_plan("dit", sizes, work, RATES, first, 64 * GB, steps=28, strategy="resident")
@@ -161,22 +161,22 @@ def test_the_first_call_decodes_as_it_goes() -> None:
     assert plan.peak_vram_bytes == first
 
 
-def test_pieces_compute_what_was_seen_from_their_modules_on() -> None:
-    sizes = UnitSizes(40, 0, (PieceSize(10, 10, ("a", "b.c")), PieceSize(10, 10, ("b.d",)), PieceSize(20, 20, ("e",))))
+def test_groups_compute_what_was_seen_from_their_modules_on() -> None:
+    sizes = UnitSizes(40, 0, (GroupSize(10, 10, ("a", "b.c")), GroupSize(10, 10, ("b.d",)), GroupSize(20, 20, ("e",))))
     seen = (("", 1.0), ("a", 2.0), ("b", 4.0), ("b.c.inner", 8.0), ("b.d", 16.0), ("f", 32.0), ("e", 64.0))
     work = UnitForecast(0, 0, 0, 2, Operations(127.0), tuple((path, Operations(done)) for path, done in seen))
     loads = sizes.loads(work, Rates(10.0, 10.0, 5.0, 1.0))
     assert loads.before_seconds == 0.5
-    assert [piece.seconds for piece in loads.pieces] == [7.0, 24.0, 32.0]
+    assert [group.seconds for group in loads.groups] == [7.0, 24.0, 32.0]
     assert loads.bytes_per_second == 10.0
     assert loads.disk_bytes_per_second == 5.0
     even = sizes.loads(None, Rates(10.0, 10.0, 5.0, 1.0))
-    assert [piece.seconds for piece in even.pieces] == [1.0, 1.0, 2.0]
+    assert [group.seconds for group in even.groups] == [1.0, 1.0, 2.0]
 
 
 def test_reasons_and_what_was_rejected() -> None:
     plan = planned("8GB")
-    stay, ring = 1 + len(plan.resident_pieces) / 16, plan.ring_bytes // 2**20
+    stay, ring = 1 + len(plan.resident_groups) / 16, plan.ring_bytes // 2**20
     assert plan.reason == (
         f"11.0 GB of weights do not fit 8.00 GB: {stay:.2f} GB stay, {11 - stay:.2f} GB pass through a ring of "
         f"{ring} MB, and the copies set the pace."

@@ -38,7 +38,7 @@ def test_a_step_of_several_calls() -> None:
 
 @pytest.mark.parametrize("kind", ["load", "place", "evict"])
 def test_a_step_in_which_something_was_placed_is_left_out(kind: str) -> None:
-    """As where the pieces lie elsewhere from then on, since their seconds are known."""
+    """As where the groups lie elsewhere from then on, since their seconds are known."""
     moved = (kind, 15)
     second, third, fourth = (("call", 11), ("ran", 14)), (("call", 16), ("ran", 22)), (("call", 23), ("ran", 30))
     assert seconds_of(4, *FIRST, *second, moved, *third, *fourth) == pytest.approx(((15 - 11) + (30 - 23)) / 2)

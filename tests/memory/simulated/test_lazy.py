@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ballast.memory.simulated import lazy
-from ballast.memory.units import hostbuffer
+from ballast.memory.weights import hostbuffer
 
 SIM = "sim:0"
 LAZY = ("cuda", "xpu")

@@ -44,7 +44,7 @@ def _out_of_memory(
     copies: str, times: int, budgets: tuple[int, ...], runs: int, sim: ModuleType, patch: pytest.MonkeyPatch
 ) -> int:
     """How often room was made, with memory run out in so many of the stripes of a decode, one each time."""
-    made, relieve, planted, at, relieved = passes._made, filling.InPieces.relieve, 0, 0, 0
+    made, relieve, planted, at, relieved = passes._made, filling.InBlocks.relieve, 0, 0, 0
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal at
@@ -53,14 +53,14 @@ def _out_of_memory(
             raise torch.OutOfMemoryError("planted")
         return made(*args)
 
-    def told(self: filling.InPieces) -> bool:
+    def told(self: filling.InBlocks) -> bool:
         nonlocal relieved
         found = relieve(self)
         relieved += found
         return found
 
     patch.setattr(passes, "_made", counted)
-    patch.setattr(filling.InPieces, "relieve", told)
+    patch.setattr(filling.InBlocks, "relieve", told)
     sim.enable(total="1GB", copies=copies, h2d_gbps=0.0005, d2h_gbps=10, tflops=10)
     vae, latents = build("flux", times)
     for budget in budgets:

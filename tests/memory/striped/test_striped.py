@@ -21,8 +21,9 @@ from ballast.memory.planning.dry_run import dry_run, lay_weights
 from ballast.memory.planning.stripes import Pass, blocks, device_rows, is_cheaper_made, stripe_height, stripes
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.dry import DEVICE, dry_card
-from ballast.memory.striped import attention, grids
-from ballast.memory.striped.moments import Tally
+from ballast.memory.striped import grids
+from ballast.memory.striped import striped_attention as attention
+from ballast.memory.striped.running_variance import Tally
 from host import find_host, host_python
 from places import SUPPORT
 

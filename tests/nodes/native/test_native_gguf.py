@@ -16,7 +16,7 @@ from typing import Any
 import comfy.model_management as mm
 import pytest
 import torch
-from ballast.memory.reports.guests import guest_reports
+from ballast.memory.reports.host_models import host_model_reports
 from ballast.nodes.budget import VramBudget
 from ballast.nodes.native import budget as native_budget
 from ballast.nodes.plan import VramPlan
@@ -164,5 +164,5 @@ def test_plan_is_of_what_is_stored(file: str, model: Any) -> None:
 
 def test_report_tells_it(model: Any) -> None:
     sample(model)
-    (told,) = guest_reports(model.load_device)
+    (told,) = host_model_reports(model.load_device)
     assert (told.name, told.role, told.resident_bytes) == ("Flux (ComfyUI)", "transformer", model.loaded_size())

@@ -15,12 +15,12 @@ import folder_paths
 import pytest
 import torch
 from ballast.commands.main import main
-from ballast.memory import copies
+from ballast.memory import host_cache as copies
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
 from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated.card import card
-from ballast.memory.units.structure import slots
+from ballast.memory.weights.structure import parameter_refs
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
@@ -73,7 +73,7 @@ def budget_between(pipe: Any, z: torch.Tensor, share: float) -> int:
 
 def after_weights(pipe: Any) -> int:
     """An allocation that is not one of the weights', for which there is another way to place them."""
-    return len(list(slots(pipe.decoder.module))) + 3
+    return len(list(parameter_refs(pipe.decoder.module))) + 3
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])

@@ -13,7 +13,7 @@ from ballast.bench import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
-from ballast.memory.units.structure import block_lists
+from ballast.memory.weights.structure import block_lists
 from ballast.pipelines.families.hidream.variants import VARIANTS
 from places import ROOT
 

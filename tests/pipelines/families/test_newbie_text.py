@@ -17,9 +17,9 @@ import tiny_parts
 import torch
 import transformers
 from accelerate import init_empty_weights
-from ballast.memory.units.loading import load_stored
-from ballast.memory.units.unit import ManagedModel
-from ballast.memory.units.weights import Stored, stored_tensors
+from ballast.memory.weights.loading import load_stored
+from ballast.memory.weights.stored import Stored, stored_tensors
+from ballast.memory.weights.unit import ManagedModel
 from ballast.pipelines.families.newbie.adapter import AdaptedTower, read_merged
 from ballast.pipelines.families.newbie.gemma import (
     GEMMA_3_4B,

@@ -12,8 +12,8 @@ import places
 import pytest
 import torch
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.units.structure import block_lists
-from ballast.memory.units.weights import stored_tensors
+from ballast.memory.weights.stored import stored_tensors
+from ballast.memory.weights.structure import block_lists
 from ballast.pipelines.families.pyramid_flow.frames import patches, unpatched
 from ballast.pipelines.families.pyramid_flow.kinds import Kind, kind_of
 from ballast.pipelines.families.pyramid_flow.transformers import TRANSFORMERS

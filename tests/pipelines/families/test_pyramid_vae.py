@@ -15,8 +15,8 @@ import torch
 from ballast.memory import manager
 from ballast.memory.errors import release_frames
 from ballast.memory.simulated.dry import dry_card
-from ballast.memory.units.unit import ManagedModel
-from ballast.memory.units.weights import stored_tensors
+from ballast.memory.weights.stored import stored_tensors
+from ballast.memory.weights.unit import ManagedModel
 from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
 from ballast.pipelines.families.pyramid_flow.vae_decode import (
     cache_bytes,

@@ -13,7 +13,7 @@ from typing import Any
 import ballast
 import pytest
 import torch
-from ballast.memory.units import reader
+from ballast.memory.weights import reader
 from ballast.pipelines.staged import StagedPipeline
 from fault_points import ram_for_windows
 from newbie_folders import official

@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 from adapters import lora_files, lora_kinds
-from ballast.memory.units.branches import Adapter, attach, detach, set_strengths
-from ballast.memory.units.changes import LAYERS, takes_changes
+from ballast.memory.weights.branches import Adapter, attach, detach, set_strengths
+from ballast.memory.weights.changes import LAYERS, takes_changes
 from ballast.pipelines.files.lora import read_lora
 from peft import LoHaConfig, LoKrConfig, get_peft_model_state_dict, inject_adapter_in_model
 from single_files.original_names import ORIGINALS, converted, original

@@ -15,7 +15,7 @@ import tiny
 import torch
 from adapters import lora_files
 from ballast.commands.arguments import add_model_arguments, family_arguments
-from ballast.memory.units.branches import Adapter, attach, detach, set_strengths
+from ballast.memory.weights.branches import Adapter, attach, detach, set_strengths
 from ballast.pipelines.files.lora import LeaveOut, read_lora
 from ballast.pipelines.sampling.loras import expert_of
 from diffusers.models.normalization import FP32LayerNorm

@@ -15,7 +15,7 @@ import ballast
 import pytest
 import torch
 from ballast.bench.rss import peak_rss_bytes
-from ballast.memory.units.weights import read_header, stored_tensors
+from ballast.memory.weights.stored import read_header, stored_tensors
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.sample import Sampler
 from ballast.nodes.shared.folders import DEMO, find_pipelines

@@ -14,9 +14,9 @@ import ballast
 import pytest
 import tiny
 import torch
-from ballast.memory.streaming.engine import Engine
-from ballast.memory.units.pieces import CallOrder
-from ballast.memory.units.structure import block_lists
+from ballast.memory.engine.engine import Engine
+from ballast.memory.weights.groups import CallOrder
+from ballast.memory.weights.structure import block_lists
 from ballast.pipelines.generic import GenericPipeline
 from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch
@@ -303,7 +303,7 @@ def test_a_kept_transformer_is_divided_anew_for_compiled_blocks(
         made.append(pipe.sample(cond, **size, steps=2, strategy="streamed", compile=compile))
         placement = pipe.denoisers[0].placement
         assert placement is not None
-        paths = {owner.path for piece in placement._pieces for owner in piece.owners}
+        paths = {owner.path for group in placement._groups for owner in group.owners}
         gates.append(len([path for path in paths if path.startswith("blocks.")]))
     count = len(pipe.denoisers[0].module.blocks)
     assert gates[1] == gates[2] == count < gates[0] == gates[3]

@@ -49,7 +49,7 @@ def test_equal_to_stock_in_every_placement(
     pipe.set_loras([])
     plain = sample(cond)
     assert (plain - expected).abs().max() > 0.1
-    assert not any(unit.worn or unit.branch_bytes for unit in pipe.denoisers)
+    assert not any(unit.active_adapters or unit.branch_bytes for unit in pipe.denoisers)
 
 
 def mixed(folder: Path, to: Path) -> tuple[Path, dict[str, torch.Tensor]]:

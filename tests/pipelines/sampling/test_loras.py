@@ -130,7 +130,7 @@ def test_the_weights_stay_in_ram_while_loras_come_and_go(
     assert at == {name: parameter.data_ptr() for name, parameter in unit.module.named_parameters()}
     del other, sample_other
     assert torch.equal(sample_one(strategy="streamed"), plain)
-    assert not unit.worn
+    assert not unit.active_adapters
 
 
 def test_what_cannot_be_run_leaves_the_loras_of_before(

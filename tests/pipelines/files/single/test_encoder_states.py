@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from ballast.memory import manager
-from ballast.memory.units.encoding import EncodedWeight
+from ballast.memory.weights.encoding import EncodedWeight
 from ballast.pipelines.files.components import Component
 from ballast.pipelines.files.single.component import FileComponent, encoder_component
 from gguf import quants

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from ballast.memory.units.encoding import EncodedWeight
+from ballast.memory.weights.encoding import EncodedWeight
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
 from single_files.comfy_folders import write_gguf

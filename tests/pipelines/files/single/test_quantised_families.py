@@ -12,8 +12,8 @@ import newbie_folders
 import pyramid_folders
 import pytest
 import torch
-from ballast.memory.units.encoded import encoded_weights
-from ballast.memory.units.encoding import EncodedWeight
+from ballast.memory.weights.encoded import encoded_weights
+from ballast.memory.weights.encoding import EncodedWeight
 from safetensors.torch import load_file, save_file
 from test_quantised_files import BF16, WRITERS, decoded
 from tiny_parts import tokenizer

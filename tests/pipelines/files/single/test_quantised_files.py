@@ -17,9 +17,9 @@ import torch
 from ballast.memory.codecs import fp8, int8
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.reports.timeline import Event
-from ballast.memory.units import reader
-from ballast.memory.units.encoded import encoded_weights
-from ballast.memory.units.encoding import EncodedWeight
+from ballast.memory.weights import reader
+from ballast.memory.weights.encoded import encoded_weights
+from ballast.memory.weights.encoding import EncodedWeight
 from ballast.pipelines.files.components import read_components, read_model_index
 from ballast.pipelines.files.single.given import GivenFiles
 from gguf import GGMLQuantizationType as Type
@@ -164,7 +164,7 @@ def test_the_bar_counts_bytes_of_files_wherever_they_are_read(
     cond = pipe.encode("a boat")
     (unit,), seen = pipe.denoisers, list[Event]()
     unit.drop()
-    windows = 3 * max(piece.packed_bytes for piece in sizes_of(unit).pieces)
+    windows = 3 * max(group.packed_bytes for group in sizes_of(unit).groups)
     ram = None if share is None else windows + int(share * (unit.size_bytes - windows))
     with pipe.manager.timeline.watched(lambda event, of: seen.append(event) if of is unit else None):
         pipe.within(ram=ram).sample(cond, width=48, height=32, steps=2, guidance=4.0)

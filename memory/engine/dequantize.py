@@ -1,0 +1,87 @@
+"""Decoding on the device: encoded weights become plain tensors for the time of their module's call.
+
+They are decoded where the device computes, in the order of the calls, into one workspace that each call has anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..codecs.codec import Codec
+from ..weights.encoding import split
+from ..weights.groups import Owner, aligned, encoded, workspace_bytes
+from ..weights.structure import ParameterRef
+
+
+class Workspace:
+    """Memory on a device for the decoded weights of one module at a time, the largest of those given."""
+
+    def __init__(self, owners: Sequence[Owner], device: torch.device) -> None:
+        self.nbytes = workspace_bytes(owners)
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._views: dict[int, list[tuple[ParameterRef, Codec, nn.Parameter]]] = {}  # by `id` of the owner
+
+    def open(self) -> None:
+        """Take the memory."""
+        if self.nbytes:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+        self._views.clear()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the workspace."""
+        memory = self._memory
+        return memory is not None and tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+    @contextmanager
+    def decoded(self, owner: Owner) -> Iterator[None]:
+        """Show a module its encoded weights dequantized, from their bytes on the device (`here`).
+
+        Those of which there are none here are decoded already.
+        """
+        if id(owner) not in self._views:
+            self._views[id(owner)] = self._make_views(owner)
+        views = [view for view in self._views[id(owner)] if view[0].here is not None]
+        try:
+            with torch.no_grad():
+                done: dict[int, Any] = {}
+                for ref, codec, view in views:
+                    if id(view) not in done:
+                        codec.decode(split(codec, ref.here), view.detach())  # type: ignore[arg-type]
+                        done[id(view)] = ref
+                    ref.holder[ref.key] = view
+            yield
+        finally:
+            for ref, _, _ in views:
+                ref.holder[ref.key] = ref.shown
+
+    def _make_views(self, owner: Owner) -> list[tuple[ParameterRef, Codec, nn.Parameter]]:
+        assert self._memory is not None
+        made: dict[int, nn.Parameter] = {}
+        views, end = [], 0
+        with torch.inference_mode(False), torch.no_grad():
+            for ref, codec in encoded(owner.refs):
+                if id(ref.tensor) not in made:
+                    flat = self._memory[end : end + codec.decoded_bytes].view(codec.dtype)
+                    made[id(ref.tensor)] = nn.Parameter(flat.view(codec.shape), requires_grad=False)
+                    end += aligned(codec.decoded_bytes)
+                views.append((ref, codec, made[id(ref.tensor)]))
+        return views
+
+
+def decode(codec: Codec, here: torch.Tensor) -> nn.Parameter:
+    """Return an encoded parameter as a tensor of its own, on the device of its bytes."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(codec.shape, dtype=codec.dtype, device=here.device)
+        codec.decode(split(codec, here), made)
+        return nn.Parameter(made, requires_grad=False)

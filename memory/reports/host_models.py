@@ -1,0 +1,43 @@
+"""The host's own models, as reports and the timeline tell of them beside ours."""
+
+from __future__ import annotations
+
+import torch
+
+from ..host import management as host
+from .report import UnitReport
+from .timeline import OnDevice
+
+
+def host_models_on(device: torch.device) -> tuple[OnDevice, ...]:
+    """Return the host's models that are on a device now, in the order of their roles and names."""
+    found = [model for model in host.known_models(device) if model.bytes]
+    found.sort(key=lambda model: (model.role, model.name))
+    return tuple(OnDevice(_name(model), model.role, model.bytes, host.page_bytes(model.patcher)) for model in found)
+
+
+def host_model_reports(device: torch.device) -> tuple[UnitReport, ...]:
+    """Return the state of each of the host's models that runs on a device, whether it is there now or in RAM."""
+    return tuple(_reported(model) for model in host.known_models(device))
+
+
+def _reported(model: host.HostModel) -> UnitReport:
+    size, ram = int(model.patcher.model_size()), host.model_ram_bytes(model.patcher)
+    placement = "resident" if model.bytes >= size else "streamed" if model.bytes else None
+    return UnitReport(
+        name=_name(model),
+        label="",
+        role=model.role,
+        tier="device" if model.bytes else "host",
+        placement=placement,
+        size_bytes=size,
+        resident_bytes=model.bytes,
+        host_bytes=ram,
+        leased=False,
+        pinned=False,
+        pinned_bytes=host.model_pinned_bytes(model.patcher),
+    )
+
+
+def _name(model: host.HostModel) -> str:
+    return f"{model.name} (ComfyUI)"

@@ -1,0 +1,188 @@
+"""The tensor that a module is given in place of a real one: it has a shape, and a map behind it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import is_out_of_memory
+from . import layers as layers
+from . import pointwise as pointwise
+from . import reshapes as reshapes
+from .arena import Buffer, Room
+from .chunked_calls import NotStripedError, handlers
+from .lazy_tensor import Map, kept_map
+from .materialize import to_device, to_host
+from .views import replaced
+
+log = logging.getLogger("ballast")
+
+_FACTS = (
+    "shape ndim dtype device layout is_meta is_cuda is_cpu is_sparse is_quantized is_nested requires_grad grad grad_fn "
+    "is_leaf names size dim numel nelement stride element_size is_floating_point is_complex is_contiguous __len__ "
+    "get_device is_inference __hash__ storage_offset ndimension"
+)
+_VIEWS = (
+    "permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand narrow select split chunk unbind "
+    "__getitem__ view reshape unflatten flatten detach split_with_sizes tensor_split view_as reshape_as T mT"
+)
+_COPY_NAMES = (
+    "clone",
+    "pad",
+    "div",
+    "true_divide",
+    "divide",
+    "__truediv__",
+)  # whose result is another tensor, also where it has the same values
+_FACT_NAMES, _VIEW_NAMES = frozenset(_FACTS.split()), frozenset(_VIEWS.split())
+_ANY_PLACE = frozenset((*pointwise.ELEMENT, "to", "type_as"))  # whose first argument need not be the map
+_LEAST_DIMS = 3  # of what may be a map; what has fewer is small
+
+
+class StripedTensor(torch.Tensor):
+    """A tensor whose elements are made stripe by stripe when they are needed. Torch's functions know what to do."""
+
+    node: Map
+    family: weakref.WeakSet[Any]  # the tensors that would share memory with this one, were they real ones
+
+    @staticmethod
+    def __new__(cls: type, node: Map, family: Any = None) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, node.shape, dtype=node.dtype, device=node.room.device
+        )
+        made._is(node)
+        made.family = weakref.WeakSet() if family is None else family
+        made.family.add(made)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _FACT_NAMES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "data":
+            return args[0]
+        if name in ("T", "mT"):
+            return args[0].transpose(-1, -2)
+        if name == "__setitem__":
+            return _set_item(*args)
+        if name == "copy_":
+            return args[0]._become(args[1].node) if isinstance(args[1], StripedTensor) else _whole(func, args, kwargs)
+        if name in ("cpu", "__repr__", "__format__", "tolist", "item", "__bool__", "numpy"):
+            real = to_host(args[0].node)
+            return real if name == "cpu" else func(real, *args[1:], **kwargs)
+        in_place = (name.endswith("_") and not name.endswith("__")) or kwargs.pop("inplace", False) is True
+        if name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"):
+            in_place, name = True, f"__{name[3:]}"
+        if name.endswith("_") and not name.endswith("__"):
+            name = name[:-1]
+        result = _called(
+            getattr(torch.Tensor, name) if in_place and func.__name__ != name else func, name, args, kwargs
+        )
+        if in_place:
+            return args[0]._become(result)
+        copies = name in _COPY_NAMES or kwargs.get("copy", False)
+        return _wrapped(
+            result, args[0].family if name in _VIEW_NAMES else None, args[0] if args and not copies else None
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        raise RuntimeError(f"{func} reached a striped tensor below torch's own functions.")
+
+    def _become(self, node: Any) -> StripedTensor:
+        """Take another map's values, as an operation in place does. RuntimeError where others would have to follow."""
+        if len(self.family) > 1:
+            raise RuntimeError("a striped tensor cannot be changed in place while there are views of it.")
+        if not isinstance(node, Map) or node.shape != self.node.shape:
+            raise RuntimeError("an operation in place must leave a striped tensor's shape as it is.")
+        self._is(node)
+        return self
+
+    def _is(self, node: Map) -> None:
+        self.node = node
+        node.holders.append(weakref.ref(self))
+
+
+def striped(tensor: torch.Tensor, room: Room, axis: int = -2) -> StripedTensor:
+    """Return a tensor, on the device or in RAM, with rows along `axis`. The values stay where they are."""
+    on_device = tensor.device == room.device
+    return StripedTensor(kept_map(room, tensor, axis % tensor.dim(), Buffer(room, tensor, on_device)))
+
+
+def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
+    """Return the map or maps that a call gives.
+
+    It is made once more where memory runs out: what it has kept stays kept.
+    """
+    try:
+        return _answered(function, name, args, kwargs)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _room(args, kwargs).ran_out(error)
+    return _answered(function, name, args, kwargs)
+
+
+def _answered(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        given = tree_map_only(StripedTensor, lambda tensor: tensor.node, (args, kwargs))
+        try:
+            handler = handlers.get(name)
+            first = given[0][0] if given[0] else None
+            if handler is None or (isinstance(first, torch.Tensor) and name not in _ANY_PLACE):
+                raise NotStripedError
+            return handler(function, *given[0], **given[1])
+        except NotStripedError:
+            log.debug("Ballast: %s is done on a whole map", name)
+    return _whole(function, args, kwargs)
+
+
+def _room(args: tuple, kwargs: dict) -> Room:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StripedTensor)).node.room
+
+
+def _whole(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Any function, on real tensors."""
+    room = _room(args, kwargs)
+    real_args, real_kwargs = tree_map_only(StripedTensor, lambda tensor: to_device(tensor.node), (args, kwargs))
+    result = function(*real_args, **real_kwargs)
+
+    def as_map(tensor: torch.Tensor) -> Any:
+        if tensor.dim() < _LEAST_DIMS or tensor.device.type != room.device.type:
+            return tensor
+        return kept_map(room, tensor, tensor.dim() - 2, Buffer(room, tensor, True))
+
+    return tree_map_only(torch.Tensor, as_map, result)
+
+
+def _set_item(target: Any, index: Any, value: Any) -> None:
+    if not isinstance(target, StripedTensor):
+        target[index] = to_device(value.node)
+        return
+    node = value.node if isinstance(value, StripedTensor) else value
+    try:
+        target._become(replaced(target.node, index, node))
+    except NotStripedError:
+        whole = to_device(target.node).clone()
+        whole[index] = to_device(node) if isinstance(node, Map) else node
+        target._become(kept_map(target.node.room, whole, target.node.axis, Buffer(target.node.room, whole, True)))
+
+
+def _wrapped(result: Any, family: Any, first: Any) -> Any:
+    if isinstance(result, Map):
+        return first if isinstance(first, StripedTensor) and first.node is result else StripedTensor(result, family)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(item, family, None) for item in result)
+    return result

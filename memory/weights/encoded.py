@@ -1,0 +1,107 @@
+"""Where the parts of encoded weights lie in files: quantised safetensors and GGUF. Only headers and notes are read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..codecs import layouts
+from ..codecs.gguf import codec_of
+from .encoding import EncodedWeight, Source
+from .gguf_file import read_gguf_header
+from .stored import Stamp, Stored, read_header
+
+
+def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
+    """All weights of a GGUF file, or of one or more safetensors files that belong together, by name.
+
+    Quantised ones become `dtype`, plain ones keep their own. Raises FileNotFoundError, or ValueError in one line that
+    names the file and the weight: for a file that is damaged, and for a format that is not known for sure.
+    """
+    first, *others = [paths] if isinstance(paths, Path) else paths
+    if first.suffix.lower() == ".gguf":
+        return dict(_of_gguf(first, dtype))
+    return _of_safetensors([first, *others], dtype)
+
+
+def is_encoded(path: Path) -> bool:
+    """Return whether a file holds weights that are no plain tensors of 16 bits or more. Raises as `read_header`."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    return layouts.is_encoded(read_header(path))
+
+
+def shapes_in(path: Path) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of a safetensors or GGUF file. Raises as `encoded_weights` does."""
+    if path.suffix.lower() == ".gguf":
+        return [tensor.shape for tensor in read_gguf_header(path).tensors.values()]
+    return [tuple(entry["shape"]) for entry in read_header(path).values()]
+
+
+def sources_of(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, Source]:
+    """Return the same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
+    return {name: weight.stored() or weight for name, weight in encoded_weights(paths, dtype).items()}
+
+
+def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeight]]:
+    header, stamp = read_gguf_header(path), _stamp(path)
+    for name, tensor in header.tensors.items():
+        try:
+            codec = codec_of(tensor.kind, tensor.shape, dtype)
+        except ValueError as error:
+            raise ValueError(f"{path}: {name} {error}") from error
+        (part,) = codec.parts
+        yield name, EncodedWeight(codec, (Stored(path, tensor.offset, part.dtype, (part.count,), stamp),))
+
+
+def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
+    """Return the weights of safetensors files. A weight's parts may lie in different files of a sharded model."""
+    header: dict[str, Mapping[str, Any]] = {}
+    metadata: dict[str, str] = {}
+    lies: dict[str, tuple[Path, int, Stamp]] = {}  # file, place and stamp of each stored tensor
+    for path in paths:
+        entries, stamp = read_header(path), _stamp(path)
+        begin = stamp[0] - max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        lies |= {name: (path, begin + entry["data_offsets"][0], stamp) for name, entry in entries.items()}
+        header |= entries
+        metadata |= _metadata(path)
+    notes = {name: _note(*lies[name][:2], name, header[name]) for name in header if name.endswith(layouts.NOTES)}
+    try:
+        recognised = layouts.recognise(header, metadata, notes, dtype)
+    except ValueError as error:
+        raise ValueError(f"{paths[0]}: {error}") from error
+    found = {}
+    for name, weight in recognised.items():
+        parts = zip((lies[source] for source in weight.sources), weight.codec.parts, strict=True)
+        places = (Stored(path, at, part.dtype, (part.count,), stamp) for (path, at, stamp), part in parts)
+        found[name] = EncodedWeight(weight.codec, tuple(places))
+    return found
+
+
+def _note(path: Path, at: int, name: str, entry: Mapping[str, Any]) -> bytes:
+    first, end = entry["data_offsets"]
+    if end - first > layouts.MAX_NOTE_BYTES:
+        raise ValueError(f"{path}: {name} has {end - first} bytes, which no note has. Download the file again.")
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(end - first)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """Return the texts in the header of a file that `read_header` has checked."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        texts = json.loads(file.read(length)).get("__metadata__", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(f"{path} has a damaged header. Download it again.")
+    return texts
+
+
+def _stamp(path: Path) -> Stamp:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,264 @@
+"""The weights of one group as one flat, page-aligned part of RAM, so that one copy moves the group.
+
+Tensors of the module become views into it: the weights are held once, and the memory goes when the last view goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import ram, simulated
+from ..host import management as host
+from ..simulated.lazy import copies as simulated_copies
+from ..sizes import format_bytes
+from . import huge_pages
+
+ALIGNMENT_BYTES = 256
+_PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
+
+_lock = threading.Lock()
+_pinned_bytes = 0  # by us; what the host pins for us it counts itself
+_left_paged: set[torch.device] = set()
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory of its own pages: torch's pinned allocator would round to the next power of two."""
+
+    first, nbytes = 0, 0  # where in it the buffer begins, and how long that is
+    cudart: Any = None  # that the pages are registered with
+    stand_in: torch.Tensor | None = None  # what the host knows the pages by, if it has pinned them
+    address = 0
+
+    def pin(self, address: int, device: torch.device) -> bool:
+        """Lock the pages for direct transfer by CUDA (or ROCm). False where that is refused or would be too much."""
+        if self.cudart is not None or self.stand_in is not None:
+            return True
+        # A tensor that does not hold the pages, so that they can be let go of before they go.
+        stand_in = torch.frombuffer((ctypes.c_ubyte * self.nbytes).from_address(address), dtype=torch.uint8)
+        try:
+            by_host = host.pin_memory(stand_in)
+        except (RuntimeError, AttributeError):
+            return False
+        if by_host is None:
+            return self._register(address, device)
+        self.stand_in = stand_in if by_host else None
+        return by_host
+
+    def _register(self, address: int, device: torch.device) -> bool:
+        global _pinned_bytes
+        with _lock:
+            if _pinned_bytes + self.nbytes > _PINNED_SHARE * ram.total_bytes():
+                return False
+            try:
+                backend = torch.get_device_module(device)
+                cudart = backend.cudart()
+                with backend.device(device):  # or the first card would get a context of some hundred MB
+                    if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) != 0:
+                        return False
+            except (RuntimeError, AttributeError):
+                return False
+            self.cudart, self.address = cudart, address
+            _pinned_bytes += self.nbytes
+        return True
+
+    def unpin(self) -> None:
+        """Unpin the pages. No copy from or to them may be under way."""
+        # No lock: the collector may run this while this very thread holds it.
+        global _pinned_bytes
+        if self.stand_in is not None:
+            with contextlib.suppress(Exception):
+                host.unpin_memory(self.stand_in)
+            self.stand_in = None
+        if self.cudart is not None:
+            with contextlib.suppress(Exception):
+                self.cudart.cudaHostUnregister(self.address)
+            self.cudart = None
+            _pinned_bytes -= self.nbytes
+
+    def __del__(self) -> None:
+        self.unpin()  # before the pages go back to the system, which must not happen while they are registered
+
+
+_pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
+
+
+def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in the flat buffer, and how long that is."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def can_pack(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain bytes, on the host or yet to be read: no subclass (quantized), no gaps."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "meta"):
+        return False
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def view_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of a flat buffer that holds `like`, with its dtype, shape and strides."""
+    return flat[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def place_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the same view, as a parameter if `like` is one: what a module holds instead of `like`."""
+    with torch.inference_mode(False), torch.no_grad():
+        view = view_of(flat, offset, like)
+        return torch.nn.Parameter(view, requires_grad=False) if isinstance(like, torch.nn.Parameter) else view
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """Return a flat buffer of so many bytes (at least 1) on pages of its own, all zero.
+
+    MemoryError, in one line, where the system has no RAM for it, or on Windows no room in its page file.
+    """
+    try:
+        pages = _map(nbytes)
+    except OSError as error:
+        raise MemoryError(
+            f"the system refuses {format_bytes(nbytes)} of RAM for weights ({error.strerror or error}). "
+            "Close other programs, enlarge the page file, or lower the RAM budget."
+        ) from error
+    with torch.inference_mode(False):
+        buffer = torch.frombuffer(pages, dtype=torch.uint8, offset=pages.first, count=pages.nbytes)
+    _pages[buffer.data_ptr()] = pages
+    return buffer
+
+
+def _map(nbytes: int) -> _Pages:
+    """Pages for a buffer, private to this process: shared ones are never huge, and slow to be had.
+
+    A large buffer lies on huge pages as far as it fills them, where they are faster to get. It never takes more RAM.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        pages = _Pages(-1, nbytes)  # of Windows
+        pages.nbytes = nbytes
+        return pages
+    whole = nbytes // huge_pages.PAGE_BYTES * huge_pages.PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
+    # What lies before the first huge page is never touched, and so takes no RAM.
+    pages = _Pages(-1, nbytes + (huge_pages.PAGE_BYTES if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.nbytes = nbytes
+    with contextlib.suppress(OSError):  # a kernel that has none of it
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child would get copies of what the parent writes to
+            pages.madvise(mmap.MADV_DONTFORK)
+        if whole:
+            pages.first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge_pages.PAGE_BYTES
+            pages.madvise(mmap.MADV_NOHUGEPAGE, pages.first + whole)
+            huge_pages.advise(pages, pages.first, whole)
+    return pages
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a buffer made by `allocate`, `window` or `pack`, to read files into."""
+    pages = _pages.get(flat.data_ptr())
+    if pages is None:  # it is torch's
+        return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")
+    return memoryview(pages)[pages.first : pages.first + pages.nbytes]
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a flat buffer of the tensors' values, and the tensors as views into it.
+
+    The same ones if they lie so already.
+    The caller puts the views in the tensors' place, after which the old memory is free.
+    """
+    offsets, total = layout(tensors)
+    with torch.inference_mode(False), torch.no_grad():
+        if flat := _packed(tensors, offsets, total):
+            return flat[0], list(tensors)
+        buffer = allocate(total)
+        views = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            view = place_of(buffer, offset, tensor)
+            view.copy_(tensor)
+            views.append(view)
+        return buffer, views
+
+
+def is_packed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether `pack` would leave the tensors where they are."""
+    return bool(_packed(tensors, *layout(tensors)))
+
+
+def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> list[torch.Tensor]:
+    """Return the buffer that the tensors lie in, in a list; an empty one if they do not lie in one of ours."""
+    storage = tensors[0].untyped_storage()
+    start = storage.data_ptr()
+    if start not in _pages or storage.nbytes() != total:
+        return []
+    if any(t.data_ptr() != start + at for t, at in zip(tensors, offsets, strict=True) if t.nbytes):
+        return []
+    return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (total,), (1,))]
+
+
+def pins_by_torch(device: torch.device) -> bool:
+    """Return whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
+    return _copies_as(device) == "xpu"
+
+
+def wants_pinned(device: torch.device) -> bool:
+    """Return whether copies to a device are asynchronous, and fast, only from pinned memory."""
+    return _copies_as(device) in ("cuda", "xpu") and device not in _left_paged
+
+
+def _copies_as(device: torch.device) -> str:
+    """Return the type of a device; of a simulated one, the type that it copies as."""
+    return simulated_copies.mode if device.type == simulated.DEVICE_TYPE else device.type
+
+
+def window(nbytes: int, device: torch.device) -> torch.Tensor:
+    """As `allocate`, of memory that can be pinned for a device as it is, where that is to be had.
+
+    Torch takes up to twice as much RAM for it, so this is for small buffers that are used again and again.
+    """
+    if pins_by_torch(device) and wants_pinned(device):
+        with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # it stays paged then, which works
+            return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+    return allocate(nbytes)
+
+
+def leave_paged(device: torch.device) -> None:
+    """Pin nothing for a device from now on: it was found to gain nothing."""
+    _left_paged.add(device)
+
+
+def unpin(flat: torch.Tensor) -> None:
+    """Undo `pin`. No copy from or to the buffer may be under way."""
+    if pages := _pages.get(flat.data_ptr()):
+        pages.unpin()
+
+
+def pin(flat: torch.Tensor, device: torch.device) -> bool:
+    """Pin a buffer made here for copies to a device. False where it stays paged, which is slower but works."""
+    if pins_by_torch(device):
+        return wants_pinned(device) and flat.is_pinned()
+    pages = _pages.get(flat.data_ptr())
+    if not wants_pinned(device) or pages is None:
+        return False
+    if pages.pin(flat.data_ptr(), device):
+        return True
+    # A refusal stays behind as CUDA's last error, and the next kernel would be blamed for it: let it be this one.
+    with contextlib.suppress(Exception):
+        torch.ones(1, device=device).add_(1)
+    return False

@@ -1,0 +1,188 @@
+"""A module's weights straight from its files, each group's in the one flat buffer that it streams from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .encode import Made, making
+from .encoding import EncodedWeight, Source, encoding_of, extents, file_bytes, holds, host_tensor, kernels_of
+from .groups import CallOrder, Division, divide, unique
+from .hostbuffer import allocate, can_pack, layout, place_of
+from .reader import Job, Look, Reading, extents_of, read
+from .stored import Stored
+from .structure import ParameterRef, parameter_refs
+
+
+def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, Source] | None:
+    """Where each parameter lies, by the `id` of what the host holds of it; None if one is not found under its own name
+    in its own order.
+
+    Of tied parameters one name must be found. If several are, their values may differ, and the answer is None too.
+    """
+    found: dict[int, Source] = {}
+    parameters, kernels = list(module.named_parameters(remove_duplicate=False)), kernels_of(module)
+    for name, parameter in parameters:
+        if (at := stored.get(name)) is not None:
+            key = id(host_tensor(parameter))
+            if not _is_whole(at, parameter, id(parameter) in kernels) or key in found:
+                return None
+            found[key] = replace(at, shape=tuple(parameter.shape)) if isinstance(at, Stored) else at
+    return found if all(id(host_tensor(parameter)) in found for _, parameter in parameters) else None
+
+
+def _is_whole(at: Source, parameter: torch.Tensor, kernel: bool) -> bool:
+    encoding = encoding_of(parameter)
+    if isinstance(at, EncodedWeight):
+        return encoding is not None and encoding.maker is None and encoding.codec.parts == at.codec.parts
+    plain = can_pack(parameter) and parameter.is_contiguous() and holds(at.shape, parameter.shape, kernel)
+    castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
+    return (encoding is None or encoding.maker is not None) and plain and castable
+
+
+def load_stored(
+    module: nn.Module,
+    stored: Mapping[str, Source],
+    look: Look = lambda read: None,
+    calls: CallOrder | None = None,
+    groups: Collection[int] | None = None,
+) -> bool:
+    """Read what is on `meta` of a module into flat buffers, as `hostbuffer.pack` would lay them out.
+
+    All of it, or that of the `groups` that `divide` makes. False, and nothing is done, if it is not all found. If
+    reading fails the module stays as it was.
+    """
+    found = find_stored(module, stored)
+    if found is None:
+        return False
+    places = list(parameter_refs(module))
+    divided = divide(module, places, calls or CallOrder())
+    parts = _parts(divided, found) if groups is None else [divided.groups[i].stored() for i in groups]
+    parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
+    if any(ref.encoding and ref.encoding.maker for ref in places):
+        made: dict[int, Made] = {}
+        with closing(making(parts, places, found, look)) as batches:
+            for batch in batches:
+                made |= batch
+        for ref in places:
+            if id(ref.tensor) in made:
+                codec, tensor = made[id(ref.tensor)]
+                if ref.encoding and codec:
+                    ref.encoding.codec = codec
+                ref.keep(tensor)
+        return True
+    new, jobs = _buffers(parts, found)
+    read([job for some in jobs for job in some], look)
+    _keep(places, new)
+    return True
+
+
+def load_behind(
+    module: nn.Module,
+    stored: Mapping[str, Source],
+    look: Look = lambda read: None,
+    calls: CallOrder | None = None,
+    groups: Collection[int] | None = None,
+) -> Reading | None:
+    """Begin to read what is on `meta` of a module, as `load_stored` does: first what is in no group, then the groups
+    in the order of their calls. Just some of the `groups` are read when the reading is told to `begin`.
+
+    The module has its buffers at once, and what `Reading.wait` has waited for is in them. None, and nothing is done, if
+    it is not all found, or must be encoded first.
+    """
+    found = find_stored(module, stored)
+    places = list(parameter_refs(module))
+    if found is None or any(ref.encoding and ref.encoding.maker for ref in places):
+        return None
+    divided = divide(module, places, calls or CallOrder())
+    first = len(divided.groups)
+    parts = _parts(divided, found)
+    parts = parts[first:] + parts[:first] if groups is None else [parts[i] for i in sorted(groups)]
+    parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
+    new, jobs = _buffers(parts, found)
+    _keep(places, new)
+    reading = Reading(jobs, look)
+    if groups is None:
+        reading.begin()
+    return reading
+
+
+def bytes_to_read(
+    module: nn.Module,
+    stored: Mapping[str, Source],
+    calls: CallOrder | None = None,
+    groups: Collection[int] | None = None,
+) -> int | None:
+    """Bytes of files that the same takes; None if not all is found."""
+    found = find_stored(module, stored)
+    if found is None:
+        return None
+    wanted = [ref.tensor for ref in parameter_refs(module)]
+    if groups is not None:
+        divided = divide(module, list(parameter_refs(module)), calls or CallOrder())
+        wanted = [tensor for i in groups for tensor in divided.groups[i].stored()]
+    keys = {id(tensor) for tensor in wanted if tensor.is_meta}
+    return sum(file_bytes(found[key]) for key in keys & found.keys())
+
+
+def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:
+    """All tensors that come, each list in one buffer: of the groups, of the tables, and what is in neither."""
+    others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
+    tables = {id(ref.tensor): [ref.tensor] for table in divided.tables for ref in table.refs}  # tied ones once
+    return [*(group.stored() for group in divided.groups), *tables.values(), others]
+
+
+def _buffers(
+    parts: Sequence[Sequence[torch.Tensor]], found: Mapping[int, Source]
+) -> tuple[dict[int, torch.Tensor], list[list[Job]]]:
+    """Make a flat buffer for each part. Return its tensors by the `id` of those they replace, and the reading jobs."""
+    new: dict[int, torch.Tensor] = {}
+    jobs: list[list[Job]] = []
+    for tensors in parts:
+        offsets, total = layout(tensors)
+        buffer = allocate(max(1, total))
+        jobs.append([])
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            view = new[id(tensor)] = place_of(buffer, offset, tensor)
+            if id(tensor) in found:
+                for at, begin in extents(found[id(tensor)]):
+                    jobs[-1] += [(extent, buffer) for extent in extents_of(at, tensor.dtype, offset + begin)]
+            else:
+                view.copy_(tensor)  # a buffer, which the module has already
+    return new, jobs
+
+
+def _keep(places: Sequence[ParameterRef], new: Mapping[int, torch.Tensor]) -> None:
+    for ref in places:
+        if id(ref.tensor) in new:
+            ref.keep(new[id(ref.tensor)])
+
+
+class Interruptible(TorchDispatchMode):
+    """Calls `look` at every operator of this thread: the libraries' own loaders have no other place for it."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+        self._raised: BaseException | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._raised is None:  # else a library is clearing up
+            try:
+                self._look(0)
+            except BaseException as error:
+                self._raised = error
+                raise
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        raised, self._raised = self._raised, None
+        if raised is not None and raised is not error:  # a library made something else of it
+            raise raised from None

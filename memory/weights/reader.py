@@ -1,0 +1,337 @@
+"""Reads weights from files into flat buffers: in parallel, in the order in which they lie, cast on the way.
+
+What is read where is a plan of extents, made without touching a file. Files are read by plain reads, never mapped: a
+page fault cannot be prefetched, cancelled or reported. What is read to stay in RAM (`read`) leaves the page cache as
+it was: what the user's programs have there stays, and nothing is added, which would be a second copy. What is read to
+pass through (`read_batch`) is wanted again in the next step, and is left to the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..errors import is_out_of_ram, release_frames
+from ..speeds import observe_disk
+from . import direct
+from .hostbuffer import bytes_of
+from .stored import Stamp, Stored, check_unchanged, disk_number
+
+READERS = 4  # one alone does not keep an NVMe disk busy
+FILLERS = 8  # of RAM, by direct reads, which nothing reads ahead for
+BATCH_BYTES = 16 * 2**20
+CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
+_CAST_ELEMENTS = 2**15 - 2**10  # at once: for more, torch would start a team of threads in each reader
+_GAP_BYTES = 2**17  # that no weight is read from is read over rather than left out
+_LOOK_SECONDS = 0.2
+_CUT_SHORT = "{} is cut short: it ended while it was read. Download it again."
+
+
+@dataclass(frozen=True)
+class FileExtent:
+    """A run of elements: so many of type `stored` from byte `offset` of a file, to byte `at` of a buffer as `dtype`.
+
+    With a `stamp` the file must still be the one that has it.
+    """
+
+    path: Path
+    offset: int
+    count: int
+    stored: torch.dtype
+    dtype: torch.dtype
+    at: int
+    stamp: Stamp | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes to read."""
+        return self.count * self.stored.itemsize
+
+    def split(self, stored_bytes: int) -> Iterator[FileExtent]:
+        """Yield the same in extents of at most so many bytes to read."""
+        step = max(1, stored_bytes // self.stored.itemsize)
+        for first in range(0, self.count, step):
+            yield FileExtent(
+                self.path,
+                self.offset + first * self.stored.itemsize,
+                min(step, self.count - first),
+                self.stored,
+                self.dtype,
+                self.at + first * self.dtype.itemsize,
+                self.stamp,
+            )
+
+
+Job = tuple[FileExtent, torch.Tensor]  # and the buffer that it goes to
+Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
+
+
+def extent_of(stored: Stored, dtype: torch.dtype, at: int) -> FileExtent:
+    """Return a whole tensor, to byte `at` of a buffer. It lies in one run."""
+    (extent,) = extents_of(stored, dtype, at)
+    return extent
+
+
+def extents_of(stored: Stored, dtype: torch.dtype, at: int) -> Iterator[FileExtent]:
+    """Yield a whole tensor, to byte `at` of a buffer: one extent for each run that it lies in."""
+    for offset, count in stored.runs or ((stored.offset, prod(stored.shape)),):
+        yield FileExtent(stored.path, offset, count, stored.dtype, dtype, at, stored.stamp)
+        at += count * dtype.itemsize
+
+
+def batches(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs in the order of the files, large ones split, small ones together: each batch is of one file."""
+    split = [(part, buffer) for extent, buffer in jobs for part in extent.split(BATCH_BYTES)]
+    made: list[list[Job]] = []
+    held = 0
+    for job in sorted(split, key=lambda job: (job[0].path, job[0].offset)):
+        if not made or made[-1][0][0].path != job[0].path or held + job[0].stored_bytes > BATCH_BYTES:
+            made.append([])
+            held = 0
+        made[-1].append(job)
+        held += job[0].stored_bytes
+    return made
+
+
+def chunks(batch: list[Job], room: int) -> list[list[Job]]:
+    """Split and join the jobs of a batch, so that each list lies in one direct read of at most `room` bytes."""
+    made: list[list[Job]] = []
+    begin = end = 0
+    most = room - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
+    split = [(part, buffer) for extent, buffer in batch for part in extent.split(most)]
+    for part, buffer in sorted(split, key=lambda job: job[0].offset):
+        stop = part.offset + part.stored_bytes
+        if not made or stop - begin > most or part.offset - end > _GAP_BYTES:
+            made.append([])
+            begin, end = part.offset, stop
+        made[-1].append((part, buffer))
+        end = max(end, stop)
+    return made
+
+
+def read_batch(batch: list[Job]) -> None:
+    """Read the jobs of one batch. Raises OSError or ValueError, in one line that names the file."""
+    with _opened(batch) as file:
+        for extent, buffer in batch:
+            _read_extent(file, extent, buffer)
+
+
+def fill_batch(batch: list[Job], room: int) -> bool:
+    """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does.
+
+    By way of `room` bytes of this thread's, as `direct.chunk_bytes` has it. Returns whether all came from the disk.
+    """
+    from_disk = True
+    with _opened(batch) as file:
+        direct.read_nothing_ahead(file)
+        for jobs in chunks(batch, room):
+            begin, end = jobs[0][0].offset, max(extent.offset + extent.stored_bytes for extent, _ in jobs)
+            was_cached = direct.is_cached(file, begin, end)
+            from_disk = from_disk and not was_cached
+            held = None if was_cached else direct.read_chunk(file, begin, end, room)
+            for extent, buffer in jobs:
+                if held is None:
+                    _read_extent(file, extent, buffer, room)
+                else:
+                    _put(held[extent.offset - begin :][: extent.stored_bytes], extent, buffer)
+            if not was_cached:  # what reads that were not direct have brought, or looking for it
+                direct.forget(file, begin, end)
+    return from_disk
+
+
+@contextmanager
+def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
+    path, stamp = batch[0][0].path, batch[0][0].stamp
+    try:
+        with torch.inference_mode(), path.open("rb", buffering=0) as file:
+            check_unchanged(path, stamp, os.fstat(file.fileno()))
+            yield file  # type: ignore[misc]
+            check_unchanged(path, stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
+    except OSError as error:
+        if is_out_of_ram(error):
+            raise
+        raise OSError(f"{path} cannot be read ({error.strerror or error}). Check the disk, and try again.") from error
+
+
+def read(jobs: Iterable[Job], look: Look = lambda read: None) -> None:
+    """Read all jobs, by several threads, which are gone when this returns or raises.
+
+    `look` is called between batches with the bytes read so far; what it raises ends the reading. Raises OSError or
+    ValueError, in one line that names the file; what the buffers hold after an error is undefined.
+    """
+    reading = Reading([list(jobs)], look)
+    try:
+        reading.wait()
+    finally:
+        reading.close()
+
+
+class Reading:
+    """Jobs under way in several threads, group after group, while others use what has come already. `close` ends it.
+
+    It begins with `begin`, or when somebody waits. `look` is called by who waits, with the bytes read so far; what it
+    raises goes to them.
+    """
+
+    def __init__(self, groups: Iterable[Sequence[Job]], look: Look = lambda read: None) -> None:
+        self._look = look
+        self._changed = threading.Condition()
+        self._left: Counter[int] = Counter()  # batches, by the address of the buffer that they go to
+        self._error: BaseException | None = None
+        self._closed = False
+        self._so_far = 0
+        self._start = 0.0
+        work = [batch for jobs in groups for batch in batches(jobs)]
+        self._disks: set[int | None] = {disk_number(path) for path in {batch[0][0].path for batch in work}}
+        for batch in work:
+            self._left.update(_buffers(batch))
+        self._room = direct.chunk_bytes(sum(extent.stored_bytes for batch in work for extent, _ in batch))
+        self._order = [(sum(extent.stored_bytes for extent, _ in batch), _buffers(batch)) for batch in work]
+        self._work = work  # until it begins
+        self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
+
+    def begin(self) -> None:
+        """Start the threads, if they do not read yet."""
+        with self._changed:
+            work, self._work = self._work, []
+            if not work or self._closed:
+                return
+            self._start = time.perf_counter()
+        for batch in work:
+            self._pool.submit(self._fill, batch)
+        self._pool.shutdown(wait=False)  # the threads go when all is read
+
+    @property
+    def done(self) -> bool:
+        """Return whether nothing is being read any more, and nothing failed."""
+        return not self._left
+
+    @property
+    def so_far(self) -> int:
+        """Bytes of files that have been read."""
+        return self._so_far
+
+    @property
+    def failed(self) -> bool:
+        """Return whether something could not be read: what has not come does not come any more."""
+        return self._error is not None
+
+    @property
+    def order(self) -> list[tuple[int, set[int]]]:
+        """The batches in the order of reading: the bytes of each, and the addresses of its buffers."""
+        return self._order
+
+    def has(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether these have come, as far as they are read here."""
+        return not self._left or not any(address_of(tensor) in self._left for tensor in tensors)
+
+    def wait(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Wait until these have come, as far as they are read here, or everything has. Raises what the reading raised.
+
+        RuntimeError if it was ended before.
+        """
+        self.begin()
+        wanted = None if tensors is None else {address_of(tensor) for tensor in tensors}
+        seen, look = 0, self._look  # it is let go of when all has come
+        while True:
+            with self._changed:
+                if self._error:
+                    raise self._error
+                if not (self._left if wanted is None else any(address in self._left for address in wanted)):
+                    break
+                if self._closed:
+                    raise RuntimeError("the weights were given up while they were read.")
+                if seen == self._so_far:
+                    self._changed.wait(_LOOK_SECONDS)
+                seen = self._so_far
+            look(seen)
+        if wanted is None:
+            look(self._so_far)
+
+    def close(self) -> None:
+        """End it, if it has not ended, and wait until no thread writes to a buffer any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)
+        self._look = lambda read: None
+
+    def _fill(self, batch: list[Job]) -> None:
+        try:
+            if self._closed or self._error:
+                return
+            from_disk = fill_batch(batch, self._room)
+        except BaseException as error:
+            release_frames(error)
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if not from_disk:
+                self._disks.add(None)  # the page cache
+            self._so_far += sum(extent.stored_bytes for extent, _ in batch)
+            for address in _buffers(batch):
+                self._left[address] -= 1
+                if not self._left[address]:
+                    del self._left[address]
+            self._changed.notify_all()
+            last = not self._left
+        if last:
+            self._look = lambda read: None  # it may hold what the weights are of
+            only = self._disks.pop() if len(self._disks) == 1 else None
+            observe_disk(self._so_far, time.perf_counter() - self._start, only)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the buffer begins that a tensor lies in."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _buffers(batch: list[Job]) -> set[int]:
+    return {address_of(buffer) for _, buffer in batch}
+
+
+def _read_extent(file: BinaryIO, extent: FileExtent, buffer: torch.Tensor, room: int = CAST_BYTES) -> None:
+    file.seek(extent.offset)
+    if extent.stored == extent.dtype:
+        _read_exactly(file, bytes_of(buffer)[extent.at : extent.at + extent.stored_bytes], extent.path)
+        return
+    room = min(CAST_BYTES, room)
+    staging = memoryview(bytearray(min(room, extent.stored_bytes)))
+    for part in extent.split(room):
+        _read_exactly(file, staging[: part.stored_bytes], part.path)
+        _put(staging[: part.stored_bytes], part, buffer)
+
+
+def _put(source: memoryview, extent: FileExtent, buffer: torch.Tensor) -> None:
+    """Put the bytes of a extent where they belong. ValueError if they are not all there."""
+    if len(source) < extent.stored_bytes:
+        raise ValueError(_CUT_SHORT.format(extent.path))
+    stored = torch.frombuffer(source, dtype=extent.stored, count=extent.count)
+    target = buffer[extent.at : extent.at + extent.count * extent.dtype.itemsize].view(extent.dtype)
+    if extent.stored == extent.dtype and stored.nbytes == target.nbytes:
+        ctypes.memmove(target.data_ptr(), stored.data_ptr(), stored.nbytes)  # others may run meanwhile
+        return
+    # In one call: with one for each, the readers would wait for each other's Python.
+    torch._foreach_copy_(target.split(_CAST_ELEMENTS), stored.split(_CAST_ELEMENTS))
+
+
+def _read_exactly(file: BinaryIO, target: memoryview, path: Path) -> None:
+    while target:  # one read may bring less than all
+        count = file.readinto(target)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(_CUT_SHORT.format(path))
+        target = target[count:]

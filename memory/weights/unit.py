@@ -1,0 +1,551 @@
+"""ManagedModel: one module whose weights move between the tiers disk, host and device.
+
+The module object itself never goes away: on the disk tier its parameters are on `meta`, on the host tier they are (all
+or those of some groups) the CPU tensors that stay the truth, on the device tier they are (wholly or in part) copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import release_frames
+from ..vocabulary import ROLES, Role, Tier
+from .branches import ActiveAdapters, attach, attach_shapes, detach, keys_of, set_strengths
+from .encoding import Source, file_bytes, host_tensor, mark_encoded, mark_made, unmark_encoded, unmark_made
+from .groups import CallOrder, GroupWeights, divide
+from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
+from .made_file import note_use, read_made, write_made
+from .reader import Look, Reading
+from .stored import Stamp, disk_number, is_unchanged
+from .structure import ParameterRef, parameter_refs
+
+if TYPE_CHECKING:
+    from ..codecs.making import Maker
+    from ..engine.placement import Placement
+
+# To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
+building = threading.RLock()
+
+
+class ManagedModel:
+    """A module, its role, where its weights are now, and how to read them again.
+
+    `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
+    with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
+    disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
+    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
+    With a `maker`, weights that are plain there are encoded when they are read, and cannot be run from disk, unless a
+    `made_file` keeps what is made. `key` says which model this is, so that whoever runs the same one gets this unit
+    (see `MemoryManager.claim`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        build: Callable[[], nn.Module],
+        read: Callable[[], nn.Module] | None = None,
+        label: str = "",
+        stored: Callable[[], Mapping[str, Source]] | None = None,
+        key: Hashable = None,
+    ) -> None:
+        if role not in ROLES:
+            raise ValueError(f"unknown role {role!r} of {name!r}. Roles are {', '.join(ROLES)}.")
+        self.name = name
+        self.role: Role = role
+        self.label = label
+        self.key = key
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
+        self.placement: Placement | None = None
+        self.pinned = False
+        self.leases = 0
+        self.last_use = 0
+        self.stages = 0  # that run it now, one within the other
+        self.calls = CallOrder()  # of the modules inside, as far as is known
+        self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
+        self._build = build
+        self._read = read
+        self._stored = stored
+        self.maker: Maker | None = None  # these two are set before the module is first asked for
+        self.made_file: Path | None = None
+        self._unmade: tuple[Callable[[], Mapping[str, Source]], Maker] | None = None  # while it runs from that file
+        self._module: nn.Module | None = None
+        self._on_host = False
+        self._held: dict[int, int] = {}  # of the groups that are in RAM where not all is: their bytes
+        self._held_calls = CallOrder()  # by which it was divided into these
+        self._coming: frozenset[int] = frozenset()  # of them, what the reading brings
+        self.reading: Reading | None = None  # that brings the weights to RAM, as long as that is under way
+        self._adapters: ActiveAdapters = ()
+        self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
+
+    @classmethod
+    def from_module(cls, name: str, role: Role, module: nn.Module) -> ManagedModel:
+        """Return a unit around a module that is already in memory, on the CPU."""
+        unit = cls(name, role, build=lambda: module)
+        unit.module.requires_grad_(False)
+        unit._on_host = True
+        return unit
+
+    @property
+    def module(self) -> nn.Module:
+        """The one module object of this unit, whatever its tier."""
+        with building:
+            if self._module is None:
+                stored = self._found() if self._stored else {}  # here: it may build the module too, under this lock
+                module = _apart(functools.partial(self._build_encoded, stored)).eval()
+                module.__class__ = _located(type(module))  # type: ignore[arg-type]
+                self._module = module
+                self.runs_on(torch.device("cpu"))
+        return self._module
+
+    def _build_encoded(self, stored: Mapping[str, Source]) -> nn.Module:
+        module = self._build()
+        mark_encoded(module, stored)
+        if self.maker:
+            mark_made(module, self.maker)
+        return module
+
+    def _found(self) -> Mapping[str, Source]:
+        """Where the weights lie: in the file of what was made of them, if there is one by now."""
+        stored = self._stored() if self._stored else {}
+        if self.maker and self.made_file and (made := read_made(self.made_file, stored)) is not None:
+            self._unmade = (lambda: stored), self.maker
+            self._stored, self.maker = (lambda: made), None
+            return made
+        return stored
+
+    def check_made(self) -> None:
+        """Note that its `made_file` is used now; one that is gone, or another by now, is given up, and to be made anew.
+
+        Not for a unit that is placed.
+        """
+        if self._unmade is None or self.made_file is None:
+            return
+        if all(is_unchanged(self.made_file, stamp) for stamp in self._stamps(self.made_file)):
+            note_use(self.made_file)
+            return
+        self.drop()
+        (self._stored, maker), self._unmade = self._unmade, None
+        self.maker, plain, module = maker, self._stored(), self.module
+
+        def mark() -> nn.Module:
+            unmark_encoded(module, plain)
+            mark_encoded(module, self._found())  # maybe of another file by now
+            if self.maker:
+                mark_made(module, self.maker)
+            return module
+
+        _apart(mark)
+        self._size_bytes = None
+
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes of its plain weights that are to be encoded into the `made_file`, as long as there is none."""
+        module = self.module  # which looks for that file
+        if not (self.maker and self.made_file and self._stored):
+            return 0
+        return sum(ref.plain_bytes for ref in parameter_refs(module) if ref.encoding and ref.encoding.maker)
+
+    def keep_made(self, look: Look = lambda read: None) -> None:
+        """Encode its weights into its `made_file`, and run from there from now on. What RAM holds of it is given up.
+
+        `look` is called with the bytes read so far; what it raises ends it, and leaves all as it was. Raises OSError,
+        in one line, where the disk has no room. RuntimeError for one that is in use.
+        """
+        if not self.unmade_bytes or self.made_file is None or self._stored is None:
+            return
+        module = self.module
+        self.drop()
+        if (found := find_stored(module, self._stored())) is None:
+            raise ValueError(f"{self.name} is not read from its files as they are. Leave cache_encoded out.")
+        write_made(self.made_file, module, found, look)
+        stored = self._found()
+        if self.maker:
+            raise OSError(f"{self.made_file} was damaged as soon as it was written. Check the disk.")
+
+        def mark() -> nn.Module:
+            unmark_made(module)
+            mark_encoded(module, stored)
+            return module
+
+        _apart(mark)
+        self._size_bytes = None
+
+    def skeleton(self) -> nn.Module:
+        """Return the structure once more, with parameters on `meta`, for a run on shapes.
+
+        RuntimeError for a unit made of a module, which there is only one of.
+        """
+        if self._on_host and self._read is None:
+            raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
+        with building:
+            module = _apart(self._shapes).eval()
+        module.__class__ = _located(type(module))  # type: ignore[arg-type]
+        vars(module)["_runs_on"] = torch.device("meta")
+        return module
+
+    def _shapes(self) -> nn.Module:
+        module = self._build()
+        attach_shapes(module, self._adapters)
+        return module
+
+    def double(self) -> nn.Module:
+        """Return a module that shares all parts of this one and answers as it does, for a run on shapes.
+
+        Its calls are set.
+        """
+        double = copy.copy(self.module)
+        vars(double).pop("forward", None)
+        vars(double)["_runs_on"] = torch.device("meta")
+        return double
+
+    @property
+    def active_adapters(self) -> ActiveAdapters:
+        """The adapters that it runs with, each with its strength."""
+        return self._adapters
+
+    def set_adapters(self, adapters: ActiveAdapters) -> None:
+        """Run with these adapters, which fit, and no others. Another strength is a number: nothing is moved.
+
+        Their bytes count with the weights, and are in RAM for as long as they are active. RuntimeError for one that is
+        on the device, where they are others than before.
+        """
+        if keys_of(adapters) != keys_of(self._adapters):
+            if self.placement is not None:
+                raise RuntimeError(f"{self.name} is in use, and keeps its LoRAs meanwhile.")
+            before = self.size_bytes - self.branch_bytes
+            detach(self.module)
+            attach(self.module, adapters)
+            self._adapters = tuple(adapters)
+            self._size_bytes = before + self.branch_bytes
+        elif adapters:
+            set_strengths(self.module, adapters)
+        self._adapters = tuple(adapters)
+
+    def clear_adapters(self) -> None:
+        """Run with no adapters. May be called by the collector, in whatever thread: it waits for no lock."""
+        if self._adapters and self._module is not None and self.placement is None:
+            left = self._size_bytes and self._size_bytes - self.branch_bytes
+            detach(self._module)
+            self._adapters, self._size_bytes = (), left
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """For dry runs as if it had none; the module itself keeps what it has. No other stage may run meanwhile."""
+        adapters, self._adapters = self._adapters, ()
+        try:
+            yield
+        finally:
+            self._adapters = adapters
+
+    @property
+    def branch_bytes(self) -> int:
+        """Bytes of its adapters."""
+        return sum(adapter.nbytes for adapter, _ in self._adapters)
+
+    def learn(self, seen: CallOrder) -> None:
+        """Note what a dry run saw of the calls inside; what was known of them before stays so."""
+        known, there = self.calls, set(self.calls.order)
+        order = (*known.order, *(path for path in seen.order if path not in there))
+        self.calls = CallOrder(order, known.whole | seen.whole, known.outside | seen.outside, known.blocks)
+
+    def runs_on(self, device: torch.device) -> None:
+        """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""
+        vars(self.module)["_runs_on"] = device
+
+    @property
+    def tier(self) -> Tier:
+        """Where the weights are now."""
+        if self.placement is not None and self.placement.on_device:
+            return "device"
+        return "host" if self._on_host or self._held else "disk"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all weights and buffers; tied ones count once."""
+        if self._size_bytes is None:
+            self._size_bytes = sum({id(ref.tensor): ref.tensor.nbytes for ref in self._host_refs()}.values())
+        return self._size_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights on the device now."""
+        return self.placement.resident_bytes if self.placement and self.placement.on_device else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM taken by weights now."""
+        weights = self.size_bytes if self._on_host else sum(self._held.values())
+        return weights + (self.placement.host_bytes if self.placement else 0)
+
+    @property
+    def disk(self) -> int | None:
+        """The device number of the disk that its weights are read from; None where no file is known, or it is gone."""
+        first = next(iter(self._stored().values()), None) if self._stored else None
+        return None if first is None else disk_number(first.path)
+
+    @property
+    def in_ram(self) -> bool:
+        """Return whether RAM holds all the weights."""
+        return self._on_host
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Which of its groups RAM holds, where it does not hold all the weights, as it is divided now."""
+        return frozenset(self._held if self._held_calls == self.calls else ())
+
+    @property
+    def is_cached(self) -> bool:
+        """Return whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
+        return self.key is not None and next(iter(self.owners), None) is None
+
+    @property
+    def reloadable(self) -> bool:
+        """Return whether the host copy may be dropped."""
+        return self._read is not None
+
+    def load(self, look: Look = lambda read: None, behind: bool = False) -> int:
+        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes of files that takes.
+
+        `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
+        reading, and nothing of what was read stays. With `behind` this returns at once where it can; then the unit has
+        a `reading`, whose `wait` must be asked before weights are looked at.
+        """
+        if self._on_host or self._read is None:
+            if not behind:
+                self.await_reading()
+            return 0
+        if behind and (coming := self.read_ahead(look)):
+            return coming
+        coming = self.bytes_to_read()
+        try:
+            if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
+                with building, torch.inference_mode(), Interruptible(look):
+                    _adopt_tensors(self.module, self._read(), self.name)
+        except BaseException as error:
+            release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
+            raise
+        self._is_in_ram()
+        return coming
+
+    def bytes_to_read(self, groups: Collection[int] | None = None) -> int:
+        """Bytes of files that `load` takes, or `hold` for these groups; of the weights where files do not tell."""
+        if self._on_host or self._read is None:
+            return 0
+        missing = None if groups is None else set(groups) - self.held
+        told = bytes_to_read(self.module, self._stored(), self.calls, missing) if self._stored else None
+        return self.size_bytes - self.branch_bytes if told is None else told
+
+    def read_ahead(self, look: Look = lambda read: None) -> int:
+        """Begin to bring the weights to RAM, as `load` does with `behind`. Returns the bytes that come.
+
+        0, and nothing is done, where they are there or only `load` can bring them.
+        """
+        if self._on_host or self._read is None or self._stored is None or self.maker:
+            return 0
+        coming = self.bytes_to_read()
+        self.reading = load_behind(self.module, self._stored(), look, self.calls)
+        if not self.reading:
+            return 0
+        self._is_in_ram()
+        return coming
+
+    def _is_in_ram(self) -> None:
+        """Note that RAM holds all, or soon does."""
+        self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
+        self._held.clear()
+
+    def await_reading(self) -> None:
+        """Wait until all that is being read has come. Raises what the reading raised; then it is given up."""
+        if self.reading is None:
+            return
+        try:
+            self.reading.wait()
+        except BaseException:
+            self.give_up_reading()
+            raise
+        self.forget_reading()
+
+    def forget_reading(self) -> None:
+        """Note that everything has come, if it has."""
+        if self.reading and self.reading.done:
+            self.reading = None
+
+    def give_up_reading(self) -> None:
+        """End a reading that has not ended well, with all that it has brought. Not while the unit is placed."""
+        self.forget_reading()
+        if self.reading and self.placement is None:
+            there = set(self._held) - self._coming
+            self.reading.close()
+            self.reading = None
+            self.keep(there) if there else self.drop()
+
+    def hold(self, groups: Collection[int], look: Look = lambda read: None, behind: bool = False) -> int:
+        """Bring just these of its groups to RAM, as `divide` numbers them, beside those that are there; as `load` does.
+
+        For a unit that has a `source`, and is not in RAM as a whole.
+        """
+        if self._held and self._held_calls != self.calls:
+            self.drop()
+        if set(groups) - set(self._held) or not behind:
+            self.await_reading()
+        missing = sorted(set(groups) - set(self._held))
+        if self._on_host or not missing or self._stored is None:
+            return 0
+        coming = self.bytes_to_read(missing)
+        if behind:
+            self.reading = load_behind(self.module, self._stored(), look, self.calls, missing)
+            self._coming = frozenset(missing)
+        if self.reading is None:
+            try:
+                load_stored(self.module, self._stored(), look, self.calls, missing)
+            except BaseException as error:
+                release_frames(error)
+                raise
+        divided = self._groups()
+        self._held |= {i: divided[i].stored_bytes for i in missing}
+        self._held_calls = self.calls
+        return coming
+
+    def keep(self, groups: Collection[int]) -> int:
+        """Give up what is in RAM of it but these of its groups. Returns the bytes freed."""
+        if not (self._on_host or self._held) or self._held_calls != self.calls or self.source() is None:
+            return self.drop()
+        self._refuse_if_placed()
+        self.forget_reading()
+        if self.reading and not self._on_host and set(self._held) <= set(groups):
+            return 0
+        if self.reading:
+            return self.drop()
+        before, divided = self.host_bytes, self._groups()
+        kept = {i: divided[i].stored_bytes for i in groups if self._on_host or i in self._held}
+        self._leave([ref for i in kept for ref in divided[i].refs])
+        self._held, self._held_calls, self._on_host = kept, self.calls, False
+        return before - self.host_bytes
+
+    def _groups(self) -> list[GroupWeights]:
+        return divide(self.module, list(parameter_refs(self.module)), self.calls).groups
+
+    def source(self) -> Mapping[str, Source] | None:
+        """Where the weights lie in files, for an engine to run from there without a `load`.
+
+        None where only `load` can read them. Raises ValueError if a file is damaged.
+        """
+        stored = self._stored() if self._stored and not self.maker else {}
+        return stored if stored and find_stored(self.module, stored) is not None else None
+
+    def file_bytes(self) -> dict[int, int]:
+        """Return the bytes of files that each of the tensors takes that lie there, by the `id` of what it holds now."""
+        stored = self._stored() if self._stored else {}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {id(host_tensor(each)): file_bytes(at) for name, each in named if (at := stored.get(name)) is not None}
+
+    def is_stale(self) -> bool:
+        """Return whether files that it is read from are others by now, or gone."""
+        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in self._places()})
+
+    def _places(self) -> Collection[Source]:
+        return self._stored().values() if self._stored else ()
+
+    def _stamps(self, path: Path) -> set[Stamp | None]:
+        return {at.stamp for at in self._places() if at.path == path}
+
+    def drop(self, nbytes: int | None = None) -> int:
+        """Give the host copy up, or whole groups of it until so many bytes are free; they are read again when needed.
+
+        Returns the bytes freed.
+        """
+        if not (self._on_host or self._held) or self._read is None:
+            return 0
+        self._refuse_if_placed()
+        freed = self.host_bytes
+        self.forget_reading()
+        if self.reading:
+            self.reading.close()
+            self.reading = None
+        elif nbytes is not None and nbytes < freed and self.source() is not None:
+            return self._drop_some(nbytes)
+        self._leave([])
+        self._on_host, self._size_bytes = False, None
+        self._held.clear()
+        return freed
+
+    def _drop_some(self, nbytes: int) -> int:
+        """Drop some of a unit: first the weights in no group, then the last groups."""
+        if self._held_calls != self.calls:
+            return self.drop()
+        divided, left = self._groups(), self.host_bytes - nbytes
+        kept: list[int] = []
+        for i in sorted(range(len(divided)) if self._on_host else self._held):
+            if (left := left - divided[i].stored_bytes) < 0:
+                break
+            kept.append(i)
+        return self.keep(kept)
+
+    def _refuse_if_placed(self) -> None:
+        if self.placement is not None:
+            raise RuntimeError(f"{self.name} is in use and cannot be dropped to disk.")
+
+    def _leave(self, staying: list[ParameterRef]) -> None:
+        """Put all weights on `meta` but those in the `staying` places."""
+        stay = {id(ref.tensor) for ref in staying}
+        left: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        for ref in list(parameter_refs(self.module)):
+            if id(ref.tensor) in stay or ref.is_branch:
+                continue
+            if id(ref.tensor) not in left:
+                left[id(ref.tensor)] = _without_weights(ref)
+            ref.keep(left[id(ref.tensor)])
+
+    def _host_refs(self) -> Iterator[ParameterRef]:
+        return iter(self.placement.host_refs) if self.placement else parameter_refs(self.module)
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.label + '/' if self.label else ''}{self.name}, {self.tier}>"
+
+
+def _apart(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build in a thread of its own, where no mode of the caller holds: what a dry run makes on `meta` is its card's."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(build).result()
+
+
+@functools.cache
+def _located(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls` with a `device` that is the unit's word, not that of the first parameter, which may be on `meta`."""
+    device = property(lambda module: vars(module)["_runs_on"])
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
+
+
+def _without_weights(ref: ParameterRef) -> torch.Tensor:
+    """Return what stays of a tensor on the disk tier: a parameter's shape, a buffer's values in memory of their own."""
+    tensor = ref.tensor
+    with torch.inference_mode(False), torch.no_grad():
+        if ref.shown is not None:
+            return torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _adopt_tensors(module: nn.Module, source: nn.Module, name: str) -> None:
+    """Make `module` hold the very tensors of `source`."""
+    ours, theirs = dict(module.named_modules()), dict(source.named_modules())
+    for path, owner in theirs.items():
+        target = ours.get(path)
+        if target is None or target._parameters.keys() != owner._parameters.keys():
+            raise ValueError(f"the weights of {name} do not match its config at {path or 'the top'!r}.")
+        target._parameters.update(owner._parameters)
+        target._buffers.update(owner._buffers)
+    module.requires_grad_(False)
