@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..pipelines.options import ForeignOptionError
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_llamas, find_pipelines
 from .shared.inputs import (
     NONE,
@@ -18,6 +19,7 @@ from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
 AUTO = "auto"
+_FAMILIES = {"llama": "HiDream-I1", "variant": "HiDream-I1 and Pyramid-Flow"}  # whose these inputs are
 
 
 class LoadPipeline(io.ComfyNode):
@@ -99,7 +101,14 @@ class LoadPipeline(io.ComfyNode):
         beside = controlnet_folder(controlnet)
         family |= {"controlnet": str(beside)} if beside else {}
         stamp = file_stamp(*(path for path in (folder, llama_folder, beside) if path))
-        return io.NodeOutput(make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
+        try:
+            made = make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb)
+        except ForeignOptionError as error:
+            if not set(error.names) <= _FAMILIES.keys():
+                raise
+            told = [f"{name} is for {_FAMILIES[name]}, not for {folder.name}: set it to auto" for name in error.names]
+            raise ValueError(f"{'; '.join(told)}.") from None
+        return io.NodeOutput(made)
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, controlnet: str = NONE, **_: object) -> str:

@@ -19,7 +19,7 @@ from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
 from .generic import GenericPipeline
-from .options import plain_defaults
+from .options import ForeignOptionError, plain_defaults
 from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
 
@@ -104,7 +104,7 @@ def open_pipeline(
         raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
-        raise TypeError(f"{name} takes no {', '.join(unknown)}. It takes {', '.join(known) or 'nothing of its own'}.")
+        raise ForeignOptionError(name, unknown, known)
     cache = shared_cache(placed(cache_dir) if cache_dir else None)
     try:
         with paused_collector():  # the first of a family imports its classes

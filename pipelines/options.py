@@ -49,6 +49,15 @@ class UnknownOptionError(TypeError):
         super().__init__(" ".join([*foreign, *([f"{title} has no argument {strange}. {takes}"] if strange else [])]))
 
 
+class ForeignOptionError(TypeError):
+    """Options of opening that models of the family `family` do not have: `names`."""
+
+    def __init__(self, family: str, names: Iterable[str], known: Collection[str]) -> None:
+        self.names = tuple(names)
+        takes = ", ".join(known) or "nothing of its own"
+        super().__init__(f"{family} takes no {', '.join(self.names)}. It takes {takes}.")
+
+
 def check_known(title: str, options: Iterable[str], known: Collection[str]) -> None:
     """Raise UnknownOptionError for options that are not among the known ones."""
     if unknown := sorted(set(options) - set(known)):

@@ -59,7 +59,8 @@ def show_text_in(own: str | None, text: str) -> None:
     if len(lines) > 1:
         text = "\n".join(line if line.endswith(".") else f"{line}." for line in lines)
     if server is not None and own is not None:
-        server.send_progress_text(text, own)
+        # To the page that queued the run: another one has other nodes of the same ids.
+        server.send_progress_text(text, own, server.client_id)
         _failed.discard(own)
 
 

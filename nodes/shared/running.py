@@ -34,6 +34,9 @@ _IN_WIDGETS = {
     "Give images.": "Connect images.",
     "that does. Leave it out.": "that does. Disconnect it, or set it to 0.",
     "takes no picture to start from. Leave it out.": "takes no picture to start from. Disconnect it.",
+    "starts from a latent: encode the picture first, and give it that.": (
+        "takes no image: connect it to FP32 VAE Encode, and that to latent."
+    ),
     "makes pictures, not videos: leave frames out.": "makes pictures, not videos: set frames to 0.",
     "Leave frames out.": "Set frames to 0.",
     "Leave it out; guidance is its own scale.": "Set true_cfg to 0: guidance is its own scale.",

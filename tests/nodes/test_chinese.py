@@ -20,6 +20,8 @@ from ballast.nodes.plan import VramPlan
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from ballast.nodes.shared.folders import DEMO
+from ballast.nodes.shared.running import _IN_WIDGETS
+from ballast.pipelines.options import OWNERS
 from host import page, run_node
 from places import ROOT
 from test_pages import CHINESE, printed, texts_in
@@ -119,6 +121,16 @@ def test_notes_and_titles_of_a_template_are_known(file: Path) -> None:
             assert text in known, text[:60]
             assert CHINESE.search(known[text])
             assert len(re.findall(r"^- ", text, re.M)) == len(re.findall(r"^- ", known[text], re.M))
+
+
+@needs_node
+def test_what_nodes_ask_for_in_place_of_the_library_is_chinese() -> None:
+    """Each sentence of it: a translation may leave one of two as it was."""
+    subject = {"that does": "Flux takes no mask: diffusers has no pipeline of its parts "}
+    asked = [*_IN_WIDGETS.values(), "true_cfg is for " + OWNERS["true_cfg"] + ", not for Flux: set it to 0."]
+    texts = [text if text[0].isupper() else subject.get(text[:9], "Flux ") + text for text in asked]
+    for text, told in zip(texts, translated(texts), strict=True):
+        assert not re.search(r"[a-z]+ [a-z]+ [a-z]+", told), (text, told)
 
 
 @needs_node

@@ -44,7 +44,7 @@ from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
 from ballast.nodes.shared import running
 from ballast.nodes.shared.folders import DEMO
-from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format
+from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format, show_text_in
 from ballast.pipelines.staged import samples
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
@@ -186,6 +186,20 @@ def test_advanced_inputs_may_be_left_out(node: Any) -> None:
         if slot.advanced:
             assert slot.optional, slot.id
             assert arguments[slot.id].default == slot.default, slot.id
+
+
+def test_an_input_of_another_family_says_whose_it_is() -> None:
+    told = "variant is for HiDream-I1 and Pyramid-Flow, not for shapes: set it to auto."
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        run_node(LoadPipeline, pipeline=DEMO, device="cpu", variant="dev")
+
+
+def test_what_a_node_says_goes_to_the_page_that_queued_the_run() -> None:
+    """Another page shows another graph, whose nodes have the same ids."""
+    with page() as seen:
+        seen.client_id = "this page"
+        show_text_in("3", "done")
+    assert seen.texts == [("3", "done")] and seen.told == {"this page"}
 
 
 def test_importing_the_pack_is_quick_and_loads_no_library(tmp_path: Path) -> None:

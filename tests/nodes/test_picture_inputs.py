@@ -184,6 +184,10 @@ def test_half_of_a_character_is_refused_in_one_line(half: str, where: str, model
         ),
         ("no. Raise the vram budget to 1 KB, or x.", "no. Raise vram_gb to 0.001, or x."),
         (
+            "NewBie starts from a latent: encode the picture first, and give it that.",
+            "NewBie takes no image: connect it to FP32 VAE Encode, and that to latent.",
+        ),
+        (
             "flux takes no mask: diffusers has no pipeline of its parts that does. Leave it out.",
             "flux takes no mask: diffusers has no pipeline of its parts that does. Disconnect it, or set it to 0.",
         ),

@@ -53,11 +53,13 @@ class Page:
     def __init__(self) -> None:
         self.client_id = self.last_node_id = self.last_prompt_id = None
         self.texts: list[tuple[str, str]] = []
+        self.told: set[str | None] = set()  # the clients that got texts
         self.events: list[tuple[Any, Any]] = []
         self.progress: list[tuple[float, float, Any]] = []
 
     def send_progress_text(self, text: str | bytes, node_id: str, sid: str | None = None) -> None:
         self.texts.append((str(node_id), text if isinstance(text, str) else bytes(text).decode()))
+        self.told.add(sid)
 
     def send_sync(self, event: Any, data: Any, sid: str | None = None) -> None:
         self.events.append((event, data))

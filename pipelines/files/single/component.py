@@ -151,8 +151,8 @@ def _layout_for(base: Component, single: SingleFile) -> Layout:
     assert single.layout is not None
     if base.cls.__name__ not in single.layout.classes:
         raise ValueError(
-            f"{single.path} is {single.title}, but {base.folder.parent} has a {base.cls.__name__}. "
-            "Give the folder of that model as base."
+            f"{single.path} is {single.title}, but {base.folder.parent} has {base.cls.__name__}. "
+            "Give a file of that class, or the folder of the file's own model as base."
         )
     return single.layout
 

@@ -17,7 +17,7 @@ MODELS = {
 
 def drawn(picture: Any, roles: Mapping[str, str] = MODELS) -> dict[str, int]:
     """How many pixels of a picture each model's band has, the legend aside."""
-    pixels = np.asarray(picture)[:380]
+    pixels = np.asarray(picture)[:500]  # the axes end at 477 of 675
     found = {}
     for name, colour in unit_colours(roles).items():
         rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
