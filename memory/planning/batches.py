@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .forecast import Forecast, UnitForecast
@@ -16,19 +17,29 @@ _GAIN = 1.05  # times as long is as good: a smaller batch is there sooner
 def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch | None:
     """Return the smallest batch of which a picture takes hardly longer than of any other that fits; None if none does.
 
-    `stage_of` gives the plan of sampling so many pictures at once.
+    `stage_of(pictures)` plans the sampling of several at once, which takes the solver a while. No batch takes less for
+    a picture than one alone computes: where that decides, larger batches are not planned.
     """
     each: dict[int, float] = {}
+    least = math.inf
     for pictures in _SIZES:
         stage = stage_of(pictures)
         if not all(plan.fits for plan in stage.units):
             break
         each[pictures] = stage.seconds / pictures
+        least = min(least, stage.computing_seconds / pictures)
+        if _smallest(each, min(each.values())) == _smallest(each, least):
+            break
     if not each:
         return None
-    least = min(each.values())
-    found = next(pictures for pictures, seconds in each.items() if seconds <= _GAIN * least)
+    found = _smallest(each, min(each.values()))
+    assert found is not None
     return BestBatch(found, each[found])
+
+
+def _smallest(each: Mapping[int, float], least: float) -> int | None:
+    """Return the first batch of `each` that takes hardly longer than `least` seconds a picture; None if none does."""
+    return next((pictures for pictures, seconds in each.items() if seconds <= _GAIN * least), None)
 
 
 def scaled(forecast: Forecast, pictures: int) -> Forecast:

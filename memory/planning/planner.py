@@ -314,6 +314,16 @@ class Plan(Candidate):
         return tuple(i for i in range(self.groups) if i not in set(self.streamed))
 
 
+def least_call_seconds(sizes: UnitSizes, work: UnitForecast, rates: Rates, measured: Measured | None) -> float:
+    """Return what a call computes if nothing is dequantized: of several pictures at once none takes less for each."""
+    if not work.modules:
+        return 0.0
+    loads = measured_loads(sizes.loads(work, rates), measured)
+    each = zip(loads.groups, sizes.groups, strict=True)
+    least = loads.before_seconds + sum(max(0.0, load.seconds - group.decode_seconds(rates)) for load, group in each)
+    return least if measured else min(least, work.operations.seconds(rates, sizes.dtype) / max(1, work.calls))
+
+
 def comparable(seconds: float) -> float:
     """Seconds to choose by, without what adding them up in another order makes of the last digits."""
     return float(f"{seconds:.9g}")
@@ -353,6 +363,7 @@ def make_plan(
     ram_bytes: int,
     *,
     steps: int = 1,
+    times: float = 1.0,
     strategy: str = "auto",
     by_user: bool = True,
     idle_bytes: int = 0,
@@ -367,9 +378,10 @@ def make_plan(
     """Return the best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
 
     `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
-    the calls of `work` belong to, `idle_bytes` what the stage holds before the first. What cannot be streamed in less
-    than the whole, where that is asked for, is resident. The groups that are `there` in RAM, None for all weights, need
-    not be read; `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
+    the calls of `work` belong to, which come that many `times` in the stage, such as 7 for a forecast of 4 steps out
+    of 28; `idle_bytes` is what the stage holds before the first. What cannot be streamed in less than the whole, where
+    that is asked for, is resident. The groups that are `there` in RAM, None for all weights, need not be read;
+    `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
     What the groups were `measured` to compute counts for more than operations and rates; what is beside tensors is
     `overhead`. RAM that nobody stated refuses nothing: then
     windows are taken of what is left to others. Of RAM `free_ram_bytes` are taken from no others. When
@@ -409,7 +421,8 @@ def make_plan(
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
             kept = None if held is None else sizes.ram_groups(found, min(ram_bytes, free_ram_bytes))
-            read, windows = sizes.disk_bytes(found, kept, there, work.calls), window_bytes(sizes, placement)
+            calls, windows = max(1, round(times * work.calls)), window_bytes(sizes, placement)
+            read = sizes.disk_bytes(found, kept, there, calls)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
             first = first_call_seconds(by_group, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # after it, what stays decoded is decoded once more

@@ -24,7 +24,7 @@ _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 class StagePlan:
     """One stage: its units' plans in the order of their first calls, and what it holds before them.
 
-    Its calls make up `steps`; its seconds are for `rates`.
+    Its calls make up `steps`, and compute for `computing_seconds` at least; its seconds are for `rates`.
     """
 
     name: str
@@ -33,6 +33,7 @@ class StagePlan:
     note: str = ""
     steps: int = 1
     rates: Rates = ASSUMED
+    computing_seconds: float = 0.0
 
     @property
     def peak_vram_bytes(self) -> int:
@@ -229,7 +230,7 @@ class RunPlan:
         if len(others) > 1:
             parts.append(format_table(others))
         bound = f" No step in this placement is faster than {seconds(self.bound_seconds)}." * self.is_timed
-        return "\n\n".join([*parts, self.batch_words(), f"{self.basis()}{bound}"])
+        return "\n\n".join([*parts, f"{self.batch_words()}{self.disk_words()}", f"{self.basis()}{bound}"])
 
     def _time(self, value: float) -> str:
         return seconds(value) if self.is_timed or (self.on_cpu and value) else "-"
@@ -263,6 +264,10 @@ class RunPlan:
         if self.best is None or self.best.pictures == 1:
             return f"{words}. For this budget the best batch is 1."
         return f"{words}. For this budget the best batch is {self.best.pictures}: {seconds(self.best.seconds)} each."
+
+    def disk_words(self) -> str:
+        """Return what the run reads from disk, with what RAM holds by now; "" where that is nothing."""
+        return f" It reads {format_bytes(self.disk_bytes)} from disk." if self.disk_bytes else ""
 
     def basis(self) -> str:
         """Where the seconds come from, and how the bytes are meant."""
@@ -329,10 +334,10 @@ def _charted(plan: RunPlan) -> charts.Plan:
 def compare(plans: Sequence[RunPlan]) -> str:
     """Plans of the same run for several budgets: a row for each, and its reason in one line."""
     rows: list[tuple[str, ...]] = [
-        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "best batch", "fits")
+        ("budget", "placement", "peak VRAM", "RAM", "disk", "per step", "first step", "total", "best batch", "fits")
     ]
     for plan in plans:
-        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
+        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes, plan.disk_bytes))
         times = map(plan._time, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
         best = str(plan.best.pictures if plan.best else 1) if plan.is_timed and plan.samples else "-"
