@@ -11,16 +11,18 @@ from __future__ import annotations
 import numpy as np
 
 from ..memory.planning.solver import Loads
+from ..memory.planning.tiers import windows_bytes
 
 _STEPS = 3  # of which the last two are compared
 
 
-def window_bound_seconds(loads: Loads, room_bytes: int) -> float:
+def bound_seconds(loads: Loads, room_bytes: int) -> float:
     """Return the least seconds of a steady step with `room_bytes` on the device for groups and all that they pass.
 
-    Of `loads.ram_bytes`, where stated, all may hold weights; what is neither there nor on the device is read at the
-    rate of the disk. The longest chain of calls and of waits for windows of up to a step of calls; the step that grew
-    least in it is a bound of any steady step, as the least growth of a max-plus system is of its eigenvalue.
+    Of `loads.ram_bytes`, where stated, all but the windows that reads pass through may hold weights; what is neither
+    there nor on the device is read at the rate of the disk. This is the longest chain of calls and of waits for windows
+    of up to a step of calls. The step that grew least in it is a bound of any steady step, as the least growth of a
+    max-plus system is of its eigenvalue.
     """
     count = len(loads.groups)
     seconds = [group.seconds for group in loads.groups]
@@ -50,4 +52,5 @@ def _wait_seconds(loads: Loads, missing_bytes: np.ndarray) -> np.ndarray:
     seconds = missing_bytes / loads.bytes_per_second
     if loads.ram_bytes is None:
         return seconds
-    return np.maximum(seconds, (missing_bytes - loads.ram_bytes) / loads.disk_bytes_per_second)
+    ram_bytes = max(0, loads.ram_bytes - windows_bytes(loads.sizes))
+    return np.maximum(seconds, (missing_bytes - ram_bytes) / loads.disk_bytes_per_second)

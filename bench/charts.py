@@ -72,7 +72,7 @@ def published(found: Mapping[str, Any]) -> Image.Image:
         left, top = _SIDE + number * width, 92 + 190 * down
         write(figure, left, top, f"C/T {ratio:g}, RAM for {share:.0%}", size=LARGE)
         axes = new_axes(figure, left, top + 20, left + width - _SIDE, top + 150, GROUND)
-        axes.set(xlim=(0, 1), ylim=(0.8, ceiling), yticks=[])
+        axes.set(xlim=(0, 1), ylim=(0.95, ceiling), yticks=[])
         for level in (1.0, 1.1, 1.2):
             axes.axhline(level, color=_BOUND if level == 1 else MUTED, linewidth=1.5 if level == 1 else 0.4)
             write(axes, 0.99, level + 0.012, f"{level:g}", MUTED, at="right")

@@ -28,7 +28,7 @@ from ..memory.weights import hostbuffer
 from ..pipelines.families.hidream.routing import any_routing
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
-from .published import RING_PIECES
+from .published import RING_GROUPS
 
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the weights that there is room for beside the ring
@@ -133,7 +133,7 @@ def forecast(size: str, tokens: int) -> UnitForecast:
 def budget(sizes: UnitSizes, share: float) -> int:
     """Bytes for the weights on the device with room for such a share of them, a ring, and what has to be there."""
     room = math.ceil(share * sum(group.held_bytes for group in sizes.groups))
-    ring = RING_PIECES * max(group.packed_bytes for group in sizes.groups)
+    ring = RING_GROUPS * max(group.packed_bytes for group in sizes.groups)
     return min(sizes.resident_bytes, sizes.fixed_bytes + ring + room)
 
 

@@ -1,4 +1,4 @@
-"""One device, seen the same way on CUDA, ROCm, XPU, MPS, the CPU and the simulated accelerator."""
+"""One device behind the same interface on CUDA, ROCm, XPU, MPS, the CPU and the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -24,43 +24,46 @@ _BUS = Path("/sys/bus/pci/devices")
 
 
 def is_wddm(kind: str, platform: str = sys.platform) -> bool:
-    """Return whether Windows manages a kind of device. Its driver queues commands in batches, and pages silently."""
+    """Return whether Windows manages a kind of device (WDDM).
+
+    Its driver queues commands in batches, and pages silently.
+    """
     return kind == "cuda" and platform == "win32"
 
 
 class Peaks(NamedTuple):
-    """The most in tensors, and the most that the allocator had of the driver for them."""
+    """Peak bytes in tensors, and peak bytes that the allocator had reserved from the driver for them."""
 
     allocated_bytes: int = 0
     reserved_bytes: int = 0
 
     def over(self, other: Peaks) -> Peaks:
-        """Return the higher of each."""
+        """Return the higher figure of each kind."""
         return Peaks(*map(max, self, other))
 
 
 class Accelerator:
     """Memory counters of one torch device, in bytes.
 
-    On the CPU there is nothing to manage: `is_cpu` is true, sizes are those of RAM and the counters read 0.
+    On the CPU there is nothing to manage: `is_cpu` is true, sizes are those of RAM, and the counters read 0.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cpu = device.type == "cpu"
         self._outside: int | None = None
-        self._told: tuple[int, int] | None = None  # what was free at first, and taken by this process
+        self._told: tuple[int, int] | None = None  # bytes free, and reserved by this process, when first asked
         self._module: ModuleType | None = None if self.is_cpu else torch.get_device_module(device)
 
     @property
     def name(self) -> str:
-        """The maker's name of it, such as "NVIDIA GeForce RTX 4070"."""
+        """The maker's name of the device, such as "NVIDIA GeForce RTX 4070"."""
         describe = getattr(self._module, "get_device_name", None)
         return describe(self.device) if describe else self.device.type.upper()
 
     @property
     def identity(self) -> str:
-        """A text that tells it from others of its name: UUID, place on the bus and its width, where known."""
+        """A text that tells the device from others of its name: UUID, slot on the bus and link width, where known."""
         describe = getattr(self._module, "get_device_properties", None)
         found = describe(self.device) if describe else None
         place = [getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
@@ -69,7 +72,7 @@ class Accelerator:
         return ", ".join(filter(None, told))
 
     def total_bytes(self) -> int:
-        """Memory of the device."""
+        """Return the memory of the device in bytes."""
         if self.is_cpu:
             return ram.total_bytes()
         if self.device.type == "mps":
@@ -77,7 +80,7 @@ class Accelerator:
         return self._mem_get_info()[1]
 
     def free_bytes(self) -> int:
-        """Memory that an allocation could get now, this process's own cached blocks included."""
+        """Return the bytes that an allocation could get now, including this process's own cached blocks."""
         if self.is_cpu:
             return ram.available_bytes()
         if self.device.type == "mps":
@@ -86,16 +89,15 @@ class Accelerator:
         return self._mem_get_info()[0] + max(0, cached)
 
     def allocated_bytes(self) -> int:
-        """Bytes in live tensors of this process."""
+        """Return the bytes in live tensors of this process."""
         if self.device.type == "mps":
             return torch.mps.current_allocated_memory()
         return self._count("memory_allocated")
 
     def outside_bytes(self) -> int:
-        """Return what the driver counts for this process beside the allocator: a context, libraries.
+        """Return the bytes that the driver counts for this process beside the allocator: a context, libraries.
 
-        0 where it is not told.
-        On a real card it is asked once; `ask_driver` asks anew.
+        0 if the driver does not tell. A real driver is asked once; `ask_driver` asks again.
         """
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.outside_bytes()
@@ -104,28 +106,28 @@ class Accelerator:
         return self._outside or 0
 
     def driver_bytes(self) -> int:
-        """Return what the driver counts for this process, as far as it tells.
+        """Return the bytes that the driver counts for this process, as far as it tells.
 
-        The allocator's memory, and what is outside.
+        That is the allocator's memory plus `outside_bytes`.
         """
         return max(self._count("memory_reserved"), self.allocated_bytes()) + self.outside_bytes()
 
     def ask_driver(self) -> None:
-        """Ask the driver what it counts for this process, where it tells that."""
-        if self.device.type != "cuda" or not torch.cuda.is_initialized():  # there is nothing yet to be told
+        """Ask the driver what it counts for this process. Does nothing unless CUDA is initialized."""
+        if self.device.type != "cuda" or not torch.cuda.is_initialized():  # no context: the driver counts nothing yet
             return
         used = nvml.used_bytes(str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")))
         self._outside = 0 if used is None else max(0, used - self._count("memory_reserved"))
 
     def take_peak_bytes(self) -> int:
-        """Highest `allocated_bytes` since the last call of this; see `take_peaks`."""
+        """Return the peak of `allocated_bytes` since the last call. See `take_peaks`."""
         return self.take_peaks().allocated_bytes
 
     def take_peaks(self) -> Peaks:
-        """Highest figures since the last call of this; the present ones where the backend keeps no peak.
+        """Return the peaks since the last call, and start anew. A backend without peaks gives the present figures.
 
-        On the simulated device this leaves `torch.sim.max_memory_allocated()` alone; elsewhere the backend has only
-        one peak, which starts anew.
+        On the simulated device `torch.sim.max_memory_allocated()` stays as it is. Elsewhere the backend has only one
+        peak, which is reset: use `PeakMeter` where several readers need it.
         """
         if self.device.type == simulated.DEVICE_TYPE:
             return Peaks(simulated.take_interval_peak(), simulated_card.card.take_interval_pool())
@@ -141,7 +143,8 @@ class Accelerator:
         if self._module is None:
             return
         if self.device.type == "cuda" and torch.cuda.is_initialized() and not host_flags().graphs:
-            # The libraries' workspaces, which count as live tensors. They are made again when needed, save by graphs.
+            # Workspaces of cuBLAS count as live tensors. They are made again when needed, but a captured graph keeps
+            # their addresses.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         self._module.empty_cache()
 
@@ -154,16 +157,19 @@ class Accelerator:
 
     @property
     def fuses(self) -> Fuses | None:
-        """Which attention is one kernel here, and makes no matrix of scores; None for all, and on the CPU."""
+        """A function that tells which attention is one kernel here, without a matrix of scores.
+
+        None means all attention. It is None on the CPU too: plans made there are for a card elsewhere.
+        """
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.fuses
-        if self.is_cpu:  # what is planned there is planned for a card
+        if self.is_cpu:  # plans made on the CPU are for a card elsewhere
             return None
         return never if self.device.type == "mps" else functools.partial(_has_kernel, self.device)
 
     @property
     def is_unified(self) -> bool:
-        """Return whether its memory is the system's, where a copy in RAM is of no use and takes room."""
+        """Return whether the device's memory is the system's. A copy in RAM is then of no use, and takes room."""
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.unified
         describe = getattr(self._module, "get_device_properties", None)
@@ -171,26 +177,32 @@ class Accelerator:
 
     @property
     def pages_silently(self) -> bool:
-        """Return whether what exceeds its memory goes to the system's, which is no error but many times as slow."""
+        """Return whether allocations beyond the device's memory go to the system's.
+
+        That is no error, but many times slower.
+        """
         if self.device.type == simulated.DEVICE_TYPE:
             return simulated_card.card.pages_above is not None
         return is_wddm(self.device.type)
 
     @property
     def simulated_disk(self) -> Callable[[int], Any] | None:
-        """A function that makes a simulated disk read bytes and returns the event of their coming; None for real disks.
+        """A function that makes a simulated disk read bytes, and returns the event of their arrival.
 
-        The event is None where the disk takes no time.
+        None for real disks. The event is None if the simulated disk takes no time.
         """
         return getattr(self._module, "read_from_disk", None)
 
     @property
     def attention(self) -> str:
-        """A text that tells it from devices with other kernels of attention; empty where `fuses` is None."""
+        """A text that tells the device from others with other attention kernels. Empty if `fuses` is None."""
         return f"{self.name}, torch {torch.__version__}" if self.fuses else ""
 
     def default_reserve_bytes(self) -> int:
-        """Return what is left to the desktop and other programs when the user names no budget."""
+        """Return the bytes left to the desktop and other programs when the user names no budget.
+
+        For example 400 MB on Linux and 600 MB on Windows.
+        """
         if self.device.type in ("cpu", simulated.DEVICE_TYPE):
             return 0
         if self.device.type == "mps":
@@ -202,9 +214,10 @@ class Accelerator:
         return int(read(self.device)) if read else 0
 
     def _mem_get_info(self) -> tuple[int, int]:
-        """Free bytes and all, as the driver tells; where it cannot tell the free ones, what this process has not.
+        """Return free bytes and all bytes, as the driver tells.
 
-        Drivers of XPU refuse to tell, or tell the same whatever is taken.
+        Some drivers of XPU refuse to tell the free bytes, or tell the same number whatever is taken. Then the result is
+        what this process has not reserved.
         """
         assert self._module is not None
         taken = self._count("memory_reserved")
@@ -226,9 +239,9 @@ class Accelerator:
 
 
 def _link_width(slot: str) -> str:
-    """Return how many lanes lead to a slot of the PCI bus, as Linux tells it.
+    """Return the number of PCI lanes of a slot, as Linux tells it, such as "x8"; "" if it does not.
 
-    The same card is slower in a narrow one.
+    The same card copies more slowly in a narrower slot.
     """
     try:
         return f"x{(_BUS / slot / 'current_link_width').read_text('ascii').strip()}"
@@ -248,9 +261,9 @@ def _has_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> bool:
-    """Return whether torch has a fused kernel for attention of these shapes on a device, as it is allowed now.
+    """Return whether torch has a fused kernel for attention of these shapes on a device, with its present settings.
 
-    Asked of stand-ins of one row each, since torch looks at shapes, dtypes and the device.
+    Torch looks at shapes, types and the device only. So it is asked about stand-ins that hold one row each.
     """
     q, k, v = (_stand_in(each, device) for each in (query, key, value))
     mask = None if attn_mask is None else _stand_in(attn_mask, device)
@@ -259,7 +272,7 @@ def _has_kernel(
             return bool(
                 torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             )
-        except NotImplementedError:  # a device for which torch has no choice
+        except NotImplementedError:  # torch chooses no kernel for this device
             return False
     backends = torch.backends.cuda
     asked = backends.SDPAParams(q, k, v, mask, dropout_p, is_causal, enable_gqa)
@@ -271,11 +284,15 @@ def _has_kernel(
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape and type on the device, whose memory is that of one row."""
     return torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 class PeakMeter:
-    """The highest figures of a device since they were last taken here, whoever else takes the device's one peak."""
+    """Reads the peaks of a device since this meter was last read.
+
+    The backend has only one peak, which any reader resets. So each reading is passed on to all meters of the device.
+    """
 
     _all: ClassVar[weakref.WeakSet[PeakMeter]] = weakref.WeakSet()
 
@@ -285,7 +302,7 @@ class PeakMeter:
         self._all.add(self)
 
     def take(self) -> Peaks:
-        """Return the peaks, and start them anew."""
+        """Return the peaks since the last call, and start anew."""
         peaks = self._accelerator.take_peaks()
         for meter in list(self._all):
             if meter._accelerator.device == self._accelerator.device:
@@ -295,7 +312,7 @@ class PeakMeter:
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """Return the torch device that a user's word means, with its index.
+    """Return the torch device that the user's word means, with its index.
 
     "auto" is the first GPU that torch sees, else the CPU. "sim" switches the simulated accelerator on if need be.
     Raises ValueError for a device that is not there.

@@ -1,4 +1,4 @@
-"""Small files: the JSON of strangers, read within limits, where links may lead, and the pack's own files."""
+"""Small files: JSON of unknown origin read within limits, checks of links, and the pack's own files and caches."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from .errors import is_out_of_memory, is_out_of_ram
 
 log = logging.getLogger("ballast")
 
-_PART = ".ballast-part"  # no other program's: a user may name any folder for a cache
-_LEFT_OVER_SECONDS = 3600  # none of our files takes that long to write
-_LONGEST_NAME = 240  # bytes, of 255 that file systems take: numbers of pictures and frames come beside
-_PROBE_BYTES = 2**20  # about as much as a picture takes: a disk that is full takes files of 0 bytes
-_warned: set[Path] = set()  # folders of caches that cannot be written
-MAX_JSON_BYTES = 16 * 2**20  # an index of 100 000 weights has less
+_PART = ".ballast-part"  # suffix of unfinished files, ours alone: a user may name any folder for a cache
+_LEFT_OVER_SECONDS = 3600  # age from which an unfinished file is left over: none takes that long to write
+_LONGEST_NAME = 240  # bytes, of 255 that file systems take: numbers of pictures and frames are added to a name
+_PROBE_BYTES = 2**20  # about the size of a picture: a full disk still takes files of 0 bytes
+_warned: set[Path] = set()  # folders of caches that could not be written
+MAX_JSON_BYTES = 16 * 2**20  # more than an index of 100 000 weights takes
 
-# The host's own folders of models, for `check_links`. A library's user may add folders too.
+# The host's own model folders, for `check_links`. Users of the library may add folders.
 model_roots: set[Path] = set()
 _IN_HUB_CACHE = re.compile(r"[/\\]models--[^/\\]+[/\\](blobs|snapshots)[/\\]")
 
 
 def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
-    """Return a JSON object from a file.
+    """Return the JSON object in a file.
 
-    ValueError or FileNotFoundError, naming the file, if there is none of usual size.
+    Raises FileNotFoundError if the file is missing. Raises ValueError if it is larger than `MAX_JSON_BYTES`, or not a
+    JSON object. The messages name the file; those of a missing or too large one end with `advice`.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing. {advice}")
@@ -50,11 +51,11 @@ def read_json(path: Path, advice: str = "Download it again.") -> dict[str, Any]:
 
 
 def check_links(paths: Iterable[Path], model: Path) -> None:
-    """Raise ValueError for a file or folder of a model that is a link, or lies behind one, which leads out of it.
+    """Raise ValueError for a file or folder of a model that is, or lies behind, a link out of the model.
 
-    The model's own folder may be a link, and so may the folders above it: models often lie on another disk. What is in
-    it must really lie in it, or in one of `model_roots` (encoders that models share), or in the download cache of
-    Hugging Face, whose files are links to its blobs wherever the model's folder is.
+    The model's own folder and the folders above it may be links: models often lie on another disk. A path in it must
+    really lie in it, or in one of `model_roots` (shared encoders), or in the download cache of Hugging Face. The files
+    of that cache are links to its blobs.
     """
     grounds = (model.resolve(), *model_roots)
     for path in paths:
@@ -67,9 +68,10 @@ def check_links(paths: Iterable[Path], model: Path) -> None:
 
 @contextmanager
 def one_line(where: Path, task: str) -> Iterator[None]:
-    """Whatever a library says of a stranger's files becomes one line that names them: a ValueError or ImportError.
+    """Turn any error of a library about a file into one line that names `where`: a ValueError or ImportError.
 
-    Errors of memory pass as they are, and so do those that say it that way already.
+    Errors of memory pass as they are, and so do ValueErrors and OSErrors that name the file in one line already. `task`
+    completes "cannot be", such as "read".
     """
     try:
         yield
@@ -84,23 +86,23 @@ def one_line(where: Path, task: str) -> Iterator[None]:
 
 
 def placed(path: str | Path) -> Path:
-    """Return a path that a user gave, as it is from now on, whatever the working folder becomes."""
+    """Return the absolute path that a user's path means now, whatever the working folder becomes later."""
     return Path(path).expanduser().absolute()
 
 
 def cache_home() -> Path:
-    """`ballast` under XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of our caches: `ballast` under XDG_CACHE_HOME, or under ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file as `replacing` does."""
+    """Write a file atomically. See `replacing`."""
     with replacing(path) as part:
         part.write_bytes(content)
 
 
 def write_cache(path: Path, content: bytes) -> None:
-    """Write a file of a cache as `replacing` does. A disk that cannot be written is a warning, once for each folder."""
+    """Write a file of a cache atomically. A disk that cannot be written is a warning, once for each folder."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -111,23 +113,24 @@ def write_cache(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, first: bool = False) -> Iterator[Path]:
-    """Yield a new file beside `path`, which takes its place when the block ends well: no reader sees half of one.
+    """Yield the path of a new file that takes the place of `path` when the block ends well.
 
-    With `first` one stays that another process has put there by then. Makes the folder if need be, and removes what
-    processes that were killed left there. Raises OSError.
+    No reader ever sees half a file. With `first` a file that another process has put there meanwhile stays. Makes the
+    folder if need be, and removes files that killed processes left there. Raises OSError.
 
-    Its bytes are on the disk before its name is: else a power cut leaves a file of 0 bytes in place of the old one.
+    The contents are synced before the file gets its name. Otherwise a power cut could leave a file of 0 bytes in place
+    of the old one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_over(path.parent)
     part = path.parent / f"{path.stem[:8]}{uuid.uuid4().hex}{_PART}"
     try:
-        part.touch(exist_ok=False)  # with the rights of any new file, unlike tempfile's
+        part.touch(exist_ok=False)  # gets the usual permissions, unlike a file of `tempfile`
         yield part
         if first and path.exists():
             part.unlink()
         else:
-            _sync(part, os.O_RDWR)  # Windows syncs nothing that is open for reading only
+            _sync(part, os.O_RDWR)  # Windows syncs no file that is open for reading only
             os.replace(part, path)
             if os.name == "posix":
                 _sync(path.parent, os.O_RDONLY)
@@ -138,7 +141,7 @@ def replacing(path: Path, first: bool = False) -> Iterator[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder for results. OSError, in one line, where nothing can be written to it."""
+    """Make the folder for results. Raises OSError, in one line, if no file can be written to it."""
     probe = folder / "ballast-probe"
     try:
         with replacing(probe) as part:
@@ -149,7 +152,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Make the folder of a result. OSError or ValueError, in one line, where the result cannot be written."""
+    """Make the folder of a result. Raises OSError or ValueError, in one line, if the result cannot be written."""
     if len(os.fsencode(path.name)) > _LONGEST_NAME:
         raise ValueError(f"{path.name[:40]}... is too long a name for a file. Take one of 240 letters at most.")
     if path.is_dir():
@@ -160,18 +163,20 @@ def check_file(path: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
+    """Flush a file or folder to the disk."""
     opened = os.open(path, flags)
     try:
         os.fsync(opened)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that sync no folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
             raise
     finally:
         os.close(opened)
 
 
 def _remove_left_over(folder: Path) -> None:
+    """Remove the unfinished files of killed processes."""
     for part in folder.glob(f"*{_PART}"):
-        with suppress(OSError):  # another process removes them as well
+        with suppress(OSError):  # another process may remove them at the same time
             if time.time() - part.stat().st_mtime > _LEFT_OVER_SECONDS:
                 part.unlink()

@@ -1,9 +1,9 @@
 """MemoryManager: who holds the memory of one device.
 
-There is one manager for each device of the process, and they are the only global state of the pack. A unit is known by
-what it is: all who claim the same model get the same unit. One that nobody refers to any more stays as a cached copy
-while there is room, and is the first to go. What a manager keeps on its device is bounded by the budget, what all of
-them keep in RAM by the RAM budget.
+There is one manager for each device of the process. They are the only global state of the pack. A unit is known by its
+model: all who claim the same model get the same unit. A unit that nobody refers to any more stays as a cached copy
+while there is room, and is the first to go. The VRAM budget limits what a manager keeps on its device. The RAM budget
+limits what all managers keep in RAM.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from .workload import WorkloadStats
 
 _managers: dict[torch.device, MemoryManager] = {}
 _managers_lock = threading.Lock()
-_lock = threading.RLock()  # of all managers: they share the RAM
+_lock = threading.RLock()  # of all managers, since they share the RAM
 
-_LOOK_SECONDS = 2.0  # between two looks at the RAM that others want
-_PATIENCE_SECONDS = 1.0  # after which the watch does it
-_SOON_SECONDS = 0.02  # where the host is about to unload, or a manager is at work
+_LOOK_SECONDS = 2.0  # seconds between two checks whether other programs want RAM
+_PATIENCE_SECONDS = 1.0  # seconds that a finalizer waits for the lock before it leaves the work to the watch
+_SOON_SECONDS = 0.02  # seconds until the next check while a manager is at work, or the host is about to unload
 
 
 def manager(device: str | torch.device = "auto") -> MemoryManager:
-    """Return the one manager of a device. Raises RuntimeError as `refuse_fork`."""
+    """Return the one manager of a device. Raises RuntimeError in a forked process, see `refuse_fork`."""
     refuse_fork()
     found = resolve_device(device)
     with _managers_lock:
@@ -60,7 +60,10 @@ def manager(device: str | torch.device = "auto") -> MemoryManager:
 
 
 def refuse_fork() -> None:
-    """Raise RuntimeError in a process forked from one with managers: their threads are not there, locks may be held."""
+    """Raise RuntimeError in a process that was forked from one with managers.
+
+    Their threads do not exist there, and their locks may be held forever.
+    """
     if any(each.process != os.getpid() for each in _managers.values()):
         raise RuntimeError(
             "this process was forked from one that uses Ballast, whose threads and device it does not have. Start it "
@@ -69,14 +72,17 @@ def refuse_fork() -> None:
 
 
 def managers() -> list[MemoryManager]:
-    """All managers that exist by now."""
+    """Return all managers that exist by now."""
     return list(_managers.values())
 
 
 def _tidy() -> float | None:
-    """Drop copies that nobody asks for. Return the seconds until the next look, or None if nothing is left."""
+    """Drop copies in RAM that nobody refers to. Return the seconds until the next check, None if no copy is left.
+
+    Called by the watch's thread.
+    """
     if not _lock.acquire(blocking=False):
-        return _SOON_SECONDS  # somebody is at it
+        return _SOON_SECONDS  # another thread is at work
     try:
         for each in managers():
             each._tidy()
@@ -91,10 +97,10 @@ _watch = Watch(_tidy)
 
 
 class MemoryManager:
-    """Loads units onto one device within a budget, and takes them away again. Use `manager()` to get it."""
+    """Loads units onto one device within a budget, and evicts them again. Use `manager()` to get it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.process = os.getpid()  # that it belongs to
+        self.process = os.getpid()  # the process that made it
         self.accelerator = Accelerator(device)
         self.device = device
         self._registry = Registry()
@@ -102,8 +108,8 @@ class MemoryManager:
         self._residency = Residency(self.accelerator, self._registry)
         self.budget, self.timeline = self._residency.budget, self._residency.timeline
         self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher[ManagedModel]] = weakref.WeakKeyDictionary()
-        self._told: list[HostPatcher[ManagedModel]] = []  # all that the host may still have in its list
-        self._unloading: Literal["", "asked", "done"] = ""  # of copies in RAM, on the host's request
+        self._told: list[HostPatcher[ManagedModel]] = []  # keeps shared units' patchers alive, see `_tell_host`
+        self._unloading: Literal["", "asked", "done"] = ""  # state of the host's request to drop copies in RAM
         self._unloaded_at = 0.0
         self._clock = itertools.count(1)
         self._lock = _lock
@@ -116,12 +122,12 @@ class MemoryManager:
 
     @property
     def budget_bytes(self) -> int:
-        """VRAM that weights may hold."""
+        """Bytes of VRAM that weights may hold."""
         return self.budget.vram_bytes
 
     @property
     def ram_budget_bytes(self) -> int:
-        """RAM that weights may hold."""
+        """Bytes of RAM that weights may hold."""
         return self.budget.ram_bytes
 
     @property
@@ -131,14 +137,14 @@ class MemoryManager:
 
     @property
     def device_bytes_in(self) -> int:
-        """Bytes of weights that have come to the device so far."""
+        """Bytes of weights that have been copied to the device so far."""
         return self._residency.device_bytes_in
 
     def claim(self, key: Hashable, make: Callable[[], ManagedModel], owner: object) -> ManagedModel:
-        """Return the unit of a model that is known by `key`; made where there is none, with that key.
+        """Return the unit known by `key`, made by `make` if there is none.
 
-        It is the owner's, among others, for as long as the owner lives, and a cached copy afterwards. A cached copy of
-        the same model is taken over from the manager of another device.
+        The unit belongs to `owner`, among others, for as long as that object lives. Without owners it is a cached copy.
+        A cached copy that belongs to another device's manager is taken over.
         """
         with self._lock:
             unit = self._registry.find(key)
@@ -153,7 +159,9 @@ class MemoryManager:
         return unit
 
     def _owner_is_gone(self) -> None:
-        # Called by whoever deleted it, wherever that was, perhaps with a lock that the holder of this one waits for.
+        """Tidy up after the end of an owner. Called by its finalizer."""
+        # A finalizer runs in any thread. That thread may hold a lock for which the holder of this one waits: so do not
+        # wait for long.
         if self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
                 self._tidy()
@@ -162,8 +170,10 @@ class MemoryManager:
         _watch.wake()
 
     def _tidy(self) -> None:
+        """Evict and drop cached copies as the budget and the host want. Called under the lock."""
         self._residency.tidy()
-        # The host obeys between two prompts, and then lets go of what it remembers; in a prompt that has other reasons.
+        # The host unloads between two prompts, and forgets cached outputs then. References that end within a prompt
+        # have other reasons.
         if self._unloading and not host.is_busy():
             self._residency.host_cache.drop_cached(ROLES)
             if self._unloading == "asked":
@@ -172,7 +182,7 @@ class MemoryManager:
             self._unloading = ""
 
     def _give(self, key: Hashable) -> ManagedModel | None:
-        """Hand a cached copy over to another manager."""
+        """Hand a cached copy over to another manager. None if there is none, or if it is in use."""
         unit = self._registry.find(key)
         if unit is None or not unit.is_cached or unit.leases or unit.pinned:
             return None
@@ -181,19 +191,19 @@ class MemoryManager:
         return unit
 
     def adopt(self, unit: ManagedModel) -> ManagedModel:
-        """Take a unit under management. One without a key lives as long as its maker keeps it."""
+        """Take a unit under management. A unit without a key lives as long as its maker keeps it."""
         with self._lock:
             self._registry.add(unit)
         return unit
 
     def pin(self, unit: ManagedModel, pinned: bool = True) -> None:
-        """Keep a unit on the device, once it is there, until it is unpinned."""
+        """Keep a unit on the device once it is there, until it is unpinned."""
         unit.pinned = pinned
 
     def set_adapters(self, unit: ManagedModel, adapters: ActiveAdapters) -> None:
-        """Set the adapters that a unit runs with from now on. It leaves the device if they are new to it.
+        """Set the adapters that a unit runs with from now on. The unit is evicted if they are new to it.
 
-        RuntimeError while it is leased, unless only their strengths change.
+        Raises RuntimeError while the unit is leased, unless only strengths change.
         """
         with self._lock:
             if keys_of(adapters) != keys_of(unit.active_adapters) and not unit.leases:
@@ -201,9 +211,9 @@ class MemoryManager:
             unit.set_adapters(adapters)
 
     def keep_made(self, units: Iterable[ManagedModel]) -> None:
-        """Encode the weights of units into the files that these are to have (`made_file`) and have not yet.
+        """Encode the weights of units into their files (`made_file`), where these are missing.
 
-        A disk that cannot be written is a warning. A unit that is leased stays as it is.
+        A disk that cannot be written is a warning. A leased unit stays as it is.
         """
         with self._lock:
             for unit in units:
@@ -211,9 +221,9 @@ class MemoryManager:
                 self._residency.keep_made(unit)
 
     def schedule(self, units: Sequence[ManagedModel] | None, host_roles: Sequence[Role] | None = None) -> None:
-        """Return the units that will run, in order, as far as the graph tells; None when it is not known.
+        """Set the units that will run, in order, as far as the graph tells; None when they are not known.
 
-        `host_roles` are those of the host's own models that will run. Each `use` strikes its unit from the front.
+        `host_roles` are the roles of the host's own models that will run. Each `use` strikes its unit from the front.
         """
         with self._lock:
             self._residency.schedule.set(units)
@@ -223,9 +233,9 @@ class MemoryManager:
     def use(self, unit: ManagedModel, strategy: str = "auto", *, alone: bool = False) -> Iterator[nn.Module]:
         """Yield a lease: the unit's module, in place and ready to run under inference mode, until the block ends.
 
-        `strategy` names a placement, or leaves the choice to the manager; with `alone` every other unit that may leave
-        does so first. The unit stays in place afterwards, free to be evicted; if the block raises, it leaves.
-        Raises DoesNotFitError when no placement fits the budget.
+        `strategy` names a placement, or leaves the choice to the manager. With `alone` every other unit that may leave
+        is evicted first. Afterwards the unit stays on the device, free to be evicted. If the block raises, it is
+        evicted. Raises DoesNotFitError when no placement fits the budget.
         """
         with self._lock:
             self.strike(unit)
@@ -249,9 +259,10 @@ class MemoryManager:
         instead_of: Collection[ManagedModel] = (),
         anew: bool = True,
     ) -> None:
-        """Put a unit in place and count a lease; of `instead_of` leaves what may. `release` must follow.
+        """Put a unit in place and count a lease. `release` must follow, unless this raises.
 
-        With `anew`, one that is in place already is fitted to what it is going to do now.
+        Units of `instead_of` are evicted if they may leave. With `anew` a unit that is in place already is fitted to
+        its present workload. Raises ValueError for an unknown strategy, DoesNotFitError when no placement fits.
         """
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}. Use {', '.join(STRATEGIES)}.")
@@ -270,14 +281,14 @@ class MemoryManager:
                 raise
 
     def release(self, unit: ManagedModel, *, evict: bool = False, failed: bool = False) -> None:
-        """End a lease; with `evict` the unit leaves the device when it was the last one.
+        """End a lease. With `evict` the unit leaves the device if this was the last one.
 
-        What a run that `failed` took tells nothing, and is not remembered.
+        With `failed` the measurements of the run are not kept.
         """
         with self._lock:
             unit.leases -= 1
             try:
-                self._residency.ran(unit, failed)  # who is told of it may raise the user's interrupt
+                self._residency.ran(unit, failed)  # a listener of the timeline may raise the user's interrupt
             finally:
                 if unit.leases == 0 and (evict or self._residency.is_leaving(unit)):
                     self._residency.evict(unit)
@@ -304,16 +315,20 @@ class MemoryManager:
         ram: int | None = None,
         then: Sequence[ManagedModel] | None = None,
     ) -> Iterator[None]:
-        """Run a graph step: each unit comes when its module is called, and all are gone when the block ends.
+        """Run a graph step: each unit is placed when its module is called, and all leave when the block ends.
 
-        Stages run one at a time, whatever thread they are of (see `calling`). A call that runs out of memory is tried
-        again in less (see `ladder`); DoesNotFitError when there are none left.
-        `work` tells sizes of work apart, so that what was measured for one is not expected of another; `forecast` is
-        what it will take, and `planned` goes into the record. Of the stage's units one is on the device at a time, with
-        `alone` of all units; but units that take turns in each step stay beside each other where there is room.
-        `vram` and `ram` are budgets in bytes for this stage. `then` are the units that run after it, before those that
-        `schedule` was told; None where that is not known. With `keep` its units stay when the block ends well, to be
-        evicted when others need the room. However the block ends, nothing that it leased stays leased.
+        Stages run one at a time, in whatever thread (see `calling`). A call that runs out of memory is tried again in
+        less (see `planning.oom_fallback`). DoesNotFitError is raised when no fallback is left.
+
+        - `work` is the key of the workload's size, so that measurements of one size are not expected of another.
+        - `forecast` is the result of a dry run. `planned` goes into the record.
+        - With `alone` a call evicts all other units, otherwise only those of the stage. Units that take turns in each
+          step stay beside each other if there is room.
+        - `vram` and `ram` are budgets in bytes for this stage.
+        - `then` are the units that run after it, ahead of those set by `schedule`. None means that they are not known.
+        - With `keep` its units stay when the block ends well, to be evicted when others need the room.
+
+        However the block ends, nothing that it leased stays leased.
         """
         run = run_stage(
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
@@ -323,41 +338,42 @@ class MemoryManager:
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
-        """Wait until the stages of other threads are done, and keep them waiting until the block ends."""
+        """Wait until the stages of other threads are done, and hold off new ones until the block ends."""
         return self._stage_lock
 
     def calling(self) -> AbstractContextManager[None]:
-        """Until the block ends a stage is in its caller's code, such as `on_step`, which may wait for other threads.
+        """Mark a stage as being in its caller's code, such as `on_step`, until the block ends.
 
-        Stages that these begin are refused after a while (RuntimeError) where the code does not return.
+        That code may wait for other threads. If it does not return within a minute, stages that these begin get a
+        RuntimeError. See `StageLock`.
         """
         return self._stage_lock.calling()
 
     def units(self) -> list[ManagedModel]:
-        """All units under management."""
+        """Return all units under management."""
         with self._lock:
             self._registry.forget()
             return self._registry.units()
 
     def execution_device(self, strategy: str) -> torch.device:
-        """Where a unit runs under a strategy."""
+        """Return the device on which a unit runs under a strategy."""
         return torch.device("cpu") if strategy == "cpu" else self.device
 
     def take_turns(self, units: Sequence[ManagedModel]) -> AbstractContextManager[None]:
-        """Until the block ends let those of a stage's units that take turns in each step stay, where there is room."""
+        """Let the units of a stage that take turns stay beside each other until the block ends, if there is room."""
         return self._residency.take_turns(units)
 
     def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
-        """Make the weights on the device keep the present budget, for a stage of these units.
+        """Make the weights on the device keep the present budget, before a stage of these units begins.
 
-        Before it calls any of them the stage holds `idle_bytes`.
+        `idle_bytes` is what the stage holds before it calls any of them.
         """
         with self._lock:
             self._residency.fit(units, strategy, idle_bytes)
 
     @property
     def work(self) -> WorkloadStats:
-        """The workload of the units, and the memory that it takes beside their weights."""
+        """The workloads of the units, and what their calls were seen to take."""
         return self._residency.work
 
     def strike(self, unit: ManagedModel) -> None:
@@ -366,34 +382,37 @@ class MemoryManager:
             self._residency.schedule.strike(unit)
 
     def ram_room(self) -> int:
-        """RAM in bytes that could be had beside weights, if host copies that can be read again were dropped."""
+        """Return the RAM that could be had beside weights if all host copies that can be read again were dropped."""
         with self._lock:
             return self._residency.host_cache.room_bytes()
 
     def ram_state(self, ram_bytes: int | None = None) -> RamState:
-        """Return what RAM holds now, for plans in a RAM budget, by default the present one."""
+        """Return what RAM holds now, for plans within `ram_bytes`, by default the present RAM budget."""
         with self._lock:
             return self._residency.host_cache.state(ram_bytes)
 
     def make_ram_room(self, wanted_bytes: int) -> int:
-        """Drop host copies until so much RAM is free beside weights, or all that may go are gone. Returns what is."""
+        """Drop host copies until `wanted_bytes` of RAM are free beside weights, or all that may go are gone.
+
+        Return the bytes that are free then.
+        """
         with self._lock:
             return self._residency.host_cache.make_room(wanted_bytes)
 
-    # What the host asks for, from any thread
+    # Requests of the host, from any thread. See [Note: Host shrink during a call].
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
-        """Evict groups of a unit that do not run. Return the bytes really freed, which may be fewer, or none."""
+        """Evict groups of a unit that do not run. Return the bytes really freed, which may be fewer than `bytes`."""
         with self._lock:
             return self._residency.shrink(unit, bytes)
 
     def grow(self, unit: ManagedModel, bytes: int) -> int:
-        """Keep up to `bytes` more of a unit's groups. Return the bytes taken."""
+        """Keep up to `bytes` more of a unit's groups on the device. Return the bytes taken."""
         with self._lock:
             return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
 
     def let_go(self, unit: ManagedModel) -> None:
-        """Take a unit off the device: at once, or what does not run of it at once and the rest when its lease ends."""
+        """Evict a unit: if it is leased, what does not run at once and the rest when its last lease ends."""
         with self._lock:
             if unit.leases and not unit.pinned:
                 self.shrink(unit, unit.resident_bytes)
@@ -410,13 +429,13 @@ class MemoryManager:
         _watch.wake()
 
     def evict(self, unit: ManagedModel) -> None:
-        """Take a unit off the device, unless it is leased or pinned."""
+        """Evict a unit from the device, unless it is leased or pinned."""
         with self._lock:
             if not (unit.leases or unit.pinned):
                 self._residency.evict(unit)
 
     def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
-        """End of a stage: its units go, unless they are kept or pinned."""
+        """End a stage: evict its units, unless `keep` is set or they are pinned or leased."""
         with self._lock:
             for unit in units:
                 if not (keep or unit.pinned or unit.leases):
@@ -427,15 +446,15 @@ class MemoryManager:
         _watch.wake()
 
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
-        """Give up what is being read to RAM of these units, by default of all, but not of those in place."""
+        """Cancel reads to RAM for these units, by default for all, except for units in place."""
         with self._lock:
             self._residency.host_cache.stop(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
 
-        `roles` restricts them; with `bytes` it stops when so much is free, and without, cached copies leave RAM too.
-        Returns the bytes of the device that were really freed.
+        Return the bytes of the device freed. `roles` restricts the units. With `bytes` it stops when that much is free.
+        Without, cached copies are dropped from RAM too. Raises ValueError for unknown roles.
         """
         wanted = set(ROLES if roles is None else roles)
         if unknown := wanted - set(ROLES):
@@ -447,12 +466,12 @@ class MemoryManager:
             return freed
 
     def make_room(self) -> None:
-        """Evict all that may leave the device. Nothing leaves RAM."""
+        """Evict all units that may leave the device. Nothing is dropped from RAM."""
         with self._lock:
             self._residency.free(ROLES)
 
     def report(self) -> Report:
-        """Units, tiers, bytes and budgets, as they are now."""
+        """Return the units, tiers, bytes and budgets as they are now."""
         with self._lock:
             units = sorted(self.units(), key=lambda unit: (unit.label, unit.name))
             return Report(
@@ -470,11 +489,11 @@ class MemoryManager:
             )
 
     def _tell_host(self, unit: ManagedModel) -> None:
-        """List a unit that is on the host's device with the host."""
+        """Put a unit that is on the host's device in the host's list."""
         if not (unit.resident_bytes and host.lists_units(self.device)):
             return
-        # Patchers of units that were shared end here and nowhere else: their end changes the host's list, which must
-        # not happen while the host goes through it, in whatever thread.
+        # The end of a patcher changes the host's list, which must not happen while the host iterates over it. So the
+        # patchers of shared units, which may die in any thread, are kept alive in `_told` and end only here.
         self._told = [patcher for patcher in self._told if patcher.unit is not None]
         if unit not in self._patchers:
             self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)

@@ -1,4 +1,4 @@
-"""Measures how fast a device of this machine is, once. Only when asked."""
+"""Measure how fast a device of this machine is, once, and only when asked."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from .weights import hostbuffer
 
 log = logging.getLogger("ballast")
 
-COPY_BYTES = 256 * 2**20
-_TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # a product of a transformer's feed-forward layer
-_MUCH_FASTER = 1.5
-_HEAD = 128  # channels of a head of attention, over as many tokens and as wide
-_CHANNELS, _SIDE = 512, 128  # of the maps of a VAE
+COPY_BYTES = 256 * 2**20  # bytes of each copy that is timed
+_TOKENS, _WIDTH, _INNER = 4096, 3072, 12288  # sizes of the product in a transformer's feed-forward layer
+_MUCH_FASTER = 1.5  # factor by which paged copies must beat pinned ones to be preferred: they overlap with nothing
+_HEAD = 128  # channels of an attention head; tokens and width are those of the product
+_CHANNELS, _SIDE = 512, 128  # channels and pixels a side of a VAE's map
 _KEYS = ("pinned", "paged", "operations", "memory", "float32", "float16", "attention")
 
 _lock = threading.Lock()
 
 
 def rates(device: torch.device, disk: int | None = None) -> Rates:
-    """Return how fast weights come to a device, from the disk of a device number too, and how fast it computes.
+    """Return the rates of a device: copies to it, reads from the disk with the device number `disk`, and computing.
 
-    The first call for a kind of CUDA, ROCm or XPU device takes up to 2 s and 500 MB of its memory. Where pinned memory
-    turns out to be no faster, nothing is pinned from then on.
+    The first call for a kind of CUDA, ROCm or XPU device takes up to 2 s and 500 MB of its memory. If paged memory
+    turns out to be at least 1.5 times as fast as pinned memory, nothing is pinned from then on. Devices that cannot be
+    measured get `ASSUMED`.
     """
     if device.type == simulated.DEVICE_TYPE:
         card = simulated_card.card
         h2d = card._rates["h2d"]
         from_disk = card.disk or ASSUMED.disk_bytes_per_second
-        flops = card.flops or math.inf  # in any type; it times products only
+        flops = card.flops or math.inf  # the same in any type; a card without FLOPS computes in no time
         attention = card.attention_flops or 0.0
         return Rates(h2d, h2d, from_disk, flops, "simulated", math.inf, 0.0, float32=flops, attention=attention)
     if device.type not in ("cuda", "xpu"):
@@ -53,18 +54,14 @@ def rates(device: torch.device, disk: int | None = None) -> Rates:
         found = speeds.remembered(key, _KEYS) or _try_to_measure(device)
         if not found:
             return replace(ASSUMED, disk_bytes_per_second=speeds.disk_rate(disk))
-        speeds.note(key, found, file="pinned" in found)  # refused pinning need not be so the next time
-    # Clearly faster, since copies from paged memory overlap with nothing.
+        speeds.note(key, found, file="pinned" in found)  # if pinning was refused now, it may succeed the next time
     if "pinned" in found and found["paged"] >= _MUCH_FASTER * found["pinned"]:
         hostbuffer.leave_paged(device)
     return _rates(found, disk)
 
 
 def card_of(device: torch.device) -> str:
-    """Return what measurements of a device are kept under.
-
-    This machine, what tells the device from others, and torch.
-    """
+    """Return the key of a device's measurements: this machine, the device's identity, and the version of torch."""
     name = Accelerator(device).identity
     if device.type == simulated.DEVICE_TYPE:
         card = simulated_card.card
@@ -74,7 +71,7 @@ def card_of(device: torch.device) -> str:
 
 
 def known_rates(device: torch.device, disk: int | None = None) -> Rates:
-    """Return what `rates` tells, without measuring: assumed where that was not done yet."""
+    """Return the rates of a device as far as they were measured before, else `ASSUMED`. Measures nothing."""
     if device.type == simulated.DEVICE_TYPE:
         return rates(device)
     found = speeds.remembered(card_of(device), [key for key in _KEYS if key != "pinned"])
@@ -101,6 +98,7 @@ def _rates(found: Mapping[str, float], disk: int | None) -> Rates:
 
 
 def _try_to_measure(device: torch.device) -> dict[str, float] | None:
+    """Return the rates by name; None if measuring failed, which is logged unless memory ran out."""
     try:
         with torch.inference_mode():
             return _measure(device)
@@ -113,6 +111,7 @@ def _try_to_measure(device: torch.device) -> dict[str, float] | None:
 
 
 def _measure(device: torch.device) -> dict[str, float]:
+    """Return the rates of a device by name: bytes or operations per second. Without "pinned" if pinning was refused."""
     accelerator = Accelerator(device)
     host, source = hostbuffer.allocate(COPY_BYTES).fill_(1), hostbuffer.window(COPY_BYTES, device).fill_(1)
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -128,7 +127,7 @@ def _measure(device: torch.device) -> dict[str, float]:
         hostbuffer.unpin(source)
     first, second = target.chunk(2)
     found["memory"] = COPY_BYTES / _seconds(lambda: first.copy_(second), accelerator)  # half is read, half written
-    # Of random values: of equal ones a card computes faster, since fewer of its wires switch.
+    # Random values: with equal ones a card computes faster, since fewer of its wires switch.
     random = torch.Generator().manual_seed(0)
 
     def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -148,7 +147,7 @@ def _measure(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], accelerator: Accelerator) -> float:
-    """Return the least of three, after one that warms up."""
+    """Return the seconds of `work`: the least of three runs, after one to warm up."""
     best = math.inf
     for attempt in range(4):
         accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""RAM as it is for this process: the machine's, or what the limits of its container leave of it."""
+"""The RAM of this process: the machine's, or what the limits of its container leave of it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .host import management as host
 
 _MEMBERSHIP = Path("/proc/self/cgroup")  # only Linux has control groups
 _CGROUPS = Path("/sys/fs/cgroup")
-_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")  # limits, what is used, and the cache in it
+_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")  # limits, used bytes, droppable cache in them
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
 def total_bytes() -> int:
-    """RAM that this process could have in all."""
+    """Return the RAM in bytes that this process could have in all."""
     total = _machine()[0]
     return min([total, *(limit for limit, _ in limits(_MEMBERSHIP, _CGROUPS, total))])
 
 
 def available_bytes() -> int:
-    """RAM that this process could take now without swapping, and without being killed for it."""
+    """Return the RAM in bytes that this process could take now without swapping, and without being killed for it."""
     total, available = _machine()
     left = [limit - used for limit, used in limits(_MEMBERSHIP, _CGROUPS, total)]
     return max(0, min([available, *left]))
 
 
 def give_back_heap() -> None:
-    """Give the system back what has been freed of the heap, where the C library can: it keeps that for itself."""
+    """Give freed memory of the heap back to the system, if the C library can. It keeps it otherwise."""
     if trim := _trim():
         trim(0)
 
 
 @functools.cache
 def _trim() -> Any | None:
-    """glibc's `malloc_trim`; None where the C library has none."""
+    """Return glibc's `malloc_trim`; None if the C library has none."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # musl and macOS; Windows takes no None
@@ -49,15 +49,17 @@ def _trim() -> Any | None:
 
 
 def _machine() -> tuple[int, int]:
+    """Return RAM in all and available RAM of the machine, by the host's count if it has one."""
     memory = psutil.virtual_memory()
     return host.ram_bytes() or (memory.total, memory.available)
 
 
 def limits(membership: Path, root: Path, machine_bytes: int) -> list[tuple[int, int]]:
-    """Return the limits that hold for a process, and the bytes used below each without the cache that goes first.
+    """Return the limits that hold for a process, as (limit, used) in bytes.
 
-    `membership` is its /proc/self/cgroup, `root` is where control groups are mounted. Of cgroup v1 and v2 alike each
-    group on the way up counts. What cannot be read sets no limit, nor does one that is above the machine's RAM.
+    Cache that goes first does not count as used. `membership` is the process's /proc/self/cgroup, `root` the folder
+    where control groups are mounted. Cgroup v1 and v2 are read alike, and each group on the way up counts. A file that
+    cannot be read sets no limit, nor does a limit of `machine_bytes` or more.
     """
     found = []
     for group, (caps, usage, cache) in _groups(membership, root):
@@ -69,7 +71,7 @@ def limits(membership: Path, root: Path, machine_bytes: int) -> list[tuple[int, 
 
 
 def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
-    """Yield the groups that a process is in, with those above them, and the names of their files."""
+    """Yield each group that a process is in and those above it, with the names of their files."""
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -77,7 +79,8 @@ def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[st
             continue
         names = _V1 if controllers else _V2
         top = root / "memory" if controllers else root / "unified" if (root / "unified").is_dir() else root
-        # In a container the path may be the machine's, of which only the container's own group is seen, as the root.
+        # In a container the path may be that of the machine, while only the container's own group is mounted, as the
+        # root: so the root itself is read too.
         parts = [part for part in path.split("/") if part]
         parts = [] if ".." in parts else parts
         for depth in range(len(parts) + 1):
@@ -85,12 +88,13 @@ def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[tuple[st
 
 
 def _number(file: Path) -> int | None:
-    """Return what a file says; None where there is none, or it says "max"."""
+    """Return the number in a file; None if there is none, or if it says "max"."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _statistic(file: Path, name: str) -> int:
+    """Return the value of a line "name value" in a file, 0 if there is none."""
     for line in _text(file).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():
@@ -99,6 +103,7 @@ def _statistic(file: Path, name: str) -> int:
 
 
 def _text(file: Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
     try:
         return file.read_text("ascii", "replace")
     except OSError:

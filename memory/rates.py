@@ -1,4 +1,4 @@
-"""How fast a machine moves weights and computes. What the planner's seconds are made of."""
+"""The speeds of a machine: how fast it moves weights and computes. All planned seconds are made of these."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Literal
 class Rates:
     """Bytes per second to the device and from disk, and operations per second of large products in bfloat16.
 
-    Decoding weights goes by the bytes per second of the device's own memory, read and written, and the least that a
-    kernel takes. A VAE computes in float32, which is slower by far than bfloat16; 0 stands for a quarter of that, and
-    for as much as that in float16 and in `attention`, if that is one kernel.
+    - `memory_bytes_per_second`, of the device's own memory read and written, and `kernel_seconds`, the least that a
+      kernel takes, are for dequantizing.
+    - `float32` and `float16` are operations per second in these types. A VAE computes in float32, which is much slower
+      than bfloat16. 0 stands for a quarter of bfloat16 in float32, and for the same in float16.
+    - `attention` are operations per second of attention in one kernel. 0 stands for the rate of products.
     """
 
     pinned_bytes_per_second: float
@@ -28,13 +30,16 @@ class Rates:
     attention: float = 0.0
 
     def operations_in(self, dtype: str) -> float:
-        """Operations per second of what computes in a type, named as in safetensors."""
+        """Return the operations per second of products in `dtype`, named as in safetensors."""
         if dtype == "F32":
             return self.float32_operations_per_second
         return (self.float16 if dtype == "F16" else 0.0) or self.operations_per_second
 
     def attention_in(self, dtype: str) -> float:
-        """Operations per second of attention in one kernel: of the rate of products the same share in each type."""
+        """Return the operations per second of attention in one kernel.
+
+        It is the same share of the rate of products in each type.
+        """
         share = self.attention / self.operations_per_second if self.attention else 1.0
         return share * self.operations_in(dtype)
 
@@ -45,16 +50,16 @@ class Rates:
 
     @property
     def operations_per_byte(self) -> float:
-        """In float32, in the time that a byte takes to the device."""
+        """Operations in float32 in the time of copying one byte to the device."""
         found = self.float32_operations_per_second / self.pinned_bytes_per_second
         return found if math.isfinite(found) else ASSUMED.operations_per_byte
 
 
-# A card of the middle class behind PCIe 4 x16, and a good SSD: for plans made on a machine that has neither. Attention
-# is taken to be as fast as products: of an A100's peak the paper of FlashAttention-2 tells up to 73 % for it, and 80 to
-# 90 % for products, which is less apart than the cards that this stands for. So what is published as planned holds.
+# A mid-range card behind PCIe 4 x16 and a good SSD, for plans on a machine that has neither. Attention is taken to be
+# as fast as products. The paper of FlashAttention-2 reports up to 73 % of an A100's peak for attention, and 80 to 90 %
+# for products. These differ less than the cards that the figures stand for, so published plans stay valid.
 ASSUMED = Rates(25e9, 10e9, 3e9, 60e12)
 
-# Hard disks have 0.1 to 0.25 GB/s and want to seek besides, SSDs 0.5 and more: weights that are read in every step come
-# from the latter only.
+# Hard disks read 0.1 to 0.25 GB/s and seek on top of that, SSDs 0.5 GB/s and more. Only SSDs may serve weights that are
+# read in every step.
 SLOWEST_DISK_BYTES_PER_SECOND = 0.3e9

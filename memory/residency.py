@@ -20,7 +20,6 @@ from .accelerator import Accelerator
 from .budget import Budget
 from .engine.engine import Engine
 from .engine.placement import Cpu, Placement
-from .engine.timing import CallTimes
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host_cache import HostCache, InRam
 from .planning.eviction import Use, choose_shrinks
@@ -58,7 +57,7 @@ class _Seat:
     is_leaving: bool = False  # as soon as it does not run
     fitted_for: Hashable = None  # the working memory and the seconds that its placement was made for
     before: _Before | None = None  # the call that is under way, while what it takes can be told
-    timed: Workload | None = None  # the work of the call whose groups are timed
+    timed: Workload | None = None  # the work of the call that is timed
 
 
 class Residency:
@@ -74,7 +73,6 @@ class Residency:
         self.work = WorkloadStats()
         self.host_cache = HostCache(accelerator, registry, self.budget, self.timeline, self.schedule, self.work)
         self._seats: weakref.WeakKeyDictionary[ManagedModel, _Seat] = weakref.WeakKeyDictionary()
-        self._whole: CallTimes[Workload] = CallTimes(self.device)  # of calls with all weights on the device
         # The units of the present stage that take turns in each step and stay meanwhile, with the least that they hold.
         self._beside: dict[ManagedModel, int] = {}
 
@@ -149,11 +147,8 @@ class Residency:
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
         seat = self._seat(unit)
         seat.before = _Before(allocated, self.budget.live_bytes, unit.resident_bytes, dequantized)
-        if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1:
-            if placement.time_call():
-                seat.timed = work
-            elif placement.name == "resident":
-                self._whole.begins(unit, work)
+        if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1 and placement.time_call():
+            seat.timed = work
 
     def ran(self, unit: ManagedModel, failed: bool) -> None:
         """Note what its run took. What one that `failed` took tells nothing."""
@@ -166,8 +161,6 @@ class Residency:
                 self.work.took(unit, measured, before.beside_bytes, before.dequantized)
         if unit.placement is not None:
             unit.placement.rest(failed)
-            if unit.placement.name == "resident":
-                self._whole.ended(unit, failed)
             self._learn(unit)
         self.host_cache.ran(unit)
 
@@ -177,7 +170,6 @@ class Residency:
             return 0
         freed = unit.placement.shrink(bytes)
         if freed:
-            self._whole.forget(unit)
             self._seat(unit).before = None  # what the call under way takes cannot be told any more
             self.timeline.record("evict", unit, freed)
         return freed
@@ -188,7 +180,6 @@ class Residency:
             return
         self._seat(unit).is_leaving = False
         self._learn(unit)
-        self._whole.forget(unit)
         with self.budget.recount_cached():
             left = unit.resident_bytes
             placement, unit.placement = unit.placement, None
@@ -269,8 +260,6 @@ class Residency:
             timed_work = self._seat(unit).timed
             assert timed_work is not None
             self.work.computed(unit, timed_work, measured)
-        if unit.placement and (timed := self._whole.take(unit)):
-            self.work.computed_whole(unit, *timed, unit.placement.dequantized)
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
         kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]

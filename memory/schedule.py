@@ -1,4 +1,4 @@
-"""Which units will run, in order, as far as the running graph or the run under way tells."""
+"""The coming runs of units, in order, as far as the running graph or the run under way tells."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .weights.unit import ManagedModel
 
 _Refs = list[weakref.ref[ManagedModel]]
 
-_STAGES = 64  # that are remembered, to guess what comes again
+_STAGES = 64  # ended stages to remember, from which repeating runs are guessed
 
 
 class Schedule:
-    """The coming runs of units, which it refers to weakly. Not known until it is set."""
+    """The coming runs of units, by weak references. Unknown until set."""
 
     def __init__(self) -> None:
         self._told: _Refs | None = None
         self._stage: _Refs | None = None
-        self._ended: deque[_Refs] = deque(maxlen=_STAGES)  # the units of the last stages
+        self._ended: deque[_Refs] = deque(maxlen=_STAGES)  # the units of the last stages, oldest first
 
     def set(self, units: Sequence[ManagedModel] | None) -> None:
-        """Set the units that are coming, or None when that is not known any more."""
+        """Set the units of the coming runs, in order. None means that they are not known any more."""
         self._told = None if units is None else _refs(units)
 
     @contextmanager
     def of_stage(self, units: Sequence[ManagedModel], then: Sequence[ManagedModel] | None) -> Iterator[None]:
-        """Until the block ends these units come first, `then` those, and then what was `set`, which stays as it is.
+        """Put the units of a stage, and then those of `then`, before the runs that were `set`, until the block ends.
 
-        Where `then` is None all stays as it was.
+        With `then` None the schedule stays as it is. In either case the stage is remembered as ended.
         """
         before = self._stage
         if then is not None:
@@ -43,7 +43,7 @@ class Schedule:
             self._ended.append(_refs(units))
 
     def strike(self, unit: ManagedModel) -> None:
-        """Take the next run of a unit off, and those before it, which did not come."""
+        """Take the next run of a unit off the schedule, and the runs before it, which did not happen."""
         coming = self._told or [] if self._stage is None else self._stage
         for index, ref in enumerate(coming):
             if ref() is unit:
@@ -51,20 +51,20 @@ class Schedule:
                 return
 
     def uses(self, working_bytes: Callable[[ManagedModel], int]) -> list[Use] | None:
-        """Return what is coming and still there, as the policy looks at it; None when it is not known.
+        """Return the coming runs of units that still exist, for `planning.eviction`; None if they are not known.
 
-        `working_bytes` tells what a unit takes beside its weights.
+        `working_bytes` returns the bytes that a unit takes beside its weights.
         """
         if self._told is None and self._stage is None:
             return None
         return [Use(unit, unit.size_bytes, working_bytes(unit)) for unit in self.units()]
 
     def units(self) -> list[ManagedModel]:
-        """Return what is coming and still there, in order; nothing where that is not known."""
+        """Return the units of the coming runs that still exist, in order. Empty if the runs are not known."""
         return _there([*(self._stage or []), *(self._told or [])])
 
     def ended(self) -> list[list[ManagedModel]]:
-        """Return the units of the last stages that are still there, in order."""
+        """Return the units of each of the last stages that still exist, oldest stage first."""
         return [_there(units) for units in self._ended]
 
 

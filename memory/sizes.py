@@ -11,10 +11,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?(B?)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Bytes of a size such as `6442450944`, `"6GB"`, `"6 GiB"` or `"256MB"`.
+    """Return the bytes of a size such as `6442450944`, `"6GB"`, `"6 GiB"` or `"256MB"`.
 
-    A unit is a power of 1024 (as graphics cards are sold). Raises ValueError for anything else, and for a size
-    below zero.
+    A unit is a power of 1024, as graphics cards are sold. Raises ValueError for anything else, and for a negative size.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)

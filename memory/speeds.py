@@ -1,4 +1,7 @@
-"""Measured speeds of this machine, kept in the user's cache directory."""
+"""Measured speeds of this machine, kept in the user's cache folder. Plain data by key; `learned` and `probe` use it.
+
+A file that cannot be read or written is no error: the next process measures again.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from typing import Any
 from .files import cache_home, read_json, write_cache
 from .rates import ASSUMED
 
-MAX_LISTS = 400  # of groups, and of what runs took beyond their forecast
-OBSERVED_BYTES = 256 * 2**20  # less than this from a disk says little
+MAX_LISTS = 400  # entries kept in groups.json: seconds of groups, and overheads of runs
+OBSERVED_BYTES = 256 * 2**20  # bytes below which a read is too short to tell the speed of a disk
 
 _lock = threading.RLock()
-_known: dict[str, dict[str, float]] = {}  # in this process, in case the file cannot be written
-_groups: dict[tuple[Path, str], Any] = {}  # as well, by file and key
+_known: dict[str, dict[str, float]] = {}  # numbers noted in this process, in case the file cannot be written
+_groups: dict[tuple[Path, str], Any] = {}  # facts noted in this process, by file and key, for the same reason
 
 
 def remembered(key: str, names: Sequence[str]) -> dict[str, float] | None:
-    """Return what was noted under a key, if all these numbers are there."""
+    """Return the numbers that were noted under a key; None if there are none.
+
+    Numbers from the file count only if all of `names` are there.
+    """
     with _lock:
         return _known.get(key) or _in_file(key, names)
 
@@ -37,9 +43,10 @@ def note(key: str, numbers: Mapping[str, float], file: bool = True) -> None:
 
 
 def observe_disk(nbytes: int, seconds: float, disk: int | None) -> None:
-    """Note that reading so many bytes of weights took so long, from the disk of a device number.
+    """Note that reading `nbytes` of weights took `seconds`, from the disk with the device number `disk`.
 
-    Reads of less than 256 MB are not counted, nor those from no one disk.
+    The rate is averaged with the known one, half and half. Reads of less than 256 MB do not count, nor do reads from an
+    unknown disk.
     """
     if nbytes < OBSERVED_BYTES or seconds <= 0 or disk is None:
         return
@@ -48,15 +55,15 @@ def observe_disk(nbytes: int, seconds: float, disk: int | None) -> None:
 
 
 def disk_rate(disk: int | None, otherwise: float = ASSUMED.disk_bytes_per_second) -> float:
-    """Bytes per second that weights come at from the disk of a device number, as far as that was seen."""
+    """Return the bytes per second that were seen from a disk, `otherwise` if none were."""
     found = None if disk is None else remembered(_disk_key(disk), ("disk",))
     return found["disk"] if found else otherwise
 
 
 def groups(key: str) -> Any:
-    """Return what was noted of the groups or runs of a model under a key, as plain data; None if nothing was.
+    """Return the plain data noted for a model's groups or runs under a key; None if there is none.
 
-    It may be damaged.
+    It may come from a damaged file: callers check it.
     """
     with _lock:
         known = path, _ = _groups_file(), key
@@ -64,7 +71,7 @@ def groups(key: str) -> Any:
 
 
 def note_groups(key: str, facts: Any) -> None:
-    """Remember facts of the groups of a model, in this process and in later ones; None forgets them."""
+    """Remember plain data for a model's groups or runs, in this process and in later ones. None forgets it."""
     with _lock:
         path = _groups_file()
         _groups[path, key] = facts
@@ -77,9 +84,6 @@ def note_groups(key: str, facts: Any) -> None:
 
 def _disk_key(disk: int) -> str:
     return f"{platform.node()}, disk {disk}"
-
-
-# What cannot be read or written is measured again in the next process.
 
 
 def _file() -> Path:

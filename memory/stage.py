@@ -1,4 +1,4 @@
-"""A stage of a graph: its units come when their modules are called, and are gone when it ends."""
+"""A stage of a graph: its units are placed when their modules are called, and leave the device when it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine.pace import Pace
+from .engine.event_timer import Pace
 from .errors import DoesNotFitError, is_out_of_memory, release_frames
 from .host import management as host
 from .host.flags import host_flags
@@ -48,7 +48,7 @@ def run_stage(
     alone: bool,
     keep: bool,
 ) -> Iterator[None]:
-    """See `MemoryManager.stage`."""
+    """Run a stage. See `MemoryManager.stage`, which holds the stage's lock and budget around this."""
     flags = host_flags()
     keep, ended = flags.keeps(keep), False
     outside = Overhead(outside_bytes=manager.accelerator.outside_bytes())
@@ -71,8 +71,9 @@ def run_stage(
         exits.enter_context(manager.take_turns(units))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
-        learn = exits.enter_context(ExitStack())  # when the record is closed
-        exits.callback(manager.timeline.finish, record, units)  # whatever happens as the units leave
+        # Exits run in reverse: the record is finished first, whatever happens as the units leave, then learned from.
+        learn = exits.enter_context(ExitStack())
+        exits.callback(manager.timeline.finish, record, units)
         kept_bytes = sum(unit.resident_bytes for unit in units)
         record.planned, record.strategy = planned and planned.beginning_with(kept_bytes), strategy
         try:
@@ -95,7 +96,10 @@ def run_stage(
 
 @contextmanager
 def _entered(manager: MemoryManager, unit: ManagedModel) -> Iterator[None]:
-    """Count a stage of a unit; one within another stage of it, as `on_step` may run, leaves all as that one had it."""
+    """Count a stage of a unit. After a stage within another stage of the same unit, restore the outer stage's state.
+
+    An `on_step` callback may run such an inner stage.
+    """
     work, device = manager.work.of(unit), vars(unit.module)["_runs_on"]
     unit.stages += 1
     try:
@@ -103,19 +107,19 @@ def _entered(manager: MemoryManager, unit: ManagedModel) -> Iterator[None]:
     finally:
         unit.stages -= 1
         if unit.stages:
-            manager.evict(unit)  # the outer stage has another budget, device or forecast
+            manager.evict(unit)  # it is placed for the inner stage's budget, device and forecast
             manager.work.resume(unit, work)
             unit.runs_on(device)
 
 
 def _learn(manager: MemoryManager, record: StageRecord, units: Sequence[ManagedModel]) -> None:
-    """Keep what a stage took beyond tensors, unless others had their share of it."""
+    """Keep what a stage took beyond tensors, unless other models had a part in it."""
     if not record.has_others:
         manager.work.took_in_all(units, record.overhead)
 
 
 class _Calls:
-    """The calls of one unit in a stage: each under a lease, tried again in less memory when it runs out."""
+    """The calls of one unit in a stage. Each runs under a lease, and is tried again in less memory when it runs out."""
 
     def __init__(self, manager: MemoryManager, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
@@ -123,12 +127,16 @@ class _Calls:
         self.first = True
         self.placement: str | None = None  # chosen at the first call, and kept for the others
         self.pace = Pace(manager.device) if manager.accelerator.pages_silently else None
-        self.slow: float | None = None  # seconds of the call for which the share was lowered last
-        self.usual: Attempt | None = None  # how calls were tried before that
+        self.slow: float | None = None  # seconds of the call for which the share was last lowered
+        self.usual: Attempt | None = None  # the attempt before any share was lowered for slowness
 
     def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run a call of the unit's module, in place of its `forward`.
+
+        Raises DoesNotFitError when all fallbacks fail.
+        """
         if self.unit.stages != self.depth:
-            return forward(*args, **kwargs)  # a stage within this one has it in place
+            return forward(*args, **kwargs)  # an inner stage has wrapped this call, and placed the unit
         if self.first:
             self.first = False
             self.manager.strike(self.unit)
@@ -143,6 +151,7 @@ class _Calls:
                 self._step_down(args, kwargs, error)
 
     def _run_once(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run a call once, as the present attempt says, under a lease."""
         failed = True
         self._keep_pace()
         strategy, anew = self.placement or self.attempt.strategy, self.placement is None
@@ -150,7 +159,7 @@ class _Calls:
         held = self.unit.resident_bytes
         self.manager.acquire(self.unit, strategy, instead_of=self._others(), anew=anew)
         self.placement = self.unit.placement.name if self.unit.placement else None
-        if self.pace and not anew and self.unit.resident_bytes == held:  # it brought nothing
+        if self.pace and not anew and self.unit.resident_bytes == held:  # time no call that brings weights
             self.pace.begin()
         try:
             if self.attempt.parts == 1:
@@ -166,7 +175,10 @@ class _Calls:
             self.manager.release(self.unit, failed=failed)
 
     def _keep_pace(self) -> None:
-        """Keep less of a unit if its calls are much slower than planned: the device may page silently."""
+        """Hold less of a unit on the device if its calls are much slower than planned: the device may page silently.
+
+        If that does not help, the unit gets its full share again, and its calls are not timed any more.
+        """
         unit, manager, attempt = self.unit, self.manager, self.attempt
         seconds = self.pace.seconds() if self.pace else None
         if self.pace is None or seconds is None or unit.placement is None or not unit.in_ram:
@@ -177,7 +189,7 @@ class _Calls:
             self.slow = None
             return
         if share == 1.0:
-            self.pace = None  # it is slow for another reason
+            self.pace = None  # holding less did not help: the calls are slow for another reason
         else:
             self.pace.forget()
             if self.usual is None:
@@ -194,19 +206,24 @@ class _Calls:
 
     @property
     def attempt(self) -> Attempt:
-        """How the calls are tried now."""
+        """The way in which calls are tried now."""
         return self.manager.work.of(self.unit).attempt
 
     def _others(self) -> list[ManagedModel]:
+        """Return the units that leave for a call: the stage's others, or all others."""
         others = self.manager.units() if self.alone or self.attempt.alone else self.stage
         return [unit for unit in others if unit is not self.unit]
 
     def _step_down(self, args: tuple, kwargs: dict, error: BaseException) -> None:
+        """Set the next attempt after a call that ran out of memory, and free what may leave the device.
+
+        Raises DoesNotFitError if there is none.
+        """
         unit, manager, attempt = self.unit, self.manager, self.attempt
         placement = unit.placement.name if unit.placement else None
         sizes, batch = sizes_of(unit), batch_of(args, kwargs, unit.batch_dims)
         if placement == "streamed" and unit.resident_bytes <= sizes.least_streamed_bytes:
-            attempt = replace(attempt, share=0.0)  # there is nothing left to give up there
+            attempt = replace(attempt, share=0.0)  # it holds the least already: a lower share would free nothing
         manager.evict(unit)
         if self.pace:
             self.pace.forget()

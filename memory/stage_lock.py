@@ -1,4 +1,4 @@
-"""The lock of a device's stages, which run one at a time and do not wait for a thread that waits for them."""
+"""The lock of a device's stages. They run one at a time, and never wait for a thread that waits for them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE_SECONDS = 60.0  # that a thread waits for a stage whose `on_step` does not return
+PATIENCE_SECONDS = 60.0  # seconds that a thread waits for a stage whose `on_step` does not return
 
 
 class StageLock:
-    """Re-entrant. A stage lasts as long as it takes, but while it is in its caller's code others wait for so long only.
+    """A re-entrant lock that is waited for without limit, except while its holder is in its caller's code.
 
-    That code may be waiting for them: they are refused, and it goes on.
+    That code, such as `on_step`, may itself be waiting for the other threads. So after `PATIENCE_SECONDS` these get a
+    RuntimeError, and the holder goes on.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._calling_since: float | None = None  # the holder called its caller's code
-        self._outer: list[bool] = []  # for each time that it is held: whether it was taken in such code
+        self._calling_since: float | None = None  # time at which the holder entered its caller's code
+        self._outer: list[bool] = []  # for each level of re-entry: whether it was entered from such code
 
     def __enter__(self) -> None:
         began = time.monotonic()
@@ -40,7 +41,7 @@ class StageLock:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Until the block ends the holder is in its caller's code, which may take the lock once more."""
+        """Mark the holder as being in its caller's code until the block ends. That code may take the lock once more."""
         self._calling_since = time.monotonic()
         try:
             yield
@@ -48,12 +49,16 @@ class StageLock:
             self._calling_since = None
 
     def is_owned(self) -> bool:
-        """Return whether this thread holds it."""
+        """Return whether this thread holds the lock."""
         if not self._lock.acquire(blocking=False):
             return False
         self._lock.release()
         return bool(self._outer)
 
     def _seconds_left(self, began: float) -> float:
+        """Return the seconds until a thread that has waited since `began` is refused.
+
+        The full patience while the holder is not in its caller's code.
+        """
         since = self._calling_since
         return PATIENCE_SECONDS - (0.0 if since is None else time.monotonic() - max(since, began))

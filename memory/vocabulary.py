@@ -1,4 +1,4 @@
-"""The words that everything here is told in: what a module is for, where its weights are, how it sits on a device."""
+"""The words of the whole package: roles of modules, tiers of weights, placements and strategies."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ ROLES: tuple[Role, ...] = ("text_encoder", "transformer", "vae", "other")
 Tier = Literal["disk", "host", "device"]
 
 PlacementName = Literal["resident", "streamed", "cpu"]
-STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")  # what a user may ask for
+STRATEGIES = ("auto", "resident", "streamed", "leafwise", "cpu")  # a user's choices; "leafwise" is the least ring

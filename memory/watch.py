@@ -1,4 +1,4 @@
-"""A thread that looks after something every so often, for as long as there is something to look after."""
+"""A thread that repeats a check for as long as there is something to check."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from collections.abc import Callable
 
 
 class Watch:
-    """Calls `look` in a thread of its own when woken, and again after as many seconds as it says, None for never."""
+    """Calls `look` in a thread of its own when woken, and again after the seconds that `look` returns.
+
+    None ends the thread until the next `wake`.
+    """
 
     def __init__(self, look: Callable[[], float | None]) -> None:
         self._look = look
-        self._lock = threading.RLock()  # a finalizer may wake it in the middle of this
+        self._lock = threading.RLock()  # re-entrant: a finalizer may call `wake` while this thread holds it
         self._woken = threading.Event()
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Look soon, and go on looking. Returns at once, and may be called from anywhere."""
+        """Call `look` soon, and go on. Returns at once, and may be called from any thread."""
         self._woken.set()
-        with self._lock, contextlib.suppress(RuntimeError):  # of an interpreter that is ending
+        with self._lock, contextlib.suppress(RuntimeError):  # an interpreter that is ending starts no threads
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="RAM watch (Ballast)", daemon=True)
                 thread.start()
@@ -38,5 +41,5 @@ class Watch:
                         return
         except BaseException:
             with self._lock:
-                self._thread = None  # the next call of `wake` begins anew
+                self._thread = None  # the next `wake` starts a new thread
             raise

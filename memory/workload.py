@@ -1,4 +1,4 @@
-"""The workloads of units in the stages of a graph, and the memory that they were seen to take beside weights."""
+"""The workloads of units in the stages of a graph, and the memory and time that their calls were seen to take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
-from .planning.measured import Measured, Overhead, differs, measured_loads, spread
+from .planning.measured import Measured, Overhead, differs, measured_loads
 from .planning.oom_fallback import Attempt, is_slow
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
@@ -21,12 +21,13 @@ from .weights.unit import ManagedModel
 class Workload:
     """The workload of a unit in one stage.
 
-    `kind` tells sizes of work apart, which differ in their working memory; `forecast` is what the stage was found to
-    take beforehand, None where that is not known, at these `rates`; `attempt` how its calls are tried now.
-
-    On a `card` that tells what a call computes, that is `measured`: once in a stage, as long as it `learns`, if all
-    its calls are of the same `shapes`. One that `pages` silently is believed only as far as it cannot be paging.
-    `overhead` is what it is to take beyond the forecast.
+    - `kind` tells workloads of different size apart, which differ in their working memory.
+    - `forecast` is the result of the dry run, None if there is none. `rates` are the speeds that go with it.
+    - `attempt` is the way in which calls are tried now, see `oom_fallback`.
+    - `card` is the key of the device's measurements, "" if nothing is measured there. `measured` are the seconds of the
+      groups. They are measured once in a stage, while `learns` is true, if all calls have the same `shapes`.
+    - On a device that pages silently (`pages`) a slow measurement is not believed: it may be the paging.
+    - `overhead` are the bytes expected beyond the forecast.
     """
 
     kind: Hashable = None
@@ -43,25 +44,28 @@ class Workload:
 
 @dataclass
 class _Seen:
-    """The bytes that calls of one unit took, by kind of work."""
+    """The bytes that calls of one unit took, by kind of workload."""
 
-    most: dict[Hashable, int] = field(default_factory=dict)
-    above: dict[Hashable, int] = field(default_factory=dict)  # how far the first call was above its forecast
+    most: dict[Hashable, int] = field(default_factory=dict)  # the most working memory of any call
+    above: dict[Hashable, int] = field(default_factory=dict)  # the excess of the first call over its forecast
 
 
 class WorkloadStats:
-    """The present work of each unit, or the last that it did, and what calls were seen to take."""
+    """The present or last workload of each unit, and the bytes and seconds that its calls were seen to take."""
 
     def __init__(self) -> None:
         self._now: weakref.WeakKeyDictionary[ManagedModel, Workload] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[ManagedModel, _Seen] = weakref.WeakKeyDictionary()
 
     def of(self, unit: ManagedModel) -> Workload:
-        """Return what a unit does."""
+        """Return the workload of a unit, an empty one if it has none."""
         return self._now.get(unit, Workload())
 
     def begin(self, unit: ManagedModel, work: Workload) -> None:
-        """Note what a unit is going to do. What was measured of it before, in whatever process, is recalled."""
+        """Set the workload of a unit when a stage begins.
+
+        Earlier measurements of it, from any process, are recalled.
+        """
         if work.card and work.forecast:
             found = learned.recall(work.card, sizes_of(unit), work.forecast)
             overhead = learned.recall_overhead(work.card, sizes_of(unit), work.forecast, work.overhead.outside_bytes)
@@ -69,7 +73,10 @@ class WorkloadStats:
         self._now[unit] = work
 
     def called(self, unit: ManagedModel, shapes: Hashable) -> None:
-        """Note the shapes of the arguments of a call. Where they are not always the same, no call tells of others."""
+        """Note the shapes of a call's arguments. If they change within a stage, no call stands for the others.
+
+        Then measured seconds are forgotten, and nothing is measured any more.
+        """
         work = self.of(unit)
         if work.shapes is None:
             self._now[unit] = replace(work, shapes=shapes)
@@ -79,7 +86,7 @@ class WorkloadStats:
             self._now[unit] = replace(work, learns=False, measured=None)
 
     def resume(self, unit: ManagedModel, work: Workload) -> None:
-        """Go on with what a unit did before other work came between."""
+        """Set the workload of a unit back to that of an outer stage, after an inner one."""
         self._now[unit] = work
 
     def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
@@ -87,15 +94,15 @@ class WorkloadStats:
         self._now[unit] = replace(self.of(unit), attempt=attempt)
 
     def stays(self, unit: ManagedModel) -> None:
-        """Note that the weights of a unit do not leave for those that it takes turns with."""
+        """Note that a unit's weights stay while others take their turns."""
         work = self.of(unit)
         if work.forecast:
             self._now[unit] = replace(work, forecast=replace(work.forecast, turns=1))
 
     def working_bytes(self, unit: ManagedModel, held_bytes: int = 0) -> int:
-        """Return what a unit's present work takes beside its weights, on top of what its stage holds there by now.
+        """Return the bytes that a unit's present workload takes beside its weights; 0 if they are not known.
 
-        0 if it is not known.
+        `held_bytes` is what its stage holds already, which is subtracted from a forecast.
         """
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
@@ -105,25 +112,26 @@ class WorkloadStats:
         return max(0, peak_bytes - held_bytes)
 
     def took(self, unit: ManagedModel, measured_bytes: int, held_bytes: int = 0, decoded: Collection[int] = ()) -> None:
-        """Note what one call took beside the weights, on top of what its stage held there before.
+        """Note the bytes that one call took beside the weights.
 
-        Of the groups these were `decoded` for good before it.
-        A call that was run in parts would have taken that many times.
+        `held_bytes` is what the stage held before the call. `decoded` names the groups that were kept dequantized by
+        then. A call whose batch ran in parts is counted as if it had run whole.
         """
         work, seen = self.of(unit), self._seen.setdefault(unit, _Seen())
         measured_bytes *= work.attempt.parts
         if work.forecast and work.kind not in seen.most:
-            # Less is no reason to take more than was planned: some forecasts are upper bounds, for any routing.
+            # A call below its forecast must not lower it: some forecasts are upper bounds, such as those for any
+            # routing of a mixture of experts.
             first = work.forecast.with_decoding(sizes_of(unit).decoding_beside(decoded))
             seen.above[work.kind] = max(0, held_bytes + measured_bytes - first.live_bytes - first.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 
     def overheads(self, units: Iterable[ManagedModel]) -> Overhead:
-        """Return what a stage of these units is to take beyond their forecasts."""
+        """Return the bytes that a stage of these units is expected to take beyond their forecasts."""
         return functools.reduce(Overhead.over, (self.of(unit).overhead for unit in units), Overhead())
 
     def took_in_all(self, units: Iterable[ManagedModel], seen: Overhead) -> None:
-        """Note what a stage of these units took beyond tensors. What its calls took is known by now."""
+        """Note the bytes that a stage of these units took beyond tensors. `took` has been called for its calls."""
         for unit in units:
             work, above = self.of(unit), self._seen.get(unit, _Seen()).above
             if work.card and work.forecast and work.kind in above and work.attempt.parts == 1:
@@ -131,37 +139,37 @@ class WorkloadStats:
                 learned.keep_overhead(work.card, sizes_of(unit), work.forecast, seen)
 
     def computed(self, unit: ManagedModel, work: Workload, measured: Measured) -> None:
-        """Note what the groups of a call computed, which was of this work. What is as expected changes nothing."""
+        """Note the measured seconds of a call's groups. `work` is the workload that the call belonged to.
+
+        Measurements that differ from the loads by less than 5 % change nothing.
+        """
         now = self.of(unit)
         if not work.forecast or now.forecast != work.forecast or not now.learns:
             return
         loads = self._loads(unit)
         if now.pages and is_slow(measured_loads(loads, measured).compute_seconds, loads.compute_seconds):
-            pass  # it was not the computing that took so long
+            pass  # paging may have taken the time, not computing
         elif differs(loads, measured):
             measured = learned.keep(work.card, sizes_of(unit), work.forecast, measured) or measured
             now = replace(now, measured=measured)
         self._now[unit] = replace(now, learns=False)
 
-    def computed_whole(self, unit: ManagedModel, work: Workload, seconds: float, decoded: Iterable[int]) -> None:
-        """Note what a call took of a unit of which all was on the device, these groups decoded for good."""
-        groups, loads = sizes_of(unit).groups, self._loads(unit)
-        spared = sum(groups[i].decode_seconds(work.rates) for i in decoded)
-        if measured := spread(loads, seconds + spared):
-            self.computed(unit, work, measured)
-
     def _loads(self, unit: ManagedModel) -> Loads:
+        """Return the groups with their seconds, measured ones first."""
         work = self.of(unit)
         return measured_loads(sizes_of(unit).loads(work.forecast, work.rates), work.measured)
 
     def call_seconds(self, unit: ManagedModel, kind: str, weights_bytes: int) -> float:
-        """Return what a call is planned to take with so many bytes of weights on the device; 0 if that is not known."""
+        """Return the planned seconds of a call with `weights_bytes` of weights on the device.
+
+        0 without a forecast, or if the rates are only assumed.
+        """
         work = self.of(unit)
         known = work.forecast is not None and work.rates.source != "assumed"
         return self.demand(unit).call_seconds(kind, weights_bytes) if known else 0.0
 
     def demand(self, unit: ManagedModel, held_bytes: int = 0) -> Demand:
-        """Return the demand of a unit for its present work, on top of what its stage holds beside weights."""
+        """Return the demand of a unit for its present workload. `held_bytes` is what its stage holds beside weights."""
         work, loads = self.of(unit), self._loads(unit)
         return Demand(
             unit.name,

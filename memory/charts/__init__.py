@@ -1,4 +1,4 @@
-"""Charts of VRAM over time from plain data: what happened, what is planned. Drawing one imports matplotlib."""
+"""Charts of VRAM over time, from plain data: past stages, and plans. Drawing one imports matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def drawn(draw: Callable[[], Image.Image], width: int, height: int) -> Image.Image:
-    """Return what `draw` returns; without matplotlib, a blank picture that says what to install, as the log does."""
+    """Return the picture that `draw` returns, or a blank one of `width` by `height` pixels without matplotlib.
+
+    The blank picture and the log say how to install it. Other missing modules raise ModuleNotFoundError.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     try:

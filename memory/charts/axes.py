@@ -1,6 +1,6 @@
-"""The parts of all charts: a figure of exact pixels, axes of bytes, stages as bands, the budget, legend and colours.
+"""The parts of all charts: a figure in exact pixels, axes of bytes, bands for stages, the budget, legend and colours.
 
-matplotlib's Agg canvas draws them, without pyplot and whatever the global settings are: any thread may draw.
+Charts are drawn on matplotlib's Agg canvas, without pyplot and without its global settings. So any thread may draw.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from ..sizes import format_bytes
 INK, MUTED, PAPER, GROUND = "#1f2430", "#6b7280", "#ffffff", "#f8fafc"
 WORK, OTHERS, _BUDGET, _GRID = "#cbd5e1", "#94a3b8", "#dc2626", "#e5e7eb"
 _BANDS = (GROUND, "#eef2f7")
-# One hue for each role, another shade for each further unit of it.
+# One hue for each role, one shade for each unit of it. Further units begin with the first shade again.
 _HUES = {
     "text_encoder": ("#2563eb", "#60a5fa", "#1e40af", "#93c5fd"),
     "transformer": ("#ea580c", "#f59e0b"),
     "vae": ("#16a34a", "#4ade80"),
     "other": ("#7c3aed", "#a78bfa"),
 }
-FONT = "DejaVu Sans"  # which matplotlib brings along
-SMALL, LARGE = 11.5, 13.0  # sizes of words in pixels
-_DPI = 72  # a point is a pixel
+FONT = "DejaVu Sans"  # ships with matplotlib
+SMALL, LARGE = 11.5, 13.0  # font sizes in pixels
+_DPI = 72  # dots per inch: a point is a pixel
 _LEFT, _TOP, _RIGHT, _BOTTOM, _TITLE = 84, 46, 24, 70, 26  # margins in pixels
 _GAP, _TICK = 12, 22  # the least pixels between two labels, side by side and one above the other
-_ROW, _NARROW = 18, 600  # of a title or legend; below so many pixels a chart has one row more of each
+_ROW, _NARROW = 18, 600  # pixels: height of a row of a title or legend; width below which each may take one row more
 
 
 def new_figure(width: int, height: int) -> Figure:
-    """Return a white figure of so many pixels."""
+    """Return a white figure of `width` by `height` pixels."""
     figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor=PAPER)
     figure.set_layout_engine("none")
     FigureCanvasAgg(figure)
@@ -48,7 +48,7 @@ def new_figure(width: int, height: int) -> Figure:
 
 
 def new_axes(figure: Figure, left: float, top: float, right: float, bottom: float, ground: str = "none") -> Axes:
-    """Axes between these pixels from the left and the top, with no frame but a line below."""
+    """Return axes between these pixels, counted from the left and the top. Only the lower side has a line."""
     width, height = figure.bbox.size
     axes = figure.add_axes((left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height))
     axes.set(facecolor=ground, axisbelow=True)
@@ -62,21 +62,24 @@ def new_axes(figure: Figure, left: float, top: float, right: float, bottom: floa
 def write(
     on: Figure | Axes, x: float, y: float, words: str, colour: str = INK, size: float = SMALL, at: str = "left"
 ) -> Text:
-    """Words that begin, end or have their middle (`at`) at a pixel of a figure, from the top, or a point of axes."""
+    """Write words at a pixel of a figure, counted from the top, or at a point of axes. Return the text.
+
+    `at` is "left", "center" or "right": the part of the words that lies at `x`.
+    """
     place: dict[str, Any] = {"transform": _pixels(on)} if isinstance(on, Figure) else {}
     y = on.bbox.height - y if isinstance(on, Figure) else y
     return on.text(x, y, words, color=colour, size=size, family=FONT, ha=at, va="center", parse_math=False, **place)
 
 
 def _pixels(figure: Figure) -> Transform:
-    """Return the transform of a figure's pixels, which are more in the picture where that is drawn larger."""
+    """Return the transform from a figure's pixels. In a picture that is drawn larger, one of them covers more."""
     return Affine2D().scale(1 / _DPI) + figure.dpi_scale_trans
 
 
 def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) -> None:
-    """Add a legend below so many pixels from the bottom, in as few rows as there is room for.
+    """Add a legend whose first row begins `top` pixels above the bottom, in as few rows as fit.
 
-    Rows of several begin further to the left where a chart is narrow.
+    On a narrow chart it begins further to the left.
     """
     look: dict[str, Any] = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "labelcolor": INK}
     look |= {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.4, "prop": {"family": FONT, "size": SMALL}}
@@ -92,7 +95,7 @@ def add_legend(figure: Figure, keys: Sequence[Artist], left: float, top: float) 
 
 
 def to_image(figure: Figure, scale: float = 1.0) -> Image.Image:
-    """Return the figure as an RGB picture, of `scale` times as many pixels each way; letters and lines grow too."""
+    """Return the figure as an RGB picture with `scale` times as many pixels each way. Letters and lines grow too."""
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     figure.set_dpi(_DPI * scale)
@@ -101,7 +104,7 @@ def to_image(figure: Figure, scale: float = 1.0) -> Image.Image:
 
 
 def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
-    """Return a colour for each unit by its role."""
+    """Return the colour of each unit. `roles` maps units to their roles."""
     counts, colours = dict.fromkeys(_HUES, 0), {}
     for name, role in roles.items():
         colours[name] = _HUES[role][counts[role] % len(_HUES[role])]
@@ -110,9 +113,9 @@ def unit_colours(roles: Mapping[str, str]) -> dict[str, str]:
 
 
 class ByteChart:
-    """Axes of bytes over time, with a band for each stage, between two `edges`, and its budget as a dashed line.
+    """Axes of bytes over time. Stage i is a band from `edges[i]` to `edges[i + 1]`, with `budgets[i]` as a dashed line.
 
-    A budget far above `peak_bytes` would flatten the picture; then it is only named.
+    A budget above 2.5 times `peak_bytes` would flatten the picture. It is only named in the legend.
     """
 
     def __init__(
@@ -139,7 +142,10 @@ class ByteChart:
                 self.level(start, end, budget, _BUDGET, (0, (6, 6)))
 
     def _title(self, title: str, width: int) -> int:
-        """Write the title, where a chart is narrow in two lines if it must be. Returns their count."""
+        """Write the title, in two lines if the chart is narrow and the title has a semicolon.
+
+        Return the number of lines.
+        """
         left, lines = (self.left, [title]) if width >= _NARROW else (_GAP, title.split("; ", 1))
         for number, line in enumerate(lines):
             more = ";" * (number + 1 < len(lines))
@@ -150,16 +156,16 @@ class ByteChart:
         return len(lines)
 
     def level(self, start: float, end: float, size: int, colour: str, style: Any = "-") -> None:
-        """Draw a line at a number of bytes."""
+        """Draw a horizontal line at `size` bytes, from `start` to `end` on the time axis."""
         line: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 1, "marker": ""}
         self.axes.plot((start, end), (size, size), **line, zorder=4, clip_on=False)
 
     def pixel(self, x: float) -> float:
-        """Return how far from the left a point of the time axis is."""
+        """Return the pixel, from the left, of a point of the time axis."""
         return self.left + (self.right - self.left) * x / self.edges[-1]
 
     def stages(self, names: Sequence[str], facts: Sequence[str], failed: Sequence[bool] = ()) -> None:
-        """Draw the name of each stage above it, in red if it failed, with the facts where there is room."""
+        """Write the name of each stage above it, red if it failed, with its facts if they fit."""
         words = [f"{name}  {fact}" for name, fact in zip(names, facts, strict=True)]
         for at, (start, end) in enumerate(pairwise(map(self.pixel, self.edges))):
             text = write(self.figure, 0, 0, words[at], size=LARGE)
@@ -172,7 +178,10 @@ class ByteChart:
         self, edges: Sequence[float], words: Sequence[str], y: float, colours: Sequence[str], size: float,
         at: str = "left",
     ) -> None:  # fmt: skip
-        """Words for the spans between edges, none over another. Of too many those of the longest spans stay."""
+        """Write words for the spans between edges, none over another. If not all fit, those of the longest spans stay.
+
+        Red words stay before others.
+        """
         texts = [write(self.figure, 0, y, word, colour, size) for word, colour in zip(words, colours, strict=True)]
         starts = list(map(self.pixel, edges))
         lengths, widths = [b - a for a, b in pairwise(starts)], [text.get_window_extent().width for text in texts]
@@ -189,7 +198,7 @@ class ByteChart:
             most = texts[one].get_position()[0] - _GAP
 
     def finish(self, areas: Mapping[str, str], lines: Mapping[str, str], scale: float = 1.0) -> Image.Image:
-        """Add the legend, of these colours and of the budget. Return the picture, drawn larger by `scale`."""
+        """Add the legend of `areas`, `lines` and the budget. Return the picture, drawn larger by `scale`."""
         keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in areas.items()]
         styles: list[tuple[str, str, Any]] = [(name, colour, "-") for name, colour in lines.items()]
         for name, colour, style in [*styles, (self._budget, _BUDGET, "--")]:
@@ -199,7 +208,7 @@ class ByteChart:
 
 
 def _round_step(ceiling: float, parts: int) -> int:
-    """Return a round number of bytes, by whole units of 1024, that divides the axis into no more parts."""
+    """Return a round number of bytes that divides the axis into at most `parts`, such as 2 GB or 500 MB."""
     unit = 1
     while unit * 1024 <= ceiling / 4:
         unit *= 1024

@@ -1,4 +1,4 @@
-"""A chart of a plan, drawn as a timeline is: the VRAM that each unit's weights and the work beside them will take."""
+"""A chart of a plan over time: the VRAM that each unit's weights and working memory will take."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from PIL import Image
 
 from .axes import GROUND, MUTED, SMALL, WORK, ByteChart, unit_colours
 
-_LEAST_SHARE = 0.085  # of the width, for a part so short that it would vanish
-_MOST_LOADING = 0.4  # of a part's width, so that its weights can be seen
+_LEAST_SHARE = 0.085  # share of the width that even the shortest part gets
+_MOST_LOADING = 0.4  # share of a part's width that loading may take, so that its weights can be seen
 
 
 @dataclass(frozen=True)
 class Part:
-    """A group of the time axis: one unit at work for some steps, after `loading` seconds in which its weights come."""
+    """A part of the time axis: one unit at work for `steps` steps.
+
+    It takes `seconds`, of which the first `loading` seconds bring the weights.
+    """
 
     stage: str
     unit: str
@@ -32,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run for one budget, its parts in the order of its stages, with a word about each stage."""
+    """The plan of a run for one budget: its parts in the order of its stages, and a few words for each stage."""
 
     title: str
     budget_bytes: int
@@ -41,7 +44,7 @@ class Plan:
 
 
 def draw_plan(plan: Plan, width: int, height: int, scale: float = 1.0) -> Image.Image:
-    """Return an RGB picture of `width` by `height` pixels, of `scale` times as many each way."""
+    """Return an RGB picture of a plan, of `width` by `height` pixels times `scale`."""
     parts, shares = plan.parts, _shares([part.seconds for part in plan.parts])
     starts = [0.0, *accumulate(shares)]
     edges = [starts[at] for at, part in enumerate(parts) if not at or part.stage != parts[at - 1].stage] + starts[-1:]
@@ -67,7 +70,7 @@ def draw_plan(plan: Plan, width: int, height: int, scale: float = 1.0) -> Image.
 
 
 def draw_plans(plans: Sequence[Plan], width: int, height: int, scale: float = 1.0) -> Image.Image:
-    """Pictures of plans, `height` pixels each, one above the other; `scale` times as many pixels."""
+    """Return an RGB picture of plans one above the other, each of `width` by `height` pixels times `scale`."""
     drawn = [draw_plan(plan, width, height, scale) for plan in plans]
     whole = Image.new("RGB", (drawn[0].width, sum(each.height for each in drawn)))
     for number, each in enumerate(drawn):
@@ -76,14 +79,14 @@ def draw_plans(plans: Sequence[Plan], width: int, height: int, scale: float = 1.
 
 
 def _shares(times: Sequence[float]) -> list[float]:
-    """Return the share of the axis that each part gets: the times as they are, unless short ones would vanish."""
+    """Return the share of the time axis of each part: the times as they are, unless short parts would vanish."""
     whole = sum(times)
     true = [time / whole if whole else 1 / len(times) for time in times]
     least = min(_LEAST_SHARE, 0.7 / len(times))
     if all(share >= least for share in true):
         return list(times) if whole else true
     widened = [max(share, least) for share in true]
-    for _ in times:  # what the short ones get the long ones give
+    for _ in times:  # take from the long parts what the short ones get
         spare, excess = sum(share - least for share in widened), sum(widened) - 1
         widened = [share - (share - least) * excess / spare if spare else 1 / len(times) for share in widened]
     return widened

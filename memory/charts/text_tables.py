@@ -1,16 +1,16 @@
-"""Rows of words as a table of plain text."""
+"""Tables in plain text."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 
-# An empty row for each line of a box but the fourth, which underlines the heading.
+# Rich describes a box in eight lines of four characters. All are blank except the third, which underlines the heading.
 _BOX = "    \n    \n -  \n    \n    \n    \n    \n    \n"
 
 
 def format_table(rows: Sequence[Sequence[str]], heading: bool = True) -> str:
-    """Rows of words in columns, with the first row as an underlined heading unless `heading` is false."""
+    """Return rows of words as text in columns, the first row as an underlined heading unless `heading` is false."""
     from rich.box import Box
     from rich.console import Console
     from rich.table import Table
@@ -22,7 +22,7 @@ def format_table(rows: Sequence[Sequence[str]], heading: bool = True) -> str:
     for row in rows[heading:]:
         table.add_row(*row)
     written = io.StringIO()
-    # As wide as the words need, and words only: no colours, no markup, whatever the terminal is.
+    # Wide enough for all words, without colours or markup: the text must not depend on the terminal.
     width = 2 * sum(max(len(row[column]) for row in rows) + 4 for column in range(len(rows[0])))
     console = Console(
         file=written, width=width, color_system=None, force_jupyter=False, markup=False, emoji=False, highlight=False

@@ -1,4 +1,4 @@
-"""A chart of what happened: the VRAM that each unit's weights and the work beside them took, stage by stage."""
+"""A chart of past stages: the VRAM that each unit's weights and working memory took over time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .axes import INK, LARGE, MUTED, OTHERS, WORK, ByteChart, new_figure, to_ima
 
 @dataclass(frozen=True)
 class Span:
-    """A time, in seconds since its stage began: the bytes of each unit's weights, and the most that was allocated.
+    """A span of time, in seconds since its stage began.
 
-    `guests` are the bytes of models that are not ours, beside those.
+    `weights` maps each unit to the bytes of its weights, `peak_bytes` is the peak of allocated bytes. `guests` maps
+    each of the host's models to its bytes on the device, which come on top of `peak_bytes`.
     """
 
     start: float
@@ -31,7 +32,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. `planned_bytes` is the peak that was planned, `other_bytes` what is not ours; 0 for neither."""
+    """One stage. `planned_bytes` is its planned peak, 0 if there was no plan.
+
+    `other_bytes` are bytes on the device that are not ours. `run` names the run that the stage belongs to.
+    """
 
     title: str
     seconds: float
@@ -47,10 +51,10 @@ class Stage:
 def draw_timeline(
     stages: Sequence[Stage], roles: Mapping[str, str], width: int, height: int, scale: float = 1.0
 ) -> Image.Image:
-    """Draw our own bytes, with guests above them. Time between stages is left out.
+    """Draw the bytes of our units, with those of host models above them. Time between stages is left out.
 
-    The picture has `width` by `height` pixels, times `scale` each way. `roles` has the role of each unit. Where the
-    stages are of several runs, a line parts these.
+    The picture has `width` by `height` pixels times `scale`. `roles` maps each unit to its role. A line parts the
+    stages of different runs.
     """
     edges = [0.0, *accumulate(stage.seconds for stage in stages)]
     spans = [span for stage in stages for span in stage.spans]
@@ -73,8 +77,8 @@ def draw_timeline(
         if sizes.any():
             axes.add_artist(StepPatch(top, ends, color=colours[name], linewidth=0))
             top = top - sizes
-    # The whole stack, then what is left of it without its uppermost unit, and so on. Not by `axes.stairs`, which is
-    # slow: it looks for the limits of what it adds.
+    # Draw the whole stack, then the stack without its uppermost unit over it, and so on. `axes.stairs` would be slow:
+    # it computes the limits of everything that it adds.
     axes.add_artist(StepPatch(peaks, ends, color=WORK, linewidth=0))
     for name, sizes in reversed(weights.items()):
         axes.add_artist(StepPatch(whole, ends, color=colours[name], linewidth=0))
@@ -100,9 +104,9 @@ def draw_timeline(
 def _columns(
     stages: Sequence[Stage], edges: Sequence[float], names: Mapping[str, str], count: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """Return the weights of each unit, those of guests, and the peak in each of `count` columns.
+    """Return in each of `count` columns the weights of each unit, the bytes of each host model, and the peak.
 
-    Of what falls into one column the highest shows.
+    If several spans fall into one column, the highest peak shows.
     """
     weights, guests = ({name: np.zeros(count) for name in names} for _ in range(2))
     peaks = np.zeros(count)

@@ -1,1 +1,1 @@
-"""How weights pass through a device: placements, the ring of bytes, copy queues, windows."""
+"""The engine that places weights on a device: ring, placements, copy streams, staging buffers. Start at `ring`."""

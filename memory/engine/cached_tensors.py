@@ -1,4 +1,4 @@
-"""Tensors that a run leaves on the device outside parameters and buffers."""
+"""Tensors that a run left on the device, outside of the module's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LruCache = type(functools.lru_cache(len))
 
 
 def clear_cached_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move to the host what a run left on the device outside parameters and buffers.
+    """Move tensors that a run has cached on the device to the host, and clear `functools.lru_cache`s.
 
-    Models keep tensors in lists, deques, dicts and plain objects (rotary tables, the feature caches of causal VAEs) and
-    behind `functools.lru_cache`; `module.to()` knows none of them.
+    Models keep tensors in lists, deques, dicts and plain objects: rotary tables, the feature caches of causal VAEs.
+    `module.to()` finds none of them. `Placement.remove` calls this, so that nothing of the unit stays on the device.
     """
     if callable(clear := getattr(module, "clear_cache", None)):
         clear()
@@ -37,23 +37,23 @@ def clear_cached_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 def _clear_function_caches(namespace: Mapping[str, Any]) -> None:
+    """Clear the `functools.lru_cache` functions in a namespace, decorated ones included."""
     for function in list(namespace.values()):
-        # Either the cached function itself, or one wrapped in another, which then holds it in its closure.
-        cells = [
-            cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()
-        ]  # empty ones raise
+        # A decorator outside of `lru_cache` hides the cached function in its closure. Empty cells raise when read.
+        cells = [cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
         for cached in (function, *(cell.cell_contents for cell in cells)):
             if isinstance(cached, _LruCache):
                 cached.cache_clear()
 
 
 def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
-    """`value` with every tensor on `device` replaced by its host copy; the same object if it could be kept.
+    """Return `value` with every tensor on `device` replaced by its host copy; the same object where it could be kept.
 
-    What is cached for that device, under its name, is left out: there it would be taken for one on the device.
+    Entries of a dict under a key that names the device are removed: the model would take the host copy for one on it.
     """
     if isinstance(value, torch.Tensor):
         return value.cpu() if value.device == device else value
+    # `seen`: objects may refer to each other in circles. Modules are visited by the caller.
     if id(value) in seen or isinstance(value, nn.Module | type | ModuleType):
         return value
     seen.add(id(value))
@@ -76,7 +76,7 @@ def _to_host(value: Any, device: torch.device, seen: set[int]) -> Any:
 
 
 def _names(key: Any, device: torch.device) -> bool:
-    """Return whether the key of a cached value names the device."""
+    """Return whether a key, or a part of a tuple, names the device."""
     if isinstance(key, tuple):
         return any(_names(part, device) for part in key)
     return isinstance(key, torch.device | str) and str(key) == str(device)

@@ -1,4 +1,4 @@
-"""Deferred uploads: a resident group has its room on the device at once, and its weights when it is called."""
+"""Deferred uploads: a resident group has its device memory at once, and its weights when it is first called."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .weight_source import WeightSource
 
 
 class DeferredUploads:
-    """The groups that stay and are not there yet, which one stream copies in the order of the calls.
+    """The resident groups whose weights are still to be uploaded, in call order.
 
-    `groups` are all of the module, in that order. Until a group is there its module holds the host's tensors: whoever
-    reads them elsewhere than in its calls meets an error that is seen. `take_bytes` tells what has come.
+    `groups` are all groups of the module, in that order. Until a group is uploaded its module holds the host's tensors.
+    A read outside of its calls then raises an error, where device memory without weights would give garbage. `Engine`
+    calls this, under its lock but for `await_ram`.
     """
 
     def __init__(self, groups: Sequence[WeightGroup], supply: WeightSource, queues: Queues) -> None:
         self._source, self._queues = supply, queues
         self._order = {group: i for i, group in enumerate(groups)}
-        self._owing: list[WeightGroup] = []  # whose copies have not been queued
+        self._owing: list[WeightGroup] = []  # groups in the state AWAITED, their copies not queued
         self._bytes_in = self._bytes_read = 0
 
     @property
@@ -30,12 +31,12 @@ class DeferredUploads:
         return bool(self._owing)
 
     def take_bytes(self) -> tuple[int, int]:
-        """Bytes that have come since this was last asked, and those of files that were read for them."""
+        """Return the bytes uploaded since the last call of this, and the bytes of files read for them."""
         taken, self._bytes_in, self._bytes_read = (self._bytes_in, self._bytes_read), 0, 0
         return taken
 
     def expect(self, group: WeightGroup) -> int:
-        """Take room for a group. Returns the bytes."""
+        """Allocate device memory for a group, in the state ON_HOST. Return its bytes."""
         made: dict[int, torch.Tensor] = {}
         for ref in group.refs:
             if id(ref.tensor) not in made:
@@ -43,33 +44,37 @@ class DeferredUploads:
         group.owed = [(ref, made[id(ref.tensor)]) for ref in group.refs]
         group.arrived = self._queues.event()
         group.become(State.AWAITED)
-        self._queues.mark(group.arrived)  # work that is queued may still read what was there before
+        self._queues.mark(group.arrived)  # queued work may still read what the allocator had in these bytes before
         self._owing.append(group)
         return sum(tensor.nbytes for tensor in made.values())
 
     def await_ram(self, group: WeightGroup) -> None:
-        """Wait until what a group is copied from has come to RAM. Raises what the reading raised."""
+        """Wait until the host weights of a group have been read. Raises the error of the reading."""
         if group.state is State.AWAITED:
             self._source.await_ram([ref.tensor for ref, _ in group.owed])
 
     def enter(self, group: WeightGroup) -> None:
-        """Make work that is queued from now on wait for a group."""
+        """Upload a group, and make work that this thread queues from now on wait for it. The group is resident.
+
+        The host waits only if weights still have to be read. Does nothing for groups that are resident already, or
+        stream.
+        """
         if group.state is State.AWAITED:
             self._send(group)
         if group.state is not State.COMING:
             return
         self._queues.wait(group.arrived)
-        with torch.inference_mode(False), torch.no_grad():  # for tensors that outlive the call
+        with torch.inference_mode(False), torch.no_grad():  # the parameters outlive the call
             for ref, target in group.owed:
                 ref.set(target)
         group.owed, group.arrived = [], None
         group.become(State.RESIDENT)
 
     def send_before(self, following: WeightGroup | None, current: WeightGroup | None) -> bool:
-        """Queue the copies of what is called before another group, as far as it has come to RAM.
+        """Queue the uploads of groups that are called before `following`, as far as RAM has their weights.
 
-        Those are all where nothing follows, or what follows is called before the `current` one, in the next call.
-        Returns whether nothing is left of them.
+        All of them if `following` is None, or is called before the `current` group, that is, in the next call. Return
+        False if a group was not in RAM, so that it and later ones are still to be queued.
         """
         upto = self._order[following] if following else len(self._order)
         now = self._order[current] if current and current.called else -1
@@ -82,8 +87,10 @@ class DeferredUploads:
         return True
 
     def before_disk(self, upcoming: list[WeightGroup], current: WeightGroup | None) -> list[WeightGroup]:
-        """Return the groups that come through windows and are called before the next one that is to stay and is on
-        disk: it takes the windows, and what was read into them would be read again.
+        """Return the streamed groups to prefetch into staging buffers now.
+
+        These end before the next resident group that is uploaded from disk. It needs the staging buffers itself, and
+        groups read into them earlier would have to be read again.
         """
         now = self._order[current] if current else -1
         on_disk = (self._order[group] for group in self._owing if self._source.is_on_disk(group))
@@ -91,26 +98,26 @@ class DeferredUploads:
         return upcoming if upto is None else [group for group in upcoming if now < self._order[group] < upto]
 
     def disk_copies(self) -> list[list[Copy]]:
-        """Return what is to come from disk, by group, in the order of the calls."""
+        """Return the copies that are to be read from disk, group by group in call order."""
         groups = sorted(self._owing, key=self._order.__getitem__)
         return [copies for group in groups if (copies := self._copies(group)[1])]
 
     def forget(self, group: WeightGroup) -> None:
-        """Cancel the upload of a group. Its room may then be given up."""
+        """Cancel the upload of a group. Its device memory may then be freed."""
         if group.state is State.COMING and group.arrived:
-            self._queues.finish()  # the copies into what is freed
+            self._queues.finish()  # copies into memory that the caller frees next
         if group in self._owing:
             self._owing.remove(group)
         group.owed, group.arrived = [], None
 
     def clear(self) -> None:
-        """Forget all, when no copy is under way."""
+        """Cancel all uploads. No copy may be under way."""
         self._owing.clear()
         for group in self._order:
             group.owed, group.arrived = [], None
 
     def _send(self, group: WeightGroup) -> None:
-        """Queue the copies of a group, behind what used their bytes before."""
+        """Upload a group: queue copies from RAM, behind the last use of their memory, and read weights on disk."""
         self.await_ram(group)
         in_ram, on_disk = self._copies(group)
         self._source.fill(on_disk)
@@ -125,7 +132,7 @@ class DeferredUploads:
         self._owing.remove(group)
 
     def _copies(self, group: WeightGroup) -> tuple[list[Copy], list[Copy]]:
-        """Return the copies that a group takes, each once: from RAM, and from disk."""
+        """Return the copies of a group, each once: from RAM, and from disk."""
         once = {id(target): (ref.tensor, target) for ref, target in group.owed}.values()
         on_disk = [copy for copy in once if self._source.reads(copy[0])]
         return [copy for copy in once if not self._source.reads(copy[0])], on_disk

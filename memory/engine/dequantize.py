@@ -1,6 +1,7 @@
-"""Decoding on the device: encoded weights become plain tensors for the time of their module's call.
+"""Dequantization on the device: encoded weights are plain tensors for the time of their module's call.
 
-They are decoded where the device computes, in the order of the calls, into one workspace that each call has anew.
+They are dequantized on the compute stream, in the order of the calls. All modules share one workspace, and each call
+overwrites the weights of the call before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from ..weights.structure import ParameterRef
 
 
 class Workspace:
-    """Memory on a device for the decoded weights of one module at a time, the largest of those given."""
+    """Device memory for the dequantized weights of one module at a time, as large as the largest of `owners` needs.
+
+    `nbytes` is 0 if no weight is encoded.
+    """
 
     def __init__(self, owners: Sequence[Owner], device: torch.device) -> None:
         self.nbytes = workspace_bytes(owners)
@@ -28,26 +32,26 @@ class Workspace:
         self._views: dict[int, list[tuple[ParameterRef, Codec, nn.Parameter]]] = {}  # by `id` of the owner
 
     def open(self) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         if self.nbytes:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = None
         self._views.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in the workspace."""
+        """Return whether a tensor is a view into the workspace."""
         memory = self._memory
         return memory is not None and tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     @contextmanager
     def decoded(self, owner: Owner) -> Iterator[None]:
-        """Show a module its encoded weights dequantized, from their bytes on the device (`here`).
+        """Show a module its encoded weights dequantized, from their bytes on the device (`ParameterRef.here`).
 
-        Those of which there are none here are decoded already.
+        Weights without such bytes are skipped: they are kept dequantized.
         """
         if id(owner) not in self._views:
             self._views[id(owner)] = self._make_views(owner)
@@ -56,16 +60,17 @@ class Workspace:
             with torch.no_grad():
                 done: dict[int, Any] = {}
                 for ref, codec, view in views:
-                    if id(view) not in done:
+                    if id(view) not in done:  # tied parameters share a view
                         codec.decode(split(codec, ref.here), view.detach())  # type: ignore[arg-type]
                         done[id(view)] = ref
                     ref.holder[ref.key] = view
             yield
-        finally:
+        finally:  # the next module overwrites the views: nobody may find them in this one
             for ref, _, _ in views:
                 ref.holder[ref.key] = ref.shown
 
     def _make_views(self, owner: Owner) -> list[tuple[ParameterRef, Codec, nn.Parameter]]:
+        """Return each encoded parameter of a module with its codec and its plain view into the workspace."""
         assert self._memory is not None
         made: dict[int, nn.Parameter] = {}
         views, end = [], 0
@@ -80,7 +85,7 @@ class Workspace:
 
 
 def decode(codec: Codec, here: torch.Tensor) -> nn.Parameter:
-    """Return an encoded parameter as a tensor of its own, on the device of its bytes."""
+    """Return an encoded parameter as a plain tensor of its own, on the device of its stored bytes `here`."""
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty(codec.shape, dtype=codec.dtype, device=here.device)
         codec.decode(split(codec, here), made)

@@ -1,9 +1,7 @@
-"""The engine: it makes a Layout true. Groups of a module are resident, or pass through a ring of bytes.
+"""The engine: makes a `Layout` true. Weight groups of a module are resident, or pass through the ring.
 
-A streamed group's weights are one flat buffer in RAM. One copy brings them to the ring while other groups run, and
-from the call of its first module to that of another group's its parameters are views into the ring. Copies run on a
-stream of their own and wait for the last use of the bytes, the group waits for its copy; the host waits for neither,
-and nothing comes back.
+Gates around the modules of a group notice when it is called. They make the device wait for the group's copy, point the
+parameters to the device copy, and start the prefetch of the next groups. The trip of one weight is told in `ring`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import nn
 
 from ..errors import is_out_of_memory
 from ..host import management as host
-from ..planning.measured import Measured
+from ..planning.measured import Measured, spread
 from ..planning.solver import Layout
 from ..weights.embeddings import rows_of
 from ..weights.encoding import Source
@@ -35,37 +33,42 @@ from .ring import Ring, RingSlot, State, WeightGroup
 from .weight_source import WeightSource
 
 # [Note: Layout changes in mid-run]
-# The host, another model or a slow step may change what stays on the device while a call is under way, from any
-# thread. `Engine.apply` takes the new layout at once. What moves, and when, follows three rules:
-# 1. The group that runs (`_current`) never moves. If the new layout needs it to (`_is_held_up`), the ring stays as it
-#    is, the other groups that are to leave do so now, and `_leave` settles the rest when the call of this group ends
+# The host, another model or a slow step may change the room for weights while a call is under way, from any thread.
+# `Engine.apply`, `grow` and `shrink` take the new layout at once. Three rules decide which groups move, and when:
+# 1. The running group (`_current`) never moves. If the new layout needs it to (`_is_held_up`), the ring stays as it is
+#    and the other groups that must leave are evicted now. `_leave` settles the rest when this group ends
 #    (`_unsettled`).
-# 2. Memory is freed before it is taken: groups leave, then the ring is laid anew, then groups come (`_settle`).
-# 3. A wish for more room moves nothing while the running group is in the way (`_more_bytes`). Otherwise groups would
-#    leave at once for others that can come only when the call ends, and the device would hold less than before.
-# A wish for less room replaces a pending wish for more. When groups come and memory runs out after all, the room
-# becomes what the weights hold by then, and the layout is the best for that.
+# 2. Memory is freed before it is taken: groups are evicted, the ring is laid anew, then groups are brought (`_settle`).
+# 3. A request for more room moves nothing while the running group is in the way (`_more_bytes`). Otherwise groups would
+#    be evicted at once for others that can be brought only when it ends: the device would hold less than before.
+# A request for less room replaces a pending request for more. If memory runs out although the layout should fit, the
+# room becomes the bytes that the weights hold by then, and the engine settles in the best layout for that.
 
-_THROUGH = 1  # of the kinds of groups: those that come through windows
+_THROUGH = 1  # index in `Order`'s kinds: groups that pass through staging buffers
 
 WHOLE = Layout()  # all groups resident, as they are stored
 
 
 class Engine(Placement):
-    """A module on the device, its groups as a layout says; everything outside the groups is resident, tables excepted.
+    """A module whose weight groups are where `layout` has them.
 
-    With `source`, which tells where the weights lie in files, by name, what is on `meta` of the module comes straight
-    from the disk; ValueError if it does not name all. `calls` tells the order of the calls inside.
+    Weights in no group are resident. Large embedding tables are not: calls look their rows up in RAM or in the file.
 
-    In a `streamed` layout gates at the modules of all groups bring each in time. One call of the module at a time, from
-    whichever thread, and `rest` after it; `grow`, `shrink` and `apply` may be called from others meanwhile. A group
-    that is never called, as far as `calls` tells, comes when it is.
+    `source` tells, by parameter name, where weights are in files. Parameters on `meta` are then read straight from
+    there; ValueError if `source` does not name them all. `calls` is the order of the calls inside, as a dry run saw it.
+    `incoming` are reads to RAM that are still under way.
 
-    On the CPU a module runs so from disk: the ring, and the groups that stay, lie in RAM beside the windows.
+    Placement `streamed`: the gates stay. The module takes one call at a time, from any thread, and `rest` after each.
+    `grow`, `shrink` and `apply` may be called from other threads during a call. A group that `calls` never saw is
+    brought when it is called.
 
-    In a `resident` layout a group comes when it is called first, and the gates go as soon as all is there. Where the
-    order of the calls is not known all is there before the first: who reads what is not known. Between calls groups may
-    leave; `complete` must come before each call.
+    Placement `resident`: all groups have device memory at once, and each is uploaded when it is first called. The gates
+    go when everything is there. If the order of the calls is not known, everything is uploaded before the first call,
+    since weights may be read outside the gates. Groups may be evicted between calls, and `complete` must come before
+    each call.
+
+    On the device `cpu` a module runs from disk: the ring, the resident groups and the staging buffers are all in RAM.
+    `Residency` makes an engine for each unit that it puts in place; one in RAM that runs on the CPU gets a `Cpu`.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Engine(Placement):
         if found is None:
             raise ValueError(f"the files do not name all weights of {type(module).__name__}: it must be loaded first.")
         here = {id(ref.tensor) for ref in self.host_refs if not ref.tensor.is_meta}
-        self._found = {key: at for key, at in found.items() if key not in here}
+        self._found = {key: at for key, at in found.items() if key not in here}  # by `id` of the parameter on `meta`
         largest = max((ref.tensor.nbytes for ref in self.host_refs), default=0)
         self._bytes_in = self._bytes_read = 0
         self._called = [group for group in self._groups if group.called]
@@ -95,13 +98,13 @@ class Engine(Placement):
         self._gates: dict[WeightGroup, list[Callable[[], None]]] = {}
         self._lock = threading.RLock()
         self._ring: Ring | None = None
-        self._current: WeightGroup | None = None  # the one that runs
-        self._watch: EventTimer | None = None  # of the call that is timed, until it is read
-        self._steady = False  # the last call has brought everything, and ended well
+        self._current: WeightGroup | None = None  # the running group
+        self._watch: EventTimer | None = None  # of the timed call, until its seconds are taken
+        self._steady = False  # the last call ended well: the next one finds the prefetched groups
         idle = [] if self._streams else [group for group in self._groups if not group.called]
         self._outside_bytes = plain_bytes_of(self._rest) + self._workspace.nbytes + sum(p.held_bytes for p in idle)
         self._placed = self._unsettled = False
-        self._more_bytes = 0  # by which to grow when the running call has ended
+        self._more_bytes = 0  # by which to grow when the running group has ended
         self._order = Order(
             self._groups,
             lambda group: group.called and group.slot is not None,
@@ -113,29 +116,30 @@ class Engine(Placement):
         return self._source.host_bytes + (0 if self.on_device else self.resident_bytes)
 
     def take_bytes_in(self) -> int:
-        """Return the bytes of weights copied to the device since this was last asked."""
+        """Return the bytes of weights copied to the device since the last call of this; 0 on the CPU."""
         self._count()
         taken, self._bytes_in = self._bytes_in, 0
         return taken if self.on_device else 0
 
     def take_bytes_read(self) -> int:
-        """Return the bytes of files that were read for them."""
+        """Return the bytes of files read for the device since the last call of this."""
         self._count()
         taken, self._bytes_read = self._bytes_read, 0
         return taken
 
     def _count(self) -> None:
+        """Add the uploads of resident groups to the counts."""
         came, read = self._uploads.take_bytes()
         self._bytes_in, self._bytes_read = self._bytes_in + came, self._bytes_read + read
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all groups are on the device, or have their room."""
+        """Return whether every group is resident, or at least has its device memory."""
         return all(group.resident for group in self._groups)
 
     @property
     def dequantized(self) -> frozenset[int]:
-        """The groups that are plain tensors by now."""
+        """The numbers, in call order, of the groups that are plain tensors now."""
         return frozenset(i for i, group in enumerate(self._called) if group.state is State.DEQUANTIZED)
 
     @property
@@ -143,6 +147,7 @@ class Engine(Placement):
         return self.layout.placement == "streamed"
 
     def describe(self) -> str:
+        """Return the placement in words, such as "streamed, 40% of the weights stay"."""
         stay = sum(group.held_bytes for group in self._called if group.resident)
         whole = sum(group.held_bytes for group in self._called)
         how = "resident" if stay == whole else f"streamed, {stay / whole:.0%} of the weights stay"
@@ -151,7 +156,10 @@ class Engine(Placement):
     # Changes of the layout
 
     def apply(self, layout: Layout) -> None:
-        """Lie as one that is placed anew does. A layout of another placement wants another engine."""
+        """Move the groups to where `layout` has them, as if the engine were placed with it.
+
+        A layout of another placement needs another engine. See [Note: Layout changes in mid-run].
+        """
         with self._lock:
             self._more_bytes = 0
             differs, self.layout = self._unsettled or layout != self.layout, layout
@@ -159,9 +167,9 @@ class Engine(Placement):
                 self._settle()
 
     def grow(self, bytes: int) -> int:
-        """Take up to `bytes` more for resident groups. Return the bytes really taken.
+        """Keep more groups resident, in up to `bytes` more. Return the bytes really taken.
 
-        Where a group that runs is in the way, none is taken and nothing moves until its call ends.
+        While the running group is in the way nothing moves, and 0 is returned; the growth happens when its call ends.
         """
         if self._streams:
             return self._rearrange(max(0, bytes))
@@ -172,24 +180,27 @@ class Engine(Placement):
             return self.resident_bytes - before
 
     def shrink(self, bytes: int) -> int:
-        """Give groups up, to free `bytes` or as many as can be. Return the bytes really freed.
+        """Evict groups until `bytes` are free, or as many as can be. Return the bytes really freed.
 
-        In a streamed layout they stream from now on; one that runs is freed when its call ends, and not counted.
-        In a resident one they are missing until `complete`, so that no call may be under way.
+        In a streamed layout they stream from now on. The running group leaves when its call ends, and is not counted.
+        In a resident layout they are missing until `complete`, so no call may be under way.
         """
         if self._streams:
             return max(0, -self._rearrange(-max(0, bytes)))
         with self._lock:
             before = self.resident_bytes
+            self._watch, self._steady = None, False
             for group in self._groups:
                 if group.resident and before - self.resident_bytes < bytes:
                     self._give_up(group)
             return before - self.resident_bytes
 
     def complete(self, alone: bool = True) -> None:
-        """Make ready for a call: bring back groups of a resident layout, and dequantize what is to stay so.
+        """Make ready for a call: bring evicted groups back, and dequantize the groups to be kept so.
 
-        In a resident layout the gates go, where all has come. What others may be using stays as it is, if not `alone`.
+        Only a resident layout has groups to bring back; a streamed one brings them when they are called. The gates of a
+        resident layout go if no upload is left to queue. Unless `alone`, nothing is dequantized, since another call may
+        be using the stored bytes.
         """
         with self._lock:
             if not self._streams:
@@ -201,13 +212,19 @@ class Engine(Placement):
                 self._settle()
 
     def settle(self) -> None:
-        if not self._streams and self._source.has_windows:  # whose RAM is wanted otherwise
+        """Wait until no copy is under way.
+
+        A resident layout that reads from disk uploads all groups first, and closes its staging buffers: their RAM is
+        wanted.
+        """
+        if not self._streams and self._source.has_windows:  # a resident layout need not keep their RAM
             self._arrive()
         self._source.settle()
 
     # Calls
 
     def rest(self, failed: bool = False) -> None:
+        """End a call, and prefetch the first groups of the next one, unless this one `failed`."""
         with self._lock:
             last = self._current
             self._leave()
@@ -220,18 +237,23 @@ class Engine(Placement):
                 self._fetch(last)
 
     def time_call(self) -> bool:
-        """Time the groups of the call that begins now, unless the one before it told nothing of it. True if it is."""
+        """Time the call that begins now, group by group where gates are passed. Return whether it is timed.
+
+        It is not without a copy stream, after a call that failed, after one that moved weights, or while an earlier
+        time has not been taken.
+        """
         with self._lock:
-            if self._watch or not (self._streams and self._steady and self._queues.copying):
+            if self._watch or not (self._steady and self._queues.copying):
                 return False
             self._watch = EventTimer(self._queues)
             return True
 
     def take_seconds(self) -> Measured | None:
-        """Return what the groups of the timed call computed, once.
+        """Return the seconds that each group of the timed call computed, once.
 
-        None if none was timed, or the device is not done with it.
-        A call that was disturbed, or did not come to each group just so, is forgotten.
+        The seconds of a call that passed no gates are divided among the groups in proportion to the expected ones. None
+        if no call was timed, or the device has not finished it. None, and the times are forgotten, if groups moved
+        during the call or not every group was called.
         """
         with self._lock:
             if self._watch is None or self._watch.runs:
@@ -243,18 +265,24 @@ class Engine(Placement):
             if found is None:
                 return None
             self._watch = None
+            loads = self.layout.loads
+            if len(loads.groups) != len(self._called):
+                return None
+            spared = [  # `Loads` has seconds that include dequantizing at each call, however the groups ran
+                load.decode_seconds * (group.state is State.DEQUANTIZED)
+                for group, load in zip(self._called, loads.groups, strict=True)
+            ]
+            if set(found) == {None} and not self._streams:
+                return spread(loads, found[None] + sum(spared))
             if set(found) != {None, *self._called}:
                 return None
-            sizes = tuple(group.packed_bytes for group in self._called)
-            pairs = list(zip(self._called, self.layout.loads.groups, strict=True))
-            seconds = tuple(
-                found[group] + load.decode_seconds * (group.state is State.DEQUANTIZED) for group, load in pairs
-            )
-            return Measured(sizes, seconds, found[None])
+            seconds = tuple(found[group] + more for group, more in zip(self._called, spared, strict=True))
+            return Measured(tuple(group.packed_bytes for group in self._called), seconds, found[None])
 
     # Placing and removing
 
     def _place(self) -> None:
+        """Bring the weights in no group, settle in the layout, and begin to prefetch streamed groups."""
         if self._found:
             called = [ref for group in self._called for ref in group.refs]
             self._source.expect([ref.tensor for ref in (*called, *self._rest)])
@@ -274,14 +302,15 @@ class Engine(Placement):
                 self._fetch(None)
 
     def _remove(self) -> None:
+        """Free everything on the device: gates, staging buffers and ring go, and all groups are on the host."""
         with self._lock:
             self._close_gates()
             self._source.close()
-            # The copies read host memory that may be dropped next, and write to what is freed here.
+            # The copies read host memory that may be dropped next, and write to device memory that is freed here.
             self._queues.finish()
             if self._ring:
                 for slot in self._ring.slots:
-                    slot.pending = None  # after an error each still knows the other, and would wait for the collector
+                    slot.pending = None  # after an error slot and fill form a cycle, which only the collector frees
                 self._ring.clear()
             self._ring = self._current = self._watch = None
             self._order.lost()
@@ -294,6 +323,7 @@ class Engine(Placement):
                 group.become(State.ON_HOST)
 
     def _rows(self, ref: ParameterRef, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a table on the device, from RAM or from the file, and count their bytes."""
         weight = ref.tensor
         self._source.await_ram([weight])
         self._source.await_disk([weight])
@@ -305,7 +335,7 @@ class Engine(Placement):
         return rows
 
     def _move(self, moving: list[ParameterRef]) -> None:
-        """Bring weights to the device: from RAM, or from the disk through the windows, which must be open."""
+        """Copy weights to the device from RAM, or from disk through the staging buffers, which must be open."""
         copies = self._source.bring([ref.tensor for ref in moving], self.device)
         came = sum(tensor.nbytes for tensor in copies.values())
         self._bytes_read += self._source.file_bytes([ref.tensor for ref in moving])
@@ -320,7 +350,11 @@ class Engine(Placement):
         self._bytes_in += came
 
     def _move_rest(self) -> None:
-        """Bring what is in no group, and decode it for good: who reads it is not known. It comes before all others."""
+        """Bring the weights that are in no group, and keep them dequantized.
+
+        Any module may read them at any time. They come before all groups: only then do the reads of the groups to RAM
+        begin.
+        """
         self._move(self._rest)
         self._source.begin()
         self.resident_bytes += decode_for_good(self._rest) - nbytes_of([ref for ref, _ in encoded(self._rest)])
@@ -328,7 +362,7 @@ class Engine(Placement):
     # The gates at each call
 
     def _open_gates(self, groups: Sequence[WeightGroup]) -> None:
-        """Pass the calls of these groups' modules through `_gate`."""
+        """Put a gate around each module of these groups."""
         for group in groups:
             if group not in self._gates:
                 gates = [(owner.module, functools.partial(self._gate, group)) for owner in group.owners]
@@ -340,14 +374,17 @@ class Engine(Placement):
         self._gates.clear()
 
     def _gate(self, group: WeightGroup, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run a module of a group, and clone results that are views into the ring."""
         if self._current is not group:
             self._enter(group)
         result = forward(*args, **kwargs)
         return self._kept(result) if group.slot else result
 
     def _enter(self, group: WeightGroup) -> None:
+        """Make `group` the running group: leave the one before, wait for its weights on the device, and prefetch."""
         host.throw_if_interrupted()
-        if group.resident:  # without the lock, as below
+        # Waits for the disk are without the lock: others may grow and shrink meanwhile.
+        if group.resident:
             self._uploads.await_ram(group)
         else:
             self._source.await_ram(group.hosts)
@@ -365,7 +402,7 @@ class Engine(Placement):
             self._fetch(group)
         if slot:
             if slot.pending:
-                self._source.wait(slot)  # without the lock: others may grow and shrink meanwhile
+                self._source.wait(slot)  # without the lock too
             self._queues.wait(slot.copied)
             if self._found:
                 self._source.passed([ref.tensor for ref in group.refs])
@@ -373,7 +410,7 @@ class Engine(Placement):
             watch.start(group)
 
     def _expect(self, group: WeightGroup) -> None:
-        """Make a group ready to come that was thought never to be called."""
+        """Make ready a group that is called although `calls` never saw it, such as an expert of a router."""
         with outside_inference():
             if group.slot:
                 self._source.prepare([group])
@@ -382,13 +419,13 @@ class Engine(Placement):
                 self._come([group])  # it is too large for the ring
 
     def _leave(self) -> None:
-        """Note that the group that ran does no longer."""
+        """End the running group: record the last use of its slot, and make up for changes that waited for it."""
         if self._watch:
             self._watch.stop()
         group, self._current = self._current, None
         if group and group.slot and self._ring:
             self._ring.used(group.slot)
-            # Stale views would be read without a word; host weights met on the way are an error that is seen.
+            # A stale view of the ring would be read in silence; a host tensor met on the device raises an error.
             group.restore()
         if self._unsettled:
             self._settle()
@@ -399,14 +436,16 @@ class Engine(Placement):
         return super()._passes(tensor) or bool(self._ring and self._ring.holds(tensor))
 
     def _fetch(self, group: WeightGroup | None) -> None:
-        """Queue the copies of the groups that come after one, as far as the ring has room beside those before them.
+        """Prefetch: queue the copies of the groups after `group`, until the ring has no bytes free for the next one.
 
-        None comes before the first. Where no call follows the one under way, nothing is fetched for it.
+        None stands for the start of a call. Where weights leave after one call (`Loads.once`), nothing is prefetched
+        across its end. Without a ring this queues the uploads of resident groups instead.
         """
         if self._ring is None:
             self._uploads.send_before(None, self._current)
             return
         upcoming = self._upcoming(group, self._ring.most_at_a_time)
+        # Slots that no copy may overwrite: of the running group, and of every group that is called before the next.
         kept: list[RingSlot | None] = [self._current.slot if self._current else None]
         for following in upcoming:
             slot = following.slot
@@ -414,6 +453,7 @@ class Engine(Placement):
             if not slot.holds:
                 if any(other in kept for other in slot.overlaps) or not self._source.has_room(following):
                     break
+                # The copy stream keeps call order: a resident group that is called sooner must be queued sooner.
                 if self._uploads.owes and not self._uploads.send_before(following, self._current):
                     break
                 self._load(slot)
@@ -423,6 +463,7 @@ class Engine(Placement):
             self._source.ahead(self._uploads.before_disk(upcoming, self._current))
 
     def _upcoming(self, group: WeightGroup | None, count: int, kind: int = 0) -> list[WeightGroup]:
+        """Return up to `count` groups of a kind that are called after `group`."""
         upcoming = self._order.after(group or self._called[-1], count, kind)
         if self.layout.loads.once and group:
             later = set(self._called[self._called.index(group) + 1 :]) if group in self._called else set()
@@ -430,27 +471,29 @@ class Engine(Placement):
         return upcoming
 
     def _load(self, slot: RingSlot) -> None:
+        """Take the slot from other groups, and have the weight source queue its copy."""
         assert self._ring is not None
         for lost in self._ring.claim(slot):
             self._source.forget(lost)
         self._source.load(slot)
-        slot.holds = True  # not before, in case it is interrupted
+        slot.holds = True  # only now: an interrupt above must leave the slot without a group
         self._bytes_in += slot.group.packed_bytes
         self._bytes_read += self._source.file_bytes(slot.group.tensors())
 
     # What streams and what stays
 
     def _streaming(self, layout: Layout | None = None) -> list[WeightGroup]:
+        """Return the groups that pass through the ring."""
         return [self._called[i] for i in (layout or self.layout).streamed]
 
     def _to_dequantize(self, layout: Layout | None = None) -> list[WeightGroup]:
-        """Return the groups to keep dequantized, from the call on that follows the one that they come in."""
+        """Return the groups to keep dequantized. The first call still runs them as stored: see `complete`."""
         return [self._called[i] for i in (layout or self.layout).dequantized]
 
     def _rearrange(self, more_bytes: int) -> int:
-        """Change the room by `more_bytes`. Return the bytes by which the weights have grown at once.
+        """Change the room for weights by `more_bytes`. Return the bytes by which they have grown at once.
 
-        See [Note: Layout changes in mid-run].
+        The result is negative if groups were evicted. See [Note: Layout changes in mid-run].
         """
         with self._lock:
             before, planned = self.resident_bytes, self._outside_bytes + self.layout.device_bytes
@@ -458,7 +501,7 @@ class Engine(Placement):
             self._more_bytes = 0
             layout = self._within(planned + wanted)
             change = layout.device_bytes - self.layout.device_bytes
-            # Of few groups, the ring may take more than those that leave.
+            # With few groups the ring may take more bytes than the groups that stream through it free.
             if not self._placed or not (change <= 0 if wanted < 0 else change > 0):
                 return 0
             if wanted > 0 and self._current and (self._is_held_up(layout) or planned + change < before):
@@ -469,14 +512,14 @@ class Engine(Placement):
             return self.resident_bytes - before
 
     def _within(self, weights_bytes: int) -> Layout:
-        """Return the layout for other bytes of weights; a ring that is there stays, if it can."""
+        """Return the layout for `weights_bytes` on the device in all; a ring that is there keeps its size if it can."""
         return self.layout.within(weights_bytes - self._outside_bytes, self._ring.nbytes if self._ring else None)
 
     def _is_held_up(self, layout: Layout) -> bool:
-        """Return whether the group that runs must end first, for the groups to lie so.
+        """Return whether the running group must end before the groups can be where `layout` has them.
 
-        The ring cannot be laid anew under a group that runs in it, nor can one that stays come into it, or be decoded
-        for good while its modules see it decoded for their calls.
+        The ring cannot be laid anew under a group that runs in it. Such a group cannot become resident, and a resident
+        one cannot be evicted. Nor can it change between stored and dequantized while its modules run.
         """
         if (group := self._current) is None:
             return False
@@ -485,16 +528,16 @@ class Engine(Placement):
         return group.slot is not None or leaves or is_dequantized is not to_be
 
     def _settle(self, missing: Sequence[WeightGroup] = ()) -> None:
-        """Move all but the running group to where the layout has them. See [Note: Layout changes in mid-run].
+        """Move all groups but the running one to where the layout has them. See [Note: Layout changes in mid-run].
 
-        Of a resident layout only these `missing` groups come: others may have left so that something else has room.
+        In a resident layout only the `missing` groups are brought: others may have been evicted to make room.
         """
         if self._watch and self._watch.runs:
-            self._watch = None  # groups move meanwhile
+            self._watch = None  # groups that move during the call would count as its computing
         self._unsettled = True  # until all is done: a ring that found no memory is laid when the next group is called
         with outside_inference():
             there = [group for group in self._groups if group.resident]
-            # 1. Free: groups that stream from now on leave, and those to lie as they are stored again.
+            # 1. Free: evict the groups that stream from now on, and those that are no longer kept dequantized.
             streaming, dequantized = self._streaming(), self._to_dequantize()
             for group in streaming:
                 if not group.slot and group is not self._current:
@@ -505,7 +548,7 @@ class Engine(Placement):
                     self._give_up(group)
             if self._is_held_up(self.layout):
                 return
-            # 2. Take: the ring, the groups that stay, and what is dequantized takes more.
+            # 2. Take: the ring, the resident groups, and the more bytes of those to be dequantized.
             self._lay(streaming)
             try:
                 staying = self._called if self._streams else [*missing, *stored_again]
@@ -517,14 +560,14 @@ class Engine(Placement):
                 layout = self._within(self.resident_bytes)
                 if not is_out_of_memory(error) or not self._placed or layout == self.layout:
                     raise
-                # 3. There is less memory than was said.
+                # 3. The device has less memory than the layout was placed for.
                 self.layout = layout
                 self._settle([group for group in (*missing, *there) if not group.resident])
             else:
                 self._unsettled = False
 
     def _dequantize(self, group: WeightGroup) -> None:
-        """Keep a resident group dequantized."""
+        """Keep a resident group dequantized. On an error it is evicted."""
         try:
             decode_for_good(group.refs)
         except BaseException:
@@ -534,9 +577,10 @@ class Engine(Placement):
         group.become(State.DEQUANTIZED)
 
     def _come(self, groups: Sequence[WeightGroup], within_bytes: int | None = None) -> None:
-        """Make groups resident, as many as there are bytes for: their room is taken now, and they come when called.
+        """Make groups resident, as many as fit in `within_bytes`: allocate their device memory now.
 
-        In a resident layout they come at once where the order of the calls is not known.
+        They are uploaded when they are called. In a resident layout they are uploaded at once if the order of the calls
+        is not known.
         """
         taken = 0
         with outside_inference():
@@ -556,7 +600,7 @@ class Engine(Placement):
                 self._arrive()
 
     def _arrive(self) -> None:
-        """Make later work wait for all groups, so that no gates and no windows are needed any more."""
+        """Upload all groups now, so that neither gates nor staging buffers are needed any more."""
         for group in self._groups:
             self._uploads.enter(group)
         self._close_gates()
@@ -565,14 +609,14 @@ class Engine(Placement):
     def _give_up(self, group: WeightGroup) -> None:
         """Evict a resident group."""
         nbytes = group.resident_bytes
-        self._source.stop()  # it holds on to the room of groups that are to come
+        self._source.stop()  # its read-ahead refers to the device memory of groups that are still to be uploaded
         self._uploads.forget(group)
         group.restore()
         self.resident_bytes -= nbytes
         group.become(State.ON_HOST)
 
     def _lay(self, streaming: list[WeightGroup]) -> None:
-        """Give just these groups slots in a ring of the chosen size."""
+        """Lay the ring for these groups, in the size that the layout has. A ring that is so already stays."""
         wanted = self.layout.ring_bytes
         if (
             self._ring
@@ -585,7 +629,7 @@ class Engine(Placement):
                 self._source.forget(slot)
             self._ring.clear()
             if self._ring.nbytes != wanted:
-                self._queues.finish()  # the copies into what is freed here
+                self._queues.finish()  # copies into the ring, which is freed here
                 self.resident_bytes -= self._ring.nbytes
                 self._ring = None
         if wanted:

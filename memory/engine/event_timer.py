@@ -1,45 +1,54 @@
-"""How long the groups of a call compute, by events on the device. The host waits for none of them."""
+"""Seconds on the device, by events: of the parts of one call, and of whole calls. The host waits for none of them."""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
+
+import torch
 
 from .streams import Queues
 
 
 class EventTimer:
-    """Times parts of one call, which begins now. What lies between a `stop` and the next `start` is not counted."""
+    """Times the parts of a call that begins now. Time between a `stop` and the next `start` is not counted.
+
+    The part None begins at once: it is the time ahead of the first group.
+    """
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self._laps: list[tuple[Hashable, Any, Any]] = []
         self._running: tuple[Hashable, Any] | None = None
         self._traces = _traces()
-        self.runs = True  # the call does
+        self.runs = True  # until `end`
         self.start(None)
 
     def start(self, part: Hashable) -> None:
-        """Begin a part when the work that this thread has queued is done, copies that it waits for included."""
+        """Begin a part, behind the work that this thread has queued and the copies that this work waits for."""
         if self.runs:
             self._running = part, self._mark()
 
     def stop(self) -> None:
-        """End the running part when the work that this thread has queued is done."""
+        """End the running part, behind the work that this thread has queued."""
         if self._running:
             part, begun = self._running
             self._laps.append((part, begun, self._mark()))
             self._running = None
 
     def end(self) -> bool:
-        """End the call. Return False if it compiled something, so that its times tell nothing."""
+        """End the call. Return False if torch compiled something in it, so that its times are of no use."""
         self.stop()
         self.runs = False
         return self._traces == _traces()
 
     def seconds(self) -> dict[Hashable, float] | None:
-        """Return the seconds of each part, before the first under None. None while the device has not done all."""
+        """Return the seconds of each part; the part None is the time ahead of the first group.
+
+        None while the call or the device has not finished.
+        """
         if self.runs or not self._laps[-1][2].query():
             return None
         found: dict[Hashable, float] = {}
@@ -53,6 +62,40 @@ class EventTimer:
         return event
 
 
+class Pace:
+    """Times calls one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._queues = Queues(device)
+        self._running: EventTimer | None = None
+        self._ended: deque[EventTimer] = deque()
+
+    def begin(self) -> None:
+        """Begin timing a call when the work that this thread has queued is done."""
+        self._running = EventTimer(self._queues)
+
+    def end(self) -> None:
+        """End the call when the work that this thread has queued is done."""
+        if self._running:
+            self._running.end()
+            self._ended.append(self._running)
+            self._running = None
+
+    def forget(self) -> None:
+        """Forget the calls until now."""
+        self._running = None
+        self._ended.clear()
+
+    def seconds(self) -> float | None:
+        """Return the seconds of the last call that the device is done with, once, or None."""
+        done = None
+        while self._ended and (found := self._ended[0].seconds()) is not None:
+            self._ended.popleft()
+            done = sum(found.values())
+        return done
+
+
 def _traces() -> int:
+    """Return how many frames torch has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["frames"]["total"] if dynamo else 0

@@ -1,4 +1,4 @@
-"""Weights on their way to RAM: what is to be waited for before they are looked at, or copied."""
+"""Reads to RAM that are still under way: waiting for weights before they are used, and their progress."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..weights.reader import Reading, address_of
 
 
 class DiskTimes:
-    """When buffers come from a simulated disk, which `read` lets read so many bytes and tells the event.
+    """The events of a simulated disk: when it has read each host buffer. For simulated devices only.
 
-    The disk reads them in their `order`: all when it is told to, or each when it is asked for.
+    The disk reads in the `order` of `Reading.order`: pairs of bytes and the addresses of the buffers that they go to.
+    `read` lets it read `nbytes` and returns the event of their end.
     """
 
     def __init__(self, order: Sequence[tuple[int, set[int]]], read: Callable[[int], Any]) -> None:
@@ -25,14 +26,14 @@ class DiskTimes:
         self._events: dict[int, Any] = {}
 
     def of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Return the events to wait for before these tensors are read."""
+        """Return the events to wait for before these tensors are used. Makes the disk read up to the last of them."""
         addresses = {address_of(tensor) for tensor in tensors}
         while self._left and any(self._wanted[address] for address in addresses):
             self._read_next()
         return [event for address in addresses if (event := self._events.get(address)) is not None]
 
     def read_all(self) -> None:
-        """Make the simulated disk read everything."""
+        """Make the disk read everything that is left."""
         while self._left:
             self._read_next()
 
@@ -45,9 +46,10 @@ class DiskTimes:
 
 
 class Progress:
-    """How far weights have come from files, in bytes of these: to RAM, and past it. `tell` is given them and all.
+    """The progress of reading a unit's weights, in bytes of files.
 
-    `reading_bytes` are to come to RAM.
+    `reading_bytes` of them go to RAM, others past it to the device. `tell` is called with the bytes that have come and
+    the bytes in all.
     """
 
     def __init__(self, tell: Callable[[int, int], None], reading_bytes: int = 0) -> None:
@@ -56,22 +58,22 @@ class Progress:
         self._read = self._passed = 0
 
     def look(self, read: int) -> None:
-        """Note the bytes that have been read to RAM so far."""
+        """Note that `read` bytes are in RAM so far."""
         self._read = read
         self._say()
 
     def expect(self, nbytes: int) -> None:
-        """Note what is going to come past RAM from now on."""
+        """Note that `nbytes` will be read past RAM, from disk to the device."""
         self._past_bytes, self._passed = nbytes, 0
         self._say()
 
     def passes(self, nbytes: int) -> None:
-        """Note bytes that have come past RAM."""
+        """Note that `nbytes` more have been read past RAM."""
         self._passed += nbytes
         self._say()
 
     def end(self) -> None:
-        """Tell that all has come that is wanted, and nothing more."""
+        """Report that everything has come, for the last time."""
         total, tell, self._tell = self._reading_bytes + self._past_bytes, self._tell, None
         if tell and total:
             tell(total, total)
@@ -83,9 +85,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class PendingReads:
-    """A reading that brings a unit's weights, if there is one, and when they come from a simulated disk.
+    """The reading that brings a unit's weights to RAM, if one is under way.
 
-    `progress` is told what comes.
+    `times` are set on a simulated device. `progress` is told the bytes that come. `HostCache` makes one for each
+    placement.
     """
 
     reading: Reading | None = None
@@ -94,22 +97,22 @@ class PendingReads:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether something is still being read."""
+        """Return whether weights are still being read."""
         return self.reading is not None and not self.reading.done
 
     def begin(self) -> None:
-        """Begin reading, if it has not begun."""
+        """Begin the reading, if it has not begun."""
         if self.reading:
             self.reading.begin()
             if self.times:
                 self.times.read_all()
 
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether these have come."""
+        """Return whether none of these tensors is still being read to RAM."""
         return self.reading is None or self.reading.has(tensors)
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Wait until these have come. Raises what the reading raised."""
+        """Wait until none of these tensors is still being read to RAM. Raises the error of the reading."""
         tensors = list(tensors)
         if self.reading:
             if not self.reading.has(tensors):
@@ -117,8 +120,8 @@ class PendingReads:
             self.progress.look(self.reading.so_far)
 
     def events(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Return what a simulated device has to wait for before it copies these."""
+        """Return the events of a simulated disk to wait for before these tensors are copied."""
         return self.times.of(tensors) if self.times else []
 
 
-NOTHING = PendingReads()
+NOTHING = PendingReads()  # nothing is being read to RAM

@@ -1,7 +1,8 @@
-"""How a leased unit sits: put in place, and taken away without copying a weight back.
+"""Placements: how the weights of a unit in use are placed, and removed again without copying one back.
 
-`cpu`: the unit runs where its weights are. `resident` and `streamed`, by the `engine`: all weights on the device, or
-some groups resident and the rest through a ring. Tables of embeddings are never on the device.
+There are three. `cpu` runs the unit where its weights are. `resident` keeps all weight groups on the device. `streamed`
+keeps some, while the others pass through the ring. `engine.Engine` does the latter two. Large embedding tables stay in
+RAM or in the file.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ from .streams import Queues
 
 @contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
-    """For tensors that outlive a run: quantized ones cannot be made in inference mode, and others not be written to."""
+    """Leave inference mode, for tensors that outlive a run.
+
+    Tensor subclasses cannot be made in inference mode, and tensors made in it cannot be written to outside of it.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class Placement:
-    """Base of all placements: remembers the host tensors, so that taking away is putting them back.
+    """Base of all placements. Remembers the host tensors, so that removing the unit is putting them back.
 
-    `calls` says which modules are called in which order.
+    `calls` is the order of the modules' calls, by which the module is divided into weight groups. `resident_bytes` are
+    the bytes of device memory that the weights take now, ring and workspace included. The methods that do nothing here
+    are the interface that `Residency` calls; `Engine` fills them in.
     """
 
     name: PlacementName
@@ -51,7 +57,7 @@ class Placement:
         self.host_refs: list[ParameterRef] = list(parameter_refs(module))
         self.resident_bytes = 0
         self.calls = calls or CallOrder()
-        self._last_resort: weakref.finalize | None = None
+        self._last_resort: weakref.finalize | None = None  # see `goes_with`
         divided = divide(module, self.host_refs, self.calls)
         self._groups = [WeightGroup.of(weights) for weights in divided.groups]
         self._tables, self._rest = divided.tables, divided.rest
@@ -61,7 +67,7 @@ class Placement:
         self._undo: list[Callable[[], None]] = []
 
     def place(self) -> None:
-        """Put the unit in place. On any failure, out of memory included, everything is taken away again."""
+        """Put the unit in place. On any error, out of memory included, everything is removed again."""
         try:
             with outside_inference():
                 self._place()
@@ -71,33 +77,33 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """RAM taken beside the module's own tensors."""
+        """Bytes of RAM taken beside the module's own tensors, such as staging buffers."""
         return 0
 
     @property
     def on_device(self) -> bool:
-        """Return whether the weights are on a device of their own."""
+        """Return whether the weights are on a device other than the CPU."""
         return self.name != "cpu"
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing has to come before a call."""
+        """Return whether no group has to be brought before a call."""
         return True
 
     @property
     def dequantized(self) -> frozenset[int]:
-        """The groups that are plain tensors on the device for good."""
+        """The numbers, in call order, of the weight groups that are kept dequantized."""
         return frozenset()
 
     def describe(self) -> str:
-        """Return how the unit sits, in words."""
+        """Return how the unit is placed, in words."""
         return self.name
 
     def apply(self, layout: Layout) -> None:
-        """Lie on the device as a layout says."""
+        """Move the groups to where `layout` has them."""
 
     def grow(self, bytes: int) -> int:
-        """Keep up to `bytes` more of the groups. Return the bytes taken."""
+        """Keep more groups resident, in up to `bytes` more. Return the bytes taken."""
         return 0
 
     def shrink(self, bytes: int) -> int:
@@ -105,37 +111,40 @@ class Placement:
         return 0
 
     def complete(self, alone: bool = True) -> None:
-        """Make ready for a call. `alone` says that no other is under way."""
+        """Make ready for a call. `alone` tells that no other call is under way."""
 
     def rest(self, failed: bool = False) -> None:
-        """Note that a call has ended; what follows one that `failed` is not what followed before."""
+        """Note that a call has ended, or has `failed`.
+
+        The group where a failed call stopped is not learnt as the predecessor of the next call's first group.
+        """
 
     def settle(self) -> None:
         """Wait for the copies under way."""
 
     def time_call(self) -> bool:
-        """Time the groups of the call that begins now, if they can be timed. Return whether they are."""
+        """Time the groups of the call that begins now, if they can be timed. Return whether they are timed."""
         return False
 
     def take_seconds(self) -> Measured | None:
-        """Return what the groups of the timed call computed, once."""
+        """Return the measured seconds of each group of the timed call, once; None if there are none yet."""
         return None
 
     def take_bytes_in(self) -> int:
-        """Return the bytes of weights copied to the device since this was last asked."""
+        """Return the bytes of weights copied to the device since the last call of this."""
         return 0
 
     def take_bytes_read(self) -> int:
-        """Return the bytes of files that were read for them."""
+        """Return the bytes of files read for the device since the last call of this."""
         return 0
 
     def goes_with(self, unit: object) -> None:
-        """Remove the module from the device as soon as its unit is deleted."""
+        """Remove the module from the device when `unit` is garbage collected, in case nobody evicted it."""
         self._last_resort = weakref.finalize(unit, self.remove)
         self._last_resort.atexit = False
 
     def remove(self) -> None:
-        """Take the unit off the device, with every tensor that its runs cached."""
+        """Take the unit off the device, together with every tensor that its runs cached there."""
         if self._last_resort is not None:
             self._last_resort.detach()
         with torch.inference_mode():
@@ -156,43 +165,48 @@ class Placement:
     def _close_gates(self) -> None: ...
 
     def _place_tables(self) -> None:
-        """Look up the rows of the tables in RAM, or in the files."""
+        """Make embedding tables look up their rows in RAM, or in the file."""
         for table in self._tables:
             self._undo.append(interpose(table.module, functools.partial(self._look_up, table)))
 
     def _look_up(self, table: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run an embedding's module, with the rows of its table fetched for the ids of the call."""
         (ref,) = table.refs
         with LookUp(ref.holder[ref.key], functools.partial(self._rows, ref)):
             return forward(*args, **kwargs)
 
     def _rows(self, ref: ParameterRef, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table, on the device."""
+        """Return the rows of a table by `ids` [n], on the device [n, width]."""
         return rows_of(ref, None, ids.cpu()).to(self.device)
 
     def _decode_calls(self) -> None:
-        """Show modules their encoded weights dequantized during their calls."""
+        """Open the workspace, and dequantize each module's encoded weights in it for the time of its call."""
         self._workspace.open()
         self.resident_bytes += self._workspace.nbytes
         for owner in self._encoded:
             self._undo.append(interpose(owner.module, functools.partial(self._decoded, owner)))
 
     def _decoded(self, owner: Owner, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run a module with its encoded weights dequantized in the workspace."""
         with self._workspace.decoded(owner):
             return self._kept(forward(*args, **kwargs))
 
     def _kept(self, result: Any) -> Any:
-        """Return what a module gave, without views of its weights, which others will take the place of."""
+        """Return a module's result, with views of its weights cloned: other weights take their memory next."""
         if isinstance(result, torch.Tensor):
             return result.clone() if self._passes(result) else result
         return tree_map_only(torch.Tensor, self._kept, result)
 
     def _passes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies where other weights come to."""
+        """Return whether a tensor is in memory that other weights are written to later."""
         return self._workspace.holds(tensor)
 
 
 def decode_for_good(refs: Sequence[ParameterRef]) -> int:
-    """Decode for good what of the encoded parameters is on the device. Returns the bytes of the plain tensors."""
+    """Dequantize encoded parameters that are on the device, and keep them so. Return the bytes of the plain tensors.
+
+    Each of `refs` that is encoded must have its stored bytes there (`ParameterRef.here`). They are let go of.
+    """
     decoded: dict[int, nn.Parameter] = {}
     for ref, codec in encoded(refs):
         if id(ref.tensor) not in decoded:
@@ -203,7 +217,7 @@ def decode_for_good(refs: Sequence[ParameterRef]) -> int:
 
 
 class Cpu(Placement):
-    """The unit runs where its weights are. Encoded ones are decoded there, those of one module at a time."""
+    """The unit runs where its weights are, in RAM. Encoded ones are dequantized there, one module at a time."""
 
     name = "cpu"
     _decoded_bytes = 0
@@ -219,6 +233,7 @@ class Cpu(Placement):
         self._tables = [table for table in self._tables if encoded(table.refs)]
         self._place_tables()
         self._decode_calls()
+        # `_decode_calls` has counted the workspace as device memory; here it is RAM.
         self._decoded_bytes, self.resident_bytes = self._decoded_bytes + self.resident_bytes, 0
 
     def _remove(self) -> None:

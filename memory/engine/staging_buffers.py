@@ -1,7 +1,7 @@
-"""The way to the device for weights that are not in pinned memory: reader threads, pinned windows, the ring's slots.
+"""Staging buffers: the way to the device for weights in files, or in RAM that could not be pinned.
 
-The source is files, or RAM that could not be pinned. Threads read it into a few windows, ahead of what runs; from a
-window one asynchronous copy brings a group to its slot. Only here may the thread that computes wait on the host.
+Reader threads fill a few pinned buffers (windows, in names) ahead of the running group. From a full buffer one
+asynchronous copy takes the group to its slot in the ring. See [Note: Staging].
 """
 
 from __future__ import annotations
@@ -26,39 +26,47 @@ from .ring import RingSlot, WeightGroup
 from .streams import Queues
 
 # [Note: Staging]
-# Weights in pageable RAM or in files cannot be copied to the device asynchronously. They come through a few pinned
-# windows instead: reader threads fill a window (a `_Fill`), one asynchronous copy takes it to the group's slot in the
-# ring, and the window is free again when that copy is done (`_Window.copied`).
+# Weights in pageable RAM or in files cannot be copied to the device asynchronously. They pass through a few pinned
+# staging buffers instead (`WINDOWS`, 3: one is read, one waits, one is copied). Reader threads fill a buffer (a
+# `_Fill`), and one asynchronous copy takes it to the group's slot in the ring. The buffer is free for the next fill
+# when that copy is done (`_Window.copied`).
 #
-# Copies must be queued in the order in which they were asked for, since all share one stream and a late read must not
-# let a later group overtake: `_due` holds slots until everything before them has been sent. Whichever thread comes
-# last queues them (`_send_due`), usually the reader that completed the first one.
+# Copies are queued in the order of `load`. All share the copy stream, and a slow read must not let a later group
+# overtake. `_due` holds slots until every copy before them has been queued. `_send_due` queues them in whichever thread
+# completes the first one due, usually a reader.
 #
-# The host waits in two places only: `StagingBuffers.wait`, for a group that runs before its copy is queued (the disk
-# is the bottleneck then), and `StagingBuffers.bring`, when no window is free. Windows are filled ahead for the groups
-# that come next (`ahead`); a window that was read for later is taken back if a group needs it now (`_taken_back`).
+# The computing thread waits on the host in two cases. `wait`: a group runs before its copy is queued, because the disk
+# is the bottleneck. `bring`: no buffer is free, or its own is still being read.
+#
+# Buffers are filled ahead for the next groups (`ahead`). Such a prefetched content is given up if another group needs
+# the buffer now (`_idle`). If all contents are already due to slots, the latest of these is given up (`_taken_back`).
 
 _TAKEN_AWAY = "the model was taken off the device while it ran."
 
-Part = FileExtent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and the byte where it goes
+Part = FileExtent | tuple[torch.Tensor, int]  # from a file; or a tensor in RAM, and its byte in the staging buffer
 
 
 @dataclass(eq=False)
 class _Fill:
-    """The content of a window, now or when its parts are read. One without a window is of a group in pinned RAM."""
+    """A content of a staging buffer, from the start of its reading until its copy is queued or it is given up.
+
+    A fill with `window` None stands for a group in pinned RAM, which only has to keep its turn among the copies.
+    """
 
     group: WeightGroup | None
     window: _Window | None
-    after: _Fill | None  # what was still being read into the window when this came
-    left: int = 0
-    slot: RingSlot | None = None  # where it is to go
-    taken: bool = False  # by `bring`
+    after: _Fill | None  # the content before, which may still be being read into the same memory
+    left: int = 0  # calls of the reader threads that are not done
+    slot: RingSlot | None = None  # the copy's target; None for a prefetched content, or one of `bring`
+    taken: bool = False  # in use by `bring`
     error: BaseException | None = None
-    read: Any = None  # event of a simulated device: the parts have come from its disk
+    read: Any = None  # event of a simulated device: its disk has read the parts
 
 
 @dataclass(eq=False)
 class _Window:
+    """One staging buffer. `fill` is None while it is free."""
+
     memory: torch.Tensor
     copied: Any  # event: the last copy out of it is done
     fill: _Fill | None = None
@@ -66,19 +74,20 @@ class _Window:
 
 @dataclass(eq=False)
 class _Chunk:
-    """As much as a window takes: what is read into it, and which bytes of it go where on the device."""
+    """As much of `bringing` as one staging buffer takes: parts to read, and targets with their byte in the buffer."""
 
     parts: list[Part] = field(default_factory=list)
     targets: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     end: int = 0
-    is_last: bool = False  # of its group
+    is_last: bool = False  # the last chunk of its group
 
 
 class StagingBuffers:
-    """Windows of `nbytes` each, and the threads that fill them. `close` must follow. See [Note: Staging].
+    """`WINDOWS` staging buffers of `nbytes` each, and the threads that fill them. See [Note: Staging].
 
-    One thread computes and calls this; the copies to slots are queued in the order in which they were asked for, by
-    whichever thread comes last, the copies of `bring` by its caller.
+    `close` must follow. One thread at a time computes, and calls `load`, `wait` and `bring`; others may cancel a copy
+    with `forget`. `load` queues copies to ring slots in the order of its calls: whichever thread completes the first
+    one due queues it. `bring` queues its own copies, on the stream of its caller.
     """
 
     def __init__(self, queues: Queues, nbytes: int) -> None:
@@ -89,16 +98,16 @@ class StagingBuffers:
         self._changed = threading.Condition()
         self._closed = False
         self._coming: list[WeightGroup] = []
-        self._due: deque[RingSlot] = deque()  # whose copies wait for what is read, and for each other
-        self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order in which it is given
+        self._due: deque[RingSlot] = deque()  # slots whose copies wait for a read, or for the slots before them
+        self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order of `submit`
 
     @property
     def held_bytes(self) -> int:
-        """RAM that the windows take."""
+        """Bytes of RAM that the staging buffers take."""
         return sum(window.memory.nbytes for window in self._windows)
 
     def pin(self) -> bool:
-        """Pin the windows. False if not all could be, in which case none is."""
+        """Pin the staging buffers, all or none. Return whether they are pinned."""
         if all(hostbuffer.pin(window.memory, self._queues.device) for window in self._windows):
             return True
         for window in self._windows:
@@ -106,12 +115,15 @@ class StagingBuffers:
         return False
 
     def has_room(self, group: WeightGroup) -> bool:
-        """Return whether a group is in RAM or has been read, or there is a window for it."""
+        """Return whether `load` of the group would cancel no other group's copy."""
         with self._changed:
             return not group.parts or self._fill_of(group) is not None or bool(self._idle())
 
     def load(self, slot: RingSlot) -> None:
-        """Send a group to its slot: now if it has been read, else as soon as it is."""
+        """Send a group to its slot: now if it has been read, else as soon as it is and all copies before it are queued.
+
+        A group without `parts` is in pinned RAM, and takes no staging buffer.
+        """
         group = slot.group
         with self._changed:
             self.forget(slot)
@@ -128,7 +140,7 @@ class StagingBuffers:
                 self._send(fill)
 
     def forget(self, slot: RingSlot) -> None:
-        """Cancel the copy to a slot if it has not been sent yet."""
+        """Cancel the copy to a slot, if it has not been queued yet."""
         with self._changed:
             if slot.pending:
                 slot.pending.slot = slot.pending = None
@@ -136,13 +148,19 @@ class StagingBuffers:
                 self._send_due()
 
     def ahead(self, groups: Sequence[WeightGroup]) -> None:
-        """Read so many of the groups, in order, as there are windows for, now and when more become free."""
+        """Prefetch these groups in order into free staging buffers, now and whenever one becomes free.
+
+        Replaces the groups of the call before.
+        """
         with self._changed:
             self._coming = list(groups)
             self._read_ahead()
 
     def wait(self, slot: RingSlot) -> None:
-        """Wait until the copy to a slot has been queued. Raises what the reader raised."""
+        """Wait until the copy to a slot has been queued.
+
+        Raises the reader's error, or RuntimeError if the model was removed from the device meanwhile.
+        """
         with self._changed:
             fill = slot.pending
             if fill is None:
@@ -161,12 +179,18 @@ class StagingBuffers:
                 self._send(fill)
 
     def bring(self, targets: Sequence[tuple[Stored, torch.Tensor]]) -> None:
-        """Read weights to contiguous tensors on the device; their copies are queued where the caller computes."""
+        """Read weights from files to contiguous tensors on the device. Their copies are queued on the caller's stream.
+
+        `targets` are places in files, each with its tensor. Raises as the readers do.
+        """
         for _ in self.bringing([targets]):
             pass
 
     def bringing(self, groups: Iterable[Sequence[tuple[Stored, torch.Tensor]]]) -> Generator[None, None, None]:
-        """Bring groups one by one: one has come at each step, while others are read into idle windows."""
+        """Bring groups one by one: yield when all copies of one are queued, while the next ones are read.
+
+        Closing the generator gives up the rest.
+        """
         under_way: deque[tuple[_Fill, _Chunk]] = deque()
         try:
             for targets in groups:
@@ -183,7 +207,7 @@ class StagingBuffers:
                 fill.taken = False
 
     def _begin_chunk(self, chunk: _Chunk, waits: bool) -> _Fill | None:
-        """Begin to read a chunk, if there is a window for it, or it waits for one."""
+        """Begin to read a chunk. None if no staging buffer is free, unless it `waits` for one."""
         with self._changed:
             while not (idle := self._idle()):
                 if not waits:
@@ -199,7 +223,10 @@ class StagingBuffers:
             self._changed.wait_for(lambda: self._closed or not any(w.fill and w.fill.left for w in self._windows))
 
     def close(self) -> None:
-        """End the threads and let go of the windows, when the copies out of them are done."""
+        """End the threads, wait for copies out of the staging buffers, and free these.
+
+        A `wait` under way in another thread raises RuntimeError.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -209,24 +236,25 @@ class StagingBuffers:
                 window.copied.synchronize()
             if window.fill and window.fill.slot:
                 self.forget(window.fill.slot)
-            window.fill = None  # each knows the other, and would wait for the collector
+            window.fill = None  # a cycle, which only the garbage collector would free
         self._windows.clear()
         self._due.clear()
 
-    # Windows; all under the lock
+    # Staging buffers; all under the lock
 
     def _fill_of(self, group: WeightGroup) -> _Fill | None:
+        """Return the fill that has, or will have, the group's weights."""
         fills = (window.fill for window in self._windows)
         return next((fill for fill in fills if fill and fill.group is group and not fill.error), None)
 
     def _idle(self) -> list[_Window]:
-        """Return the windows that may be filled anew: free ones first, then those that were read for later."""
+        """Return the staging buffers that may be filled anew: free ones, then prefetched ones, the latest first."""
         free = [window for window in self._windows if window.fill is None]
         unwanted = (w for w in reversed(self._windows) if w.fill and not w.fill.taken)
         return free + [w for w in unwanted if w.fill and (w.fill.error or not w.fill.slot)]
 
     def _wait_for_window(self) -> None:
-        """Wait until one may be filled anew, of those that others than this caller have filled."""
+        """Wait until a staging buffer may be filled anew. All are in use by others than this caller."""
         self._changed.wait_for(lambda: self._closed or self._idle() or (not self._queues.copying and self._read()))
         if self._closed:
             raise RuntimeError(_TAKEN_AWAY)
@@ -234,12 +262,12 @@ class StagingBuffers:
             self._send(fill)
 
     def _read(self) -> list[_Fill]:
-        """Return what has been read for slots."""
+        """Return the fills for slots that have been read and not been sent."""
         fills = [window.fill for window in self._windows]
         return [fill for fill in fills if fill and fill.slot and not (fill.left or fill.error)]
 
     def _taken_back(self) -> list[_Window]:
-        """Return the window that was last filled for a slot, which gets nothing now."""
+        """Return the staging buffer that was filled last for a slot. The copy to that slot is cancelled."""
         window = next(w for w in reversed(self._windows) if w.fill and w.fill.slot)
         if window.fill and window.fill.slot:
             window.fill.slot.holds = False
@@ -247,12 +275,13 @@ class StagingBuffers:
         return [window]
 
     def _begin(self, group: WeightGroup | None, parts: Sequence[Part], idle: list[_Window]) -> _Fill:
+        """Give the first of the `idle` staging buffers a new content, and submit its parts to the threads."""
         window = idle[0]
         self._windows.remove(window)
         self._windows.append(window)
         if window.fill:
-            window.fill.error = window.fill.error or CancelledError()  # nobody waits for it, unless it failed
-            window.fill.slot = None  # each knows the other, and would wait for the collector
+            window.fill.error = window.fill.error or CancelledError()  # its readers stop; nobody waits for it
+            window.fill.slot = None  # a cycle, which only the garbage collector would free
         fill = window.fill = _Fill(group, window, window.fill)
         nbytes = sum(part.stored_bytes for part in parts if isinstance(part, FileExtent))
         fill.read = self._queues.read(nbytes, window.copied)
@@ -263,6 +292,7 @@ class StagingBuffers:
         return fill
 
     def _read_ahead(self) -> None:
+        """Prefetch the groups of `ahead`, until no staging buffer is free for the next."""
         for group in self._coming:
             if self._fill_of(group) is None:
                 if not (free := [w for w in self._idle() if not w.fill or w.fill.group not in self._coming]):
@@ -270,14 +300,14 @@ class StagingBuffers:
                 self._begin(group, group.parts or (), free)
 
     def _send_due(self) -> None:
-        """Queue the copies of what is there, up to the first that is not."""
+        """Queue the copies whose parts have been read, up to the first that has not."""
         while self._due and not (fill := self._due[0].pending).left:
             self._due.popleft()
-            if not fill.error:  # or whoever waits for it is told
+            if not fill.error:  # else `wait` raises it
                 self._send(fill)
 
     def _send(self, fill: _Fill) -> None:
-        """Queue the copy to the slot that a fill is for."""
+        """Queue the copy from a staging buffer, or from pinned RAM, to the slot that the fill is for."""
         slot, group, window = fill.slot, fill.group, fill.window
         assert slot and group
         if fill.read:
@@ -294,7 +324,7 @@ class StagingBuffers:
             raise RuntimeError(_TAKEN_AWAY)
 
     def _deliver(self, fill: _Fill, chunk: _Chunk) -> bool:
-        """Wait for a chunk and queue its copies. Returns whether it is the last of its group."""
+        """Wait until a chunk is read, and queue its copies. Return whether it is the last chunk of its group."""
         with self._changed:
             try:
                 host.throw_if_interrupted()
@@ -304,10 +334,10 @@ class StagingBuffers:
                 assert fill.window
                 self._queues.wait(fill.read)
                 try:
-                    with torch.inference_mode():  # where the targets were cut up, whoever asks for what comes
+                    with torch.inference_mode():  # `_chunks` made the targets' views, maybe in inference mode
                         for target, at in chunk.targets:
                             target.copy_(fill.window.memory[at : at + target.nbytes], non_blocking=True)
-                finally:  # also of those copies that were queued before an interrupt
+                finally:  # an interrupt may come between the copies: those queued still read the buffer
                     self._queues.mark(fill.window.copied)
                 fill.window.fill = None
                 return chunk.is_last
@@ -315,6 +345,7 @@ class StagingBuffers:
                 fill.taken = False
 
     def _chunks(self, targets: Iterable[tuple[Stored, torch.Tensor]]) -> Iterator[_Chunk]:
+        """Split the weights of one group into chunks of at most `nbytes`, in the order of the files."""
         chunk = _Chunk()
         for stored, target in sorted(targets, key=lambda item: (item[0].path, item[0].offset)):
             flat = target.reshape(-1).view(torch.uint8)
@@ -334,11 +365,12 @@ class StagingBuffers:
 
     @torch.inference_mode()
     def _run(self, fill: _Fill, work: Callable[[], None]) -> None:
+        """Do one part of a fill's reading, in a reader thread. An error is kept in the fill."""
         try:
             if fill.after:
-                with self._changed:  # its work began before this, or this would not have begun
+                with self._changed:  # no deadlock: the pool began the older fill's work before this
                     self._changed.wait_for(lambda: self._closed or not (fill.after and fill.after.left))
-            if fill.window and fill.window.copied and not fill.read:  # a simulated disk has waited itself
+            if fill.window and fill.window.copied and not fill.read:  # a simulated disk has waited for it already
                 fill.window.copied.synchronize()
             if not (self._closed or fill.error):
                 work()
@@ -352,6 +384,7 @@ class StagingBuffers:
                     self._finish(fill)
 
     def _finish(self, fill: _Fill) -> None:
+        """Send what is due and prefetch, after the last part of a fill has been read."""
         try:
             if self._queues.copying and not self._closed:
                 self._send_due()  # where there are no streams, the thread that computes sends
@@ -362,9 +395,10 @@ class StagingBuffers:
 
 
 def parts_of(group: WeightGroup, found: Mapping[int, Source]) -> list[Part]:
-    """Return what makes up a group: its weights as they lie in the files, by `id`, and its buffers as they are in RAM.
+    """Return the parts that a staging buffer is filled with for a group.
 
-    A group that is packed already comes from its buffers in RAM.
+    Weights that `found` has, by `id`, are file extents; other tensors are copied from RAM. A packed group is copied
+    from its host buffers, in parts of `BATCH_BYTES`.
     """
     parts: list[Part] = []
     if group.hosts:
@@ -383,7 +417,7 @@ def parts_of(group: WeightGroup, found: Mapping[int, Source]) -> list[Part]:
 
 
 def _work(parts: Sequence[Part], memory: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Yield what must be done to fill a window, each for one thread."""
+    """Yield the calls that fill a staging buffer, each for one thread."""
     for part in parts:
         if not isinstance(part, FileExtent):
             yield partial(_copy, *part, memory)

@@ -1,4 +1,4 @@
-"""The queues of a device: where it computes, where it copies, and the events between them."""
+"""The streams of a device: the one that computes, the copy stream, and the events between them."""
 
 from __future__ import annotations
 
@@ -16,46 +16,58 @@ _copy_streams_lock = threading.Lock()
 
 
 class Queues:
-    """The device's streams and events; where there are none, copies block and the events are None."""
+    """The streams and events of one device.
+
+    On the CPU, without streams in the backend, or with the host's flag for blocking copies, `copying` is None: copies
+    then block, and all events are None. Every method takes that into account.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.backend = torch.get_device_module(device)
-        # `torch.cpu` has such classes too, which do nothing.
+        # `torch.cpu` has classes of these names too, which do nothing.
         names = ("Stream", "Event", "current_stream", "stream")
         has_streams = device.type != "cpu" and all(hasattr(self.backend, name) for name in names)
         self._flushes = is_wddm(device.type)
         self.copying = self._copy_stream() if has_streams and not host_flags().blocking else None
 
     def _copy_stream(self) -> Any:
-        # One for the process: the memory that an allocator has given to a stream stays with it.
+        """Return the copy stream of the device, made once for the process."""
+        # The caching allocator keeps freed memory for the stream that it was allocated on: a second stream could not
+        # reuse it.
         with _copy_streams_lock:
             if self.device not in _copy_streams:
                 _copy_streams[self.device] = self.backend.Stream(device=self.device)
             return _copy_streams[self.device]
 
     def event(self, waited_for: bool = False) -> Any:
-        """Return a new event, None where there are none. One that the host waits for lets it sleep meanwhile."""
+        """Return a new event; None without a copy stream.
+
+        With `waited_for` the host sleeps while it waits for the event. On CUDA it would otherwise keep a core busy.
+        """
         if not self.copying:
             return None
         return self.backend.Event(blocking=True) if waited_for and self.device.type == "cuda" else self.backend.Event()
 
     def timer(self) -> Any:
-        """Return a new event that tells the time to another such."""
+        """Return a new event that records the time; None without a copy stream."""
         return self.backend.Event(enable_timing=True) if self.copying else None
 
     def mark(self, event: Any) -> None:
-        """Record the event behind the work that this thread has queued."""
+        """Record the event on the current stream, behind the work that this thread has queued."""
         if event:
             event.record(self.backend.current_stream(self.device))
 
     def wait(self, event: Any) -> None:
-        """Make work that this thread queues from now on wait for the event."""
+        """Make the current stream wait for the event, before work that this thread queues from now on."""
         if event:
             self.backend.current_stream(self.device).wait_event(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], done: Any) -> None:
-        """Queue a copy to the device behind some events, and let another happen when it is there."""
+        """Queue a copy to the device on the copy stream, behind the events in `after`. Record `done` behind it.
+
+        Without a copy stream the copy is done when this returns. `source` must be pinned to make the copy asynchronous.
+        """
         if self.copying is None:
             target.copy_(source)
             return
@@ -65,22 +77,22 @@ class Queues:
             target.copy_(source, non_blocking=True)
         done.record(self.copying)
         if self._flushes:
-            self.copying.query()  # or the driver may keep the copy back until more is queued
+            self.copying.query()  # WDDM batches commands: without a query it may hold the copy back until more come
 
     def read(self, nbytes: int, after: Any) -> Any:
-        """Return the event that so many bytes have come from a simulated disk, begun when `after` has happened.
+        """Return the event of a simulated disk that it has read `nbytes`, beginning when `after` has happened.
 
-        None on a real device, whose files are read when they have been.
+        None on a real device: there a reader thread knows itself when its file is read.
         """
         simulated = getattr(self.backend, "read_from_disk", None)
         return simulated(nbytes, after) if simulated and self.copying and nbytes else None
 
     def mark_copy(self, event: Any) -> None:
-        """Record the event behind the copies that are queued."""
+        """Record the event on the copy stream, behind the copies that are queued."""
         if event:
             event.record(self.copying)
 
     def finish(self) -> None:
-        """Wait on the host for the copies under way."""
+        """Make the host wait for all copies that are queued."""
         if self.copying:
             self.copying.synchronize()

@@ -1,1 +1,1 @@
-"""ComfyUI's own memory management: its calls, flags and contract, and our units as it sees them."""
+"""ComfyUI's own memory management: its functions, flags and contract, and our units as it sees them."""

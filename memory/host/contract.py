@@ -1,4 +1,7 @@
-"""The members that the installed ComfyUI asks its model patchers for, read from its source as text."""
+"""The members that the installed ComfyUI asks its model patchers for, read from its source as text.
+
+If it asks for a member that `HostPatcher` lacks, `management.lists_units` keeps our units out of its list.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 from .patcher import HostPatcher
 
-# Asked of patchers only that say they are dynamic, which ours never do.
+# The host asks only dynamic patchers for these. Ours return False from `is_dynamic`.
 _OF_DYNAMIC = {"dynamic_pins", "loaded_ram_size", "unregister_inactive_pins"}
 KNOWN_MEMBERS = frozenset(
     {name for name in dir(HostPatcher) if not name.startswith("_")}
@@ -19,7 +22,10 @@ KNOWN_MEMBERS = frozenset(
 
 
 def version(root: Path) -> str | None:
-    """Return the version of the ComfyUI in a folder, read without importing it."""
+    """Return the version of the ComfyUI in the folder `root`, read without importing it.
+
+    None if it has no version file.
+    """
     file = root / "comfyui_version.py"
     if not file.is_file():
         return None
@@ -30,10 +36,10 @@ def version(root: Path) -> str | None:
 
 
 def members_read(source: str) -> set[str]:
-    """Members that the text of a `model_management.py` reads on model patchers."""
+    """Return the members that the text of a `model_management.py` reads on model patchers."""
     found = set()
     for node in ast.walk(ast.parse(source)):
-        # A patcher is what the host calls `model`, or the `.model` of an entry of its list of loaded models.
+        # The host names a patcher `model`, or reaches it as `.model` of an entry of its list of loaded models.
         if isinstance(node, ast.Attribute):
             owner = node.value
             name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", None)
@@ -43,5 +49,8 @@ def members_read(source: str) -> set[str]:
 
 
 def unknown_members(root: Path) -> set[str]:
-    """Members that the ComfyUI in a folder reads on its model patchers and that ours have not."""
+    """Return the members that the ComfyUI in `root` reads on its model patchers and that ours lack.
+
+    Raises OSError if it has no `comfy/model_management.py`.
+    """
     return members_read((root / "comfy" / "model_management.py").read_text(encoding="utf-8")) - KNOWN_MEMBERS

@@ -11,14 +11,15 @@ from .headroom import has_dynamic_vram
 
 @dataclass(frozen=True)
 class HostFlags:
-    """The flags that concern us; all off outside ComfyUI. `--reserve-vram` and `--cpu` come through other functions.
+    """The flags that concern us; all are off outside ComfyUI. `--reserve-vram` and `--cpu` come through `management`.
 
-    keeps_all (`--highvram`, `--gpu-only`): what is in VRAM stays there while there is room, and whole if it fits.
-    keeps_none (`--disable-smart-memory`): nothing stays when its node is done.
-    least (`--novram`): nothing but what runs is in VRAM.
-    encoders_on_cpu (`--lowvram`, where the host has no dynamic VRAM), vae_on_cpu (`--cpu-vae`).
-    unpinned (`--disable-pinned-memory`), blocking (`--disable-async-offload`): how weights are copied.
-    graphs (unless `--disable-cuda-graphs`): it has captured CUDA graphs, which hold addresses of workspaces.
+    - `keeps_all` (`--highvram`, `--gpu-only`): units stay in VRAM while there is room, whole if they fit.
+    - `keeps_none` (`--disable-smart-memory`): nothing stays when its node is done.
+    - `least` (`--novram`): VRAM holds only what is running.
+    - `encoders_on_cpu` (`--lowvram`, if the host has no dynamic VRAM) and `vae_on_cpu` (`--cpu-vae`).
+    - `unpinned` (`--disable-pinned-memory`) and `blocking` (`--disable-async-offload`): how weights are copied.
+    - `graphs`: the host may have captured CUDA graphs, which hold addresses of workspaces. Off with
+      `--disable-cuda-graphs`.
     """
 
     keeps_all: bool = False
@@ -31,22 +32,22 @@ class HostFlags:
     graphs: bool = False
 
     def strategy(self, wanted: str, role: Role) -> str:
-        """Return the strategy for a unit of that role. What the user chose in the graph counts more than a flag."""
+        """Return the strategy for a unit of that role. A strategy that the user chose in the graph wins over flags."""
         if wanted != "auto":
             return wanted
         if (self.encoders_on_cpu and role == "text_encoder") or (self.vae_on_cpu and role == "vae"):
             return "cpu"
-        if self.least and role != "vae":  # which decodes in stripes instead
+        if self.least and role != "vae":  # a VAE saves memory by decoding in stripes instead
             return "streamed"
         return wanted
 
     def keeps(self, wanted: bool) -> bool:
-        """Return whether the units of a stage stay when it ends."""
+        """Return whether the units of a stage stay when it ends. `wanted` is the caller's wish."""
         return (wanted or self.keeps_all) and not self.keeps_none
 
 
 def host_flags() -> HostFlags:
-    """Return the flags of the ComfyUI that this process is."""
+    """Return the flags of the ComfyUI in this process."""
     options = getattr(sys.modules.get("comfy.cli_args"), "args", None)
 
     def said(name: str) -> bool:
@@ -65,5 +66,5 @@ def host_flags() -> HostFlags:
 
 
 def _captured() -> bool:
-    """Return whether the host has made a stream to capture graphs on; where that cannot be seen, it may have."""
+    """Return whether the host has made a stream to capture graphs on. True if that cannot be seen."""
     return bool(getattr(sys.modules.get("comfy.model_prefetch"), "GRAPH_CAPTURE_STREAMS", True))

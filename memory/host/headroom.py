@@ -1,4 +1,4 @@
-"""The host's dynamic VRAM: how much of the card it leaves free, for as long as a block runs."""
+"""The headroom of the host's dynamic VRAM: the bytes of the card that it leaves free, set for the time of a block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _NAME = "simple_vram_headroom"
-_DEFAULT_BYTES = 256 * 2**20  # of the library, where the host's command line says nothing
+_DEFAULT_BYTES = 256 * 2**20  # headroom that the library has if the host's command line sets none
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """Reads and sets the bytes of VRAM that dynamic models leave free, in this process and on all its cards.
+    """Reads and sets the bytes of VRAM that dynamic models leave free, on all cards of this process.
 
-    Weights leave as soon as the next one is asked for, or anything is allocated; nothing is ever refused for it.
+    The host evicts weights for it when the next weight is asked for, or at any allocation. It never refuses memory for
+    it.
     """
 
     read: Callable[[], int]
@@ -25,7 +26,7 @@ class Headroom:
 
     @contextmanager
     def at_least(self, bytes: int) -> Iterator[None]:
-        """Leave so much free, or as much as before where that is more, until the block ends, however it ends."""
+        """Leave at least `bytes` free until the block ends, then set the headroom back."""
         before = self.read()
         self.write(max(before, bytes))
         try:
@@ -40,15 +41,15 @@ def has_dynamic_vram() -> bool:
 
 
 def headroom() -> Headroom | None:
-    """Return the control of it.
+    """Return the control of the headroom.
 
-    None where the host has no dynamic VRAM, or one whose headroom is fixed when it starts.
+    None if the host has no dynamic VRAM, or a version whose headroom is fixed at its start.
     """
     control = sys.modules.get("comfy_aimdo.control")
     if not has_dynamic_vram() or control is None:
         return None
     read, write = getattr(control, f"get_{_NAME}", None), getattr(control, f"set_{_NAME}", None)
-    if read and write:  # comfy-aimdo 0.6
+    if read and write:  # public functions since comfy-aimdo 0.6
         return Headroom(read, write)
     library = getattr(control, "lib", None)
     write = getattr(library, f"set_{_NAME}", None)
@@ -56,9 +57,9 @@ def headroom() -> Headroom | None:
 
 
 def _held_by(library: Any) -> int:
-    """Return the value in a library that has no function to tell it."""
+    """Return the headroom set in a library that has no function to read it."""
     try:
         return ctypes.c_int64.in_dll(library, _NAME).value
-    except ValueError:  # it does not export it, as on Windows
+    except ValueError:  # the library does not export the variable, as on Windows
         reserve = getattr(getattr(sys.modules.get("comfy.cli_args"), "args", None), "reserve_vram", None)
-        return _DEFAULT_BYTES if reserve is None else int(reserve * 2**30)  # as the host sets it when it starts
+        return _DEFAULT_BYTES if reserve is None else int(reserve * 2**30)  # the value that the host sets at its start

@@ -1,6 +1,7 @@
-"""The only file that calls `comfy.model_management`, and its like. Outside ComfyUI every function here does nothing.
+"""The calls into `comfy.model_management` and its like. No other file makes them.
 
-Nothing of the host is patched, and its list of loaded models changes through its own functions only.
+Outside ComfyUI every function here does nothing, and returns None, 0, False or an empty list. Nothing of the host is
+patched. Its list of loaded models changes only through its own functions.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from .patcher import HostPatcher
 
 log = logging.getLogger("ballast")
 
-_EVERYTHING = 1e30  # bytes, in the host's own words
-_unfit: dict[ModuleType, str] = {}  # why units are not listed there; empty if they are. Found out once
+_EVERYTHING = 1e30  # bytes: the number by which the host itself asks for all memory
+_unfit: dict[ModuleType, str] = {}  # why the host's list takes none of our units, "" if it does; checked once
 
 
 @dataclass(frozen=True)
 class HostModel:
-    """One of the host's own models, as far as it is on its device."""
+    """One of the host's own models, with the bytes of it that are on its device."""
 
     patcher: Any
     name: str
@@ -38,7 +39,7 @@ class HostModel:
 
 
 def model_management() -> ModuleType | None:
-    """Return the host's memory manager, if this process is a ComfyUI."""
+    """Return the host's memory manager; None outside ComfyUI."""
     return sys.modules.get("comfy.model_management")
 
 
@@ -49,34 +50,35 @@ def device() -> torch.device | None:
 
 
 def reserve_bytes(on: torch.device) -> int | None:
-    """VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other."""
+    """Return the VRAM that the host leaves to others (`--reserve-vram`) on its own device; None on any other device."""
     mm = _manager_of(on)
     return int(mm.extra_reserved_memory()) if mm else None
 
 
 def _manager_of(on: torch.device) -> ModuleType | None:
-    """Return the host's memory manager, if that is its device."""
+    """Return the host's memory manager if `on` is its device, else None."""
     mm = model_management()
     return mm if mm and _is_same(on, mm.get_torch_device()) else None
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index or 0) == (other.index or 0)  # "mps" is "mps:0"
+    return one.type == other.type and (one.index or 0) == (other.index or 0)  # without an index it is the first one
 
 
 # Room
 
 
 def make_room(wanted_bytes: int, wanted_on: torch.device, coming: Sequence[Role] | None = None) -> None:
-    """Ask the host to move its own models away until so many bytes are free.
+    """Ask the host to evict its own models until `wanted_bytes` are free, beside its own reserve.
 
-    `coming` are the roles of those that will run again, in order, where that is known: the others go first, then the
-    one that is farthest. Dynamic models shrink first: one that is detached loses its pinned RAM too.
+    `coming` lists the roles of the models that will run again, in order, where that is known. Others leave first, then
+    those with the farthest next use. Dynamic models shrink before any model is detached: a detached one loses its
+    pinned RAM too.
     """
     mm = _manager_of(wanted_on)
     if mm is None:
         return
-    wanted_on = mm.get_torch_device()  # in the host's words, by which it knows its models
+    wanted_on = mm.get_torch_device()  # the host compares devices by equality, and "mps" is not "mps:0"
     wanted_bytes += mm.extra_reserved_memory()
     if mm.get_free_memory(wanted_on) >= wanted_bytes:
         return
@@ -98,22 +100,22 @@ def make_room(wanted_bytes: int, wanted_on: torch.device, coming: Sequence[Role]
 
 
 def movable_bytes(on: torch.device) -> int:
-    """VRAM that the host's own models hold on a device, and would give up for others."""
+    """Return the VRAM that the host's own models hold on a device, and would give up for others."""
     mm = _manager_of(on)
     if mm is None:
         return 0
-    # With --gpu-only and the like some have nowhere else to go.
+    # With flags such as --gpu-only some models have the device itself as offload device: they cannot leave it.
     return sum(m.bytes for m in _on_device(mm, on) if not _is_same(torch.device(m.patcher.offload_device), on))
 
 
 def loaded_models() -> list[HostModel]:
-    """Return the host's own models that are on its device. On the CPU they are in RAM."""
+    """Return the host's own models that are on its device. Empty if that device is the CPU."""
     mm, on = model_management(), device()
     return _on_device(mm, on) if mm and on and on.type != "cpu" else []
 
 
 def held_bytes(on: torch.device) -> int:
-    """Weights on a device in bytes: of all in the host's list, ours too."""
+    """Return the bytes of weights on a device of all models in the host's list, ours included."""
     mm = model_management()
     entries = mm.current_loaded_models if mm else []
     held = [entry.model for entry in list(entries) if entry.model is not None and _is_same(entry.device, on)]
@@ -121,7 +123,7 @@ def held_bytes(on: torch.device) -> int:
 
 
 def page_bytes(patcher: Any) -> int:
-    """Bytes of a dynamic model in pages, which torch does not count; 0 for others, whose weights are tensors."""
+    """Return the bytes of a dynamic model that lie in pages, which torch does not count. 0 for other models."""
     tensors = int(getattr(patcher.model, "model_loaded_weight_memory", 0))
     return int(patcher.loaded_size()) - tensors if is_dynamic(patcher) else 0
 
@@ -132,12 +134,12 @@ def is_dynamic(patcher: Any) -> bool:
 
 
 def copy_streams() -> int:
-    """On how many streams the host copies weights ahead of their use."""
+    """Return the number of streams on which the host copies weights ahead of their use."""
     return int(getattr(model_management(), "NUM_STREAMS", 0))
 
 
 def shrink_others(bytes: int, on: torch.device, running: Collection[Any]) -> int:
-    """Ask the host to move so many bytes of other models than these off a device. Returns those that left."""
+    """Ask the host to evict `bytes` of models other than those in `running`. Return the bytes that left the device."""
     mm = model_management()
     if mm is None or bytes <= 0:
         return 0
@@ -149,7 +151,7 @@ def shrink_others(bytes: int, on: torch.device, running: Collection[Any]) -> int
 
 
 def evict(patchers: Collection[Any]) -> None:
-    """Make models of the host leave its device wholly, and nothing else."""
+    """Make the host evict exactly these models of its own, wholly."""
     mm = model_management()
     leaving = {id(patcher.model) for patcher in patchers}
     if not mm or not leaving:
@@ -175,14 +177,17 @@ def known_models(on: torch.device) -> list[HostModel]:
 
 
 def model_ram_bytes(patcher: Any) -> int:
-    """RAM that a model of the host takes: what is not on the device, or what a dynamic one has read."""
+    """Return the RAM that a model of the host takes.
+
+    That is the part that is not on the device. A dynamic model tells how much it has read.
+    """
     if is_dynamic(patcher) and hasattr(patcher, "loaded_ram_size"):
         return int(patcher.loaded_ram_size())
     return max(0, int(patcher.model_size()) - int(patcher.loaded_size()))
 
 
 def model_pinned_bytes(patcher: Any) -> int:
-    """Return the bytes of that which are pinned."""
+    """Return the bytes of a host model's RAM that are pinned."""
     if is_dynamic(patcher):
         return int(getattr(patcher, "pinned_memory_size", int)())
     pinned = getattr(patcher, "pinned", ())
@@ -190,10 +195,12 @@ def model_pinned_bytes(patcher: Any) -> int:
 
 
 def _on_device(mm: ModuleType, on: torch.device) -> list[HostModel]:
+    """Return the host's own models that have weights on a device."""
     return [model for model in known_models(on) if model.bytes]
 
 
 def _role(patcher: Any) -> Role:
+    """Return the role of a host model, guessed from its attributes."""
     if getattr(patcher, "is_clip", False):
         return "text_encoder"
     if hasattr(patcher.model, "diffusion_model"):
@@ -202,12 +209,12 @@ def _role(patcher: Any) -> Role:
 
 
 def _entries_of_ours(mm: ModuleType) -> list[Any]:
-    """Which of ours leave is our own decision."""
+    """Return the entries of our units, for the host to leave alone: we decide which of ours leave."""
     return [entry for entry in mm.current_loaded_models if isinstance(entry.model, HostPatcher)]
 
 
 def ram_bytes() -> tuple[int, int] | None:
-    """RAM in all and free, as the host counts it; None where it leaves that to psutil."""
+    """Return RAM in all and free RAM in bytes, as the host counts them. None if it leaves that to psutil."""
     memory = sys.modules.get("comfy.system_memory")
     if not memory or not (hasattr(memory, "virtual_memory_total") and hasattr(memory, "virtual_memory_available")):
         return None
@@ -218,7 +225,7 @@ def ram_bytes() -> tuple[int, int] | None:
 
 
 def lists_units(on: torch.device) -> bool:
-    """Return whether our units on a device are to be in the host's list. Says once why not."""
+    """Return whether our units on a device belong in the host's list. Logs once why they do not."""
     mm = _manager_of(on)
     if mm is None or on.type == "cpu":
         return False
@@ -232,6 +239,7 @@ def lists_units(on: torch.device) -> bool:
 
 
 def _why_unfit(mm: ModuleType) -> str:
+    """Return why the host's list cannot take our units, "" if it can."""
     if not mm.__file__:
         return "this ComfyUI has no source to read"
     unknown = unknown_members(Path(mm.__file__).parents[1])
@@ -239,14 +247,20 @@ def _why_unfit(mm: ModuleType) -> str:
 
 
 def replaced_by() -> str | None:
-    """Return the module that has put its own `load_models_gpu` in the place of the host's, as some packs do."""
+    """Return the name of the module that has replaced the host's `load_models_gpu`, as some packs do.
+
+    None if none has.
+    """
     mm = model_management()
     owner = getattr(getattr(mm, "load_models_gpu", None), "__module__", None)
     return owner if mm and owner != mm.__name__ else None
 
 
 def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
-    """Put a unit that is on the device in the host's list, if it is not there. `working_bytes` it takes beside."""
+    """Put a unit that is on the device in the host's list, if it is not there.
+
+    `working_bytes` is its working memory, for which the host makes room. An error of the host is logged, never raised.
+    """
     mm = model_management()
     if not mm or any(entry.model is patcher for entry in mm.current_loaded_models):
         return
@@ -256,7 +270,7 @@ def list_unit(patcher: HostPatcher, working_bytes: int) -> None:
     except (AttributeError, TypeError, NotImplementedError) as error:
         _unfit[mm] = f"this ComfyUI does not take other models ({error})"
         log.warning("Ballast: %s. It cannot move Ballast's.", _unfit[mm])
-    except Exception as error:  # of another model that was to make room; the next call tries again
+    except Exception as error:  # another model failed to make room; the next call tries again
         log.warning("Ballast: ComfyUI could not list %r (%s)", patcher, error)
     finally:
         patcher.is_being_listed = False
@@ -273,30 +287,30 @@ def is_busy() -> bool:
 
 
 def pin_memory(tensor: torch.Tensor) -> bool | None:
-    """Have the host pin a tensor's memory in place, within its own cap and as its flags say.
+    """Ask the host to pin a tensor's memory in place. It keeps within its own cap, and obeys its flags.
 
-    None where there is no host, or one that does not pin for others.
+    Return whether it is pinned. None if there is no host, or one that does not pin for others.
     """
     if host_flags().unpinned:
         return False
     mm = model_management()
     if not mm or not (hasattr(mm, "pin_memory") and hasattr(mm, "unpin_memory")):
         return None
-    # It makes room for a pin without asking whether there was enough.
+    # `mm.pin_memory` itself makes room, but ignores whether there was enough. So ask first.
     make_room = getattr(mm, "ensure_pin_registerable", None)
     if make_room and make_room(tensor.nbytes, **_sparing(make_room)) is False:
         return False
-    # Some versions pin nothing but parameters.
+    # Some versions of the host pin only parameters.
     return mm.pin_memory(torch.nn.Parameter(tensor, requires_grad=False), **_sparing(mm.pin_memory)) is True
 
 
 def _sparing(pin: Callable[..., Any]) -> dict[str, bool]:
-    """Return the argument that spares the pins of a model that is running, where a version has it."""
+    """Return the argument that spares the pins of running models, if this version of the host has it."""
     return {"evict_active": False} if "evict_active" in inspect.signature(pin).parameters else {}
 
 
 def unpin_memory(tensor: torch.Tensor) -> None:
-    """Undo `pin_memory`, before the memory goes."""
+    """Undo `pin_memory`. Must be called before the memory is freed."""
     if mm := model_management():
         mm.unpin_memory(torch.nn.Parameter(tensor, requires_grad=False))
 
@@ -308,6 +322,6 @@ def throw_if_interrupted() -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an error is the host's word that the user pressed stop; in older versions that is an Exception."""
+    """Return whether an error is the host's exception for a pressed stop. In older versions it is an Exception."""
     mm = model_management()
     return bool(mm) and isinstance(error, getattr(mm, "InterruptProcessingException", ()))

@@ -1,8 +1,8 @@
-"""A unit as the host's memory manager sees it: by the members that it asks its own model patchers for.
+"""A unit as the host's memory manager sees it: an object with the members that it asks its own model patchers for.
 
-No class of the host is inherited: its some hundred members work on weights that this object does not hold, and would
-fail without a word. The host calls in from any thread, between any two layers, in the middle of an error, and an error
-of ours would spoil its list; so nothing here raises, and what cannot be done now is reported as not done.
+It inherits from no class of the host: those have some hundred members that work on weights which this object does not
+hold, and would fail silently. The host calls in from any thread, between any two layers, or in the middle of an error.
+An error of ours would spoil its list. So nothing here raises: a request that cannot be met now is reported as not met.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _never_raises(default: Any) -> Callable[[Method], Method]:
+    """Return a decorator that logs any exception of a method and returns `default` instead."""
+
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def safe(self: HostPatcher, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +50,7 @@ def _never_raises(default: Any) -> Callable[[Method], Method]:
 
 
 class Listed(Protocol):
-    """A unit that the host is told of."""
+    """A unit in the host's list."""
 
     name: str
     label: str
@@ -59,7 +61,7 @@ class Listed(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """RAM taken by weights now."""
+        """Bytes of RAM taken by weights now."""
 
 
 Unit = TypeVar("Unit", bound=Listed)
@@ -70,31 +72,32 @@ class Counter(Protocol):
     """A counter of a device's memory."""
 
     def free_bytes(self) -> int:
-        """Memory that an allocation could get now."""
+        """Return the bytes that an allocation could get now."""
 
 
 class Mover(Protocol[AnyUnit]):
-    """Who moves units for the host: the manager of their device."""
+    """The manager of a device, which moves units for the host."""
 
     @property
     def accelerator(self) -> Counter:
-        """That device."""
+        """The device's counter."""
 
     def shrink(self, unit: AnyUnit, bytes: int) -> int:
-        """Free so many bytes of a unit, or as many as can be. Returns those freed."""
+        """Free up to `bytes` of a unit. Return the bytes freed."""
 
     def grow(self, unit: AnyUnit, bytes: int) -> int:
-        """Keep up to `bytes` more of a unit. Return the bytes taken."""
+        """Keep up to `bytes` more of a unit on the device. Return the bytes taken."""
 
     def let_go(self, unit: AnyUnit) -> None:
-        """Take a unit off the device, as soon as it does not run."""
+        """Evict a unit, as soon as it does not run."""
 
 
 class HostPatcher(Generic[Unit]):
     """One unit in the host's list of loaded models. Sizes are bytes on the device.
 
-    Its declared size is what the unit shall hold there (`target_bytes`), not its file: the host would move everybody
-    out for weights that are going to be streamed. The manager keeps it alive; the host refers to it weakly.
+    Its declared size is `target_bytes`, the bytes that the unit shall hold on the device, not the size of its file.
+    Otherwise the host would evict everybody for weights that only stream through. The manager owns this object; the
+    host refers to it weakly.
     """
 
     parent = None
@@ -103,27 +106,30 @@ class HostPatcher(Generic[Unit]):
         self._manager = weakref.ref(manager)
         self._unit = weakref.ref(unit)
         self._name = f"{unit.label} {unit.name}".strip()
-        self.model = type(self._name, (), {})()  # whose class names the model in the host's log
+        self.model = type(self._name, (), {})()  # the host logs the name of this class
         self.load_device = load_device
         self.offload_device = torch.device("cpu")
-        self.clone_base_uuid = object()  # like that of no other
+        self.clone_base_uuid = object()  # unique: no unit is a clone of another
         self.target_bytes = 0
-        self.is_being_listed = False  # by the manager, which has just decided what stays
+        self.is_being_listed = False  # while `list_unit` runs: the manager has just decided what stays
 
     @property
     def unit(self) -> Unit | None:
-        """The unit, as long as its pipeline lives."""
+        """The unit, or None once its pipeline is gone."""
         return self._unit()
 
     # Sizes
 
     def model_size(self) -> int:
-        """Return what the unit shall hold; nothing once it has left, or as long as the host would make room for it."""
+        """Return the bytes that the unit shall hold on the device.
+
+        0 if it holds none, and while it is being listed: the host would make room for its weights once more.
+        """
         return max(self.target_bytes, self.loaded_size()) if self.loaded_size() else 0
 
     @_never_raises(0)
     def loaded_size(self) -> int:
-        """Return what it holds."""
+        """Return the bytes that the unit holds on the device; 0 while it is being listed."""
         unit = self.unit
         return unit.resident_bytes if unit and not self.is_being_listed else 0
 
@@ -143,7 +149,7 @@ class HostPatcher(Generic[Unit]):
 
     @_never_raises(0)
     def partially_load(self, device: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        """Keep up to `extra_memory` bytes more, or fewer if negative. Return the bytes added."""
+        """Keep up to `extra_memory` bytes more on the device, or fewer if negative. Return the bytes added."""
         manager, unit = self._manager(), self.unit
         if manager is None or unit is None or self.is_being_listed:
             return 0
@@ -166,12 +172,15 @@ class HostPatcher(Generic[Unit]):
             manager.let_go(unit)
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """Leave the device, or as much of it as is not running. Without `unpatch_all` the host only sorts its list."""
+        """Evict the unit, as far as it is not running.
+
+        Without `unpatch_all` the host only sorts its list: nothing moves.
+        """
         if unpatch_all:
             self._leave()
         return self.model
 
-    # What a unit has nothing of: patches, clones, memory-mapped weights, pins that the host may take
+    # Members for patches, clones, memory-mapped weights and pins, none of which a unit has
 
     def model_dtype(self) -> torch.dtype | None:
         return None

@@ -1,1 +1,1 @@
-"""Decide what to do with memory: sizes and budgets in, plans out. Pure functions, plain data, and dry runs."""
+"""Decide what to do with memory: sizes and budgets in, plans out. Pure functions, frozen data, and dry runs."""

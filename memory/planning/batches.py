@@ -1,4 +1,4 @@
-"""Which batch is best for a budget: pictures drawn at once share the copies of weights, and take room from them."""
+"""Find the best batch for a budget: pictures sampled at once share the copies of weights, and take room from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dataclasses import replace
 from .forecast import Forecast, UnitForecast
 from .runplan import BestBatch, StagePlan
 
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_GAIN = 1.05  # times as long is as good: a smaller batch is there sooner
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # batches to try, in pictures
+_GAIN = 1.05  # a batch that takes up to 1.05 times the least seconds is as good: a smaller one is finished sooner
 
 
 def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch | None:
-    """Return the smallest batch of which a picture takes hardly longer than of any other that fits; None if none does.
+    """Return the smallest batch whose seconds for each picture are within 5 % of the least; None if no batch fits.
 
-    `stage_of(pictures)` plans the sampling of several at once, which takes the solver a while. No batch takes less for
-    a picture than one alone computes: where that decides, larger batches are not planned.
+    `stage_of` takes a number of pictures and returns the plan of sampling them at once, which takes the solver a while.
+    Larger batches than the first that does not fit are not tried. Nor are those that cannot change the result: no batch
+    takes less time for a picture than one picture alone computes.
     """
     each: dict[int, float] = {}
     least = math.inf
@@ -43,13 +44,17 @@ def _smallest(each: Mapping[int, float], least: float) -> int | None:
 
 
 def scaled(forecast: Forecast, pictures: int) -> Forecast:
-    """Return the forecast of one picture for several at once: as many operations, and no more bytes than that."""
+    """Return the forecast of `pictures` at once, from that of one.
+
+    Operations grow in proportion. Bytes grow at most so: the result is an upper bound.
+    """
     units = {name: _work(work, pictures) for name, work in forecast.units.items()}
     return replace(forecast, idle_bytes=forecast.idle_bytes * pictures, units=units)
 
 
-@functools.lru_cache(maxsize=64)  # budgets share it
+@functools.lru_cache(maxsize=64)  # plans of several budgets ask for the same forecasts
 def _work(work: UnitForecast, pictures: int) -> UnitForecast:
+    """Return the forecast of one unit for `pictures` at once."""
     return replace(
         work,
         live_bytes=work.live_bytes * pictures,

@@ -1,4 +1,8 @@
-"""The calls of a module as dry runs have seen them, so that each kind of call is run on shapes once."""
+"""The known calls of a module: the results of dry runs, so that each kind of call is run on shapes only once.
+
+They are saved as plain data, and read again in later processes. Calls of the same kind with other numbers of tokens are
+interpolated.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from ..simulated.tensor import SimTensor, wrap
 from .forecast import HeldBytes, ModuleOperations, Operations, operations_from
 
-_APART = 64  # tokens at most, between two calls that tell what those between them take
+_APART = 64  # tokens: the largest gap between two known calls across which others are interpolated
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a result: a view of one of its storages."""
+    """A tensor of a result: a view of one of its storages, with `offset` and `stride` in elements."""
 
     storage: int
     offset: int
@@ -29,14 +33,15 @@ class Leaf:
     dtype: str
 
 
-_OBJECT = Leaf(-1, 0, (), (), "uint8")
+_OBJECT = Leaf(-1, 0, (), (), "uint8")  # stands for a value that is neither a tensor nor plain data
 
 
 @dataclass(frozen=True)
 class Given:
-    """The result of a call: a tree of tensors, which have shapes only, and of plain values.
+    """The result of a call: a tree of plain values and of tensors without contents.
 
-    The tensors lie in `storages` of so many bytes. Whatever else it holds is a tensor of as many bytes, or None.
+    `structure` is the serialized tree. The tensors are views of `storages`, given by their bytes. A leaf that is
+    neither a tensor nor plain is replaced by a tensor that holds as many bytes, or by None.
     """
 
     structure: str
@@ -45,7 +50,7 @@ class Given:
 
     @classmethod
     def of(cls, result: Any) -> Given:
-        """Return what this is. RuntimeError if it cannot be told again."""
+        """Return the record of a result. Raises RuntimeError for a tensor that is not on the dry run's card."""
         found, structure = tree_flatten(result)
         places: dict[int, int] = {}
         storages: list[int] = []
@@ -67,9 +72,10 @@ class Given:
         return cls(treespec_dumps(structure), tuple(storages), tuple(leaves))
 
     def with_objects(self, nbytes: int) -> tuple[Given, int]:
-        """Return the same, where the first thing that is no tensor holds so many bytes.
+        """Return the same record with `nbytes` held by its first leaf that is neither a tensor nor plain.
 
-        Returns those that nothing holds.
+        Other such leaves become None. The second value is the bytes that no leaf can hold: `nbytes` if there is no such
+        leaf, else 0.
         """
         leaves = list(self.leaves)
         objects = [i for i, leaf in enumerate(leaves) if leaf == _OBJECT]
@@ -81,9 +87,9 @@ class Given:
         return replace(self, leaves=tuple(leaves), storages=(*self.storages, nbytes)), 0
 
     def make(self) -> Any:
-        """Return the result, on the card of a dry run."""
+        """Return the result again, as tensors on the card of a dry run."""
         leaves: list[Any] = []
-        with _disable_current_modes():  # else small ones would have values
+        with _disable_current_modes():  # in the dry run's mode small tensors would get values
             made = [torch.empty(size, dtype=torch.uint8, device="meta") for size in self.storages]
             for leaf in self.leaves:
                 if isinstance(leaf, Leaf):
@@ -97,9 +103,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Call:
-    """One kind of call, in bytes beyond those held when it began.
+    """One kind of call. Bytes are on top of those held when it began.
 
-    `peak_bytes` is its peak, `left_bytes` what the module keeps. For the others see `UnitForecast`.
+    `peak_bytes` is its peak, `left_bytes` is what the module keeps afterwards, and `given` is its result. For the other
+    fields see `UnitForecast`.
     """
 
     peak_bytes: int
@@ -113,10 +120,10 @@ class Call:
 
 
 def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
-    """Return what makes two calls alike save for their number of tokens, and that number, 0 where there is none.
+    """Return the kind of a call, and its number of tokens, 0 if there is none.
 
-    Of ids and masks the values do not count, but whether there is a zero among them does: where there is none, models
-    leave the mask out.
+    Calls of a kind differ in the number of tokens only. For ids and masks the kind ignores the values, except whether
+    one of them is zero: without a zero, models leave the mask out.
     """
     leaves, structure = tree_flatten((args, kwargs))
     counts = {leaf.shape[-1] for leaf in leaves if _is_tokens(leaf)}
@@ -125,10 +132,12 @@ def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _is_tokens(value: Any) -> bool:
+    """Return whether a value is a tensor of ids or a mask, with tokens in its last dimension."""
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim > 1
 
 
 def _described(value: Any, tokens: int) -> Any:
+    """Return the part of a call's kind that one argument makes, as plain data."""
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, str | int | float | bool | None) else str(type(value))
     if not _is_tokens(value):
@@ -138,7 +147,7 @@ def _described(value: Any, tokens: int) -> Any:
 
 
 class KnownCalls:
-    """The calls of one module that have been seen, by kind and number of tokens."""
+    """The known calls of one module, by kind and number of tokens."""
 
     def __init__(self) -> None:
         self._calls: dict[str, dict[int, Call]] = {}
@@ -147,9 +156,10 @@ class KnownCalls:
         return sum(map(len, self._calls.values()))
 
     def find(self, kind: str, tokens: int) -> Call | None:
-        """Return the call of this kind.
+        """Return the call of this kind with `tokens`; None if it is not known.
 
-        By those with somewhat fewer and somewhat more tokens if it was not seen itself.
+        An unknown number is interpolated between the next smaller and the next larger one, if these are at most 64
+        tokens apart.
         """
         seen = self._calls.get(kind, {})
         if tokens in seen:
@@ -161,16 +171,16 @@ class KnownCalls:
         return _between(seen[int(fewer)], seen[int(more)], tokens - int(fewer), int(more - fewer))
 
     def add(self, kind: str, tokens: int, call: Call) -> None:
-        """Remember a call."""
+        """Add a call, or replace the known one."""
         self._calls.setdefault(kind, {})[tokens] = call
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a file."""
+        """Return the calls as plain data, for a file."""
         return {kind: {str(n): asdict(call) for n, call in seen.items()} for kind, seen in self._calls.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KnownCalls:
-        """Return what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the calls that `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         known = cls()
         for kind, seen in data.items():
             for tokens, facts in seen.items():
@@ -179,6 +189,7 @@ class KnownCalls:
 
 
 def _call_from(facts: Mapping[str, Any]) -> Call:
+    """Return a call from the plain data of a file. Raises KeyError, TypeError or ValueError for anything else."""
     numbers = {name: facts[name] for name in ("peak_bytes", "left_bytes")}
     storages = tuple(facts["given"]["storages"])
     if not all(type(n) in (int, float) and 0 <= n < math.inf for n in (*numbers.values(), *storages)):
@@ -187,7 +198,7 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
     given = Given(facts["given"]["structure"], storages, tuple(leaves))
     try:
         expected = treespec_loads(given.structure).num_leaves
-    except Exception as error:  # of many kinds, for what is no structure or names a class that is not there
+    except Exception as error:  # torch raises many kinds, for text that is no structure or names an unknown class
         raise ValueError("a call has a result of an unknown structure") from error
     if len(leaves) != expected or not _has_room(given):
         raise ValueError("a call has tensors that have no room")
@@ -195,11 +206,13 @@ def _call_from(facts: Mapping[str, Any]) -> Call:
 
 
 def _leaf_from(facts: Mapping[str, Any]) -> Leaf:
+    """Return a leaf from the plain data of a file."""
     shape, stride = tuple(map(int, facts["shape"])), tuple(map(int, facts["stride"]))
     return Leaf(int(facts["storage"]), int(facts["offset"]), shape, stride, str(facts["dtype"]))
 
 
 def _has_room(given: Given) -> bool:
+    """Return whether every tensor of a result lies within its storage."""
     for leaf in given.leaves:
         if not isinstance(leaf, Leaf):
             continue
@@ -213,9 +226,10 @@ def _has_room(given: Given) -> bool:
 
 
 def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
-    """Return a call between two whose numbers of tokens are `whole` apart, with `part` more than the first.
+    """Return the call that lies `part` of `whole` tokens from `fewer` to `more`; None if the two are not alike.
 
-    A peak is the largest of sums that grow with the tokens and with their square: a chord of it is never below it.
+    Its bytes are never below the truth. A peak is the largest of sums that grow with the tokens and with their square.
+    That is a convex function, which never exceeds its chord.
     """
     gave = fewer.given, more.given
     alike = [(given.structure, len(given.storages), [_rank(leaf) for leaf in given.leaves]) for given in gave]
@@ -252,4 +266,5 @@ def _between(fewer: Call, more: Call, part: int, whole: int) -> Call | None:
 
 
 def _rank(leaf: Any) -> Any:
+    """Return what two leaves must share for their calls to be interpolated."""
     return [leaf.storage, leaf.dtype, len(leaf.shape)] if isinstance(leaf, Leaf) else leaf

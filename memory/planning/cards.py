@@ -1,4 +1,4 @@
-"""The share of each of several cards that draw one picture: of the computing, and of their machine's RAM."""
+"""The share of each of several cards that sample one picture together: its computing, and its part of the RAM."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from .forecast import Forecast
 
 
 def divided(forecast: Forecast, cards: int) -> Forecast:
-    """Return the forecast of a stage for each of so many cards that share its work.
+    """Return the forecast of a stage for each of `cards` cards that share its work.
 
-    Of the operations, and at most its bytes.
-    Each of them is brought all weights.
+    Operations are divided by `cards`. Bytes are not, so they are an upper bound. Each card is brought all weights.
     """
     units = {
         name: replace(
@@ -25,12 +24,16 @@ def divided(forecast: Forecast, cards: int) -> Forecast:
 
 
 def ram_share(budget_bytes: int, weights_bytes: int, least_bytes: int, processes: int) -> int:
-    """Bytes of RAM for the own copies of each of so many processes of a machine, which all stream the same weights.
+    """Return the bytes of RAM for the own copies of each of `processes` that stream the same weights on one machine.
 
-    What a process does not hold it reads in every step, from the page cache, which has it once for all of them. So
-    where the budget has no room for a copy each, but for one and more, own copies take what that one leaves. Where it
-    has not even room for one, own copies save more reading than the cache could. `least_bytes` a process needs to read
-    weights through; it never has more than an even share.
+    Weights that a process does not hold it reads in every step, from the page cache, which holds them once for all
+    processes.
+
+    - If `budget_bytes` is less than `weights_bytes`, each gets an even share: own copies save more reading than the
+      cache could.
+    - Otherwise the cache gets `weights_bytes`, and the rest is divided among all processes but one.
+
+    A process gets at least `least_bytes`, which it reads weights through, and never more than an even share.
     """
     even = budget_bytes // processes
     if processes == 1 or budget_bytes < weights_bytes:

@@ -1,4 +1,4 @@
-"""Which encoded groups that stay on the device are decoded for good, where there is room. Pure functions."""
+"""Choose which encoded weight groups on the device are kept dequantized, as far as there is room. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tiers import spread
 
 
 class DecodingLoad(Protocol):
-    """A group: the seconds of its call, those of decoding in it, and what it takes more if it stays decoded."""
+    """A weight group: seconds of its call, seconds of dequantizing in it, and bytes that it takes more dequantized."""
 
     @property
     def seconds(self) -> float: ...
@@ -30,8 +30,11 @@ class DecodingLoad(Protocol):
 
 @dataclass(frozen=True)
 class Decoded:
-    """Groups that stay decoded, the bytes that they take more than as stored, and the seconds of a call that this
-    saves. The bytes count what one of them takes for the moment while it is decoded."""
+    """Groups that are kept dequantized.
+
+    `more_bytes` is what they take beyond their stored form. It includes the bytes that one of them takes temporarily
+    while it is dequantized. `saved_seconds` are those of one call.
+    """
 
     groups: tuple[int, ...] = ()
     more_bytes: int = 0
@@ -39,17 +42,17 @@ class Decoded:
 
 
 def moment_bytes(codecs: Iterable[Codec]) -> int:
-    """Return what decoding tensors for good takes beside the results, one after the other.
+    """Return the bytes that dequantizing these tensors one by one takes temporarily, beside the results.
 
-    Until its stored bytes leave.
+    That is the most of any tensor: its stored bytes, which leave afterwards, and the codec's workspace.
     """
     return max((part_spans(codec)[1] + codec.workspace_bytes for codec in codecs), default=0)
 
 
 def decoding_order(groups: Sequence[DecodingLoad]) -> tuple[int, ...]:
-    """Return the encoded groups, those first that save most seconds for each byte more.
+    """Return the encoded groups, those first that save the most seconds for each extra byte.
 
-    Alike ones lie evenly in a call.
+    Groups of equal worth are spread evenly over a call.
     """
     alike: dict[float, list[int]] = {}
     for i, group in enumerate(groups):
@@ -61,7 +64,8 @@ def decoding_order(groups: Sequence[DecodingLoad]) -> tuple[int, ...]:
 
 
 def dequantized(groups: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:
-    """Return what it takes to dequantize these groups for good, one after the other in the order of their calls."""
+    """Return the cost and gain of keeping the groups `chosen` dequantized, made one by one in call order."""
+    # Backwards: while a group is made, the extra bytes of the later ones are still free, and serve as its workspace.
     most = later = 0
     for i in sorted(chosen, reverse=True):
         most = max(most, groups[i].moment_bytes - later)
@@ -73,9 +77,9 @@ def dequantized(groups: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decode
 def decoded_within(
     groups: Sequence[DecodingLoad], streamed: Sequence[tuple[int, ...]], rooms: Sequence[int]
 ) -> list[Decoded]:
-    """Return for each set of streamed groups those of the others to dequantize for good, within its room.
+    """Return for each set of streamed groups the other groups to keep dequantized, within the bytes of its room.
 
-    Those of less room are among those of more.
+    More room keeps a superset: a group that is dequantized in less room is so in more, too.
     """
     order = np.array(decoding_order(groups), int)
     if not order.size:

@@ -1,7 +1,7 @@
-"""Dry runs: what a stage will take, found by running it on shapes. No device, no weights, seconds at full size.
+"""Dry runs: the forecast of a stage, made by running it on shapes. No device, no weights; seconds at full size.
 
-The stage's own code runs as it is, on a simulated card of its own (`simulated.dry`); its modules are structures
-on `meta`. Code that looks at values which follow from the weights (the routing of a mixture of experts) needs a
+The stage's own code runs unchanged, on a simulated card of its own (`simulated.dry`). Its modules are structures on the
+`meta` device. Code that reads values which follow from weights, such as the routing of a mixture of experts, needs a
 stand-in.
 """
 
@@ -28,9 +28,9 @@ from .call_blocks import Call, Given, KnownCalls, kind_of
 from .forecast import Forecast, HeldBytes, ModuleOperations, Operations, UnitForecast
 from .modules import ModuleWatch, done_by
 
-StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # by names of a module's class and method: what takes its place
+StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # replacements of methods, by the names of class and method
 
-_COMPARED_ELEMENTS = 4096  # masks and ids up to this size make a call another one when they differ
+_COMPARED_ELEMENTS = 4096  # elements up to which masks and ids are compared by value, to tell kinds of calls apart
 
 
 def dry_run(
@@ -40,11 +40,13 @@ def dry_run(
     method: str = "forward",
     fuses: Fuses | None = None,
 ) -> tuple[Forecast, Any]:
-    """Run a stage on shapes. Returns its forecast, and what `run` returned.
+    """Run a stage on shapes. Return its forecast, and the result of `run`.
 
-    `modules` are the structures of its units by name, used up by this; `run` is called with the device to work on, and
-    calls the modules' `method`. `fuses` tells which attention is one kernel on the real device. RuntimeError, among
-    others, where the code needs values that there are none of.
+    - `modules` are the structures of its units by name. This call changes them: do not use them again.
+    - `run` is called with the device to work on. It calls the modules' `method`.
+    - `fuses` tells which attention is one kernel on the real device.
+
+    Raises RuntimeError, among others, if the code needs values that shapes do not give.
     """
     with torch.inference_mode(), dry_card(fuses) as card:
         book = _Book(card)
@@ -61,9 +63,9 @@ def dry_run_known(
     run: Callable[[torch.device, Mapping[str, nn.Module]], Any],
     fuses: Fuses | None = None,
 ) -> tuple[Forecast, Any]:
-    """As `dry_run`, of units whose calls are `known` by the unit's name: only those that are not known are run.
+    """Run a stage on shapes like `dry_run`, except for the calls that are `known` by the unit's name.
 
-    `run` is also given the modules to call. What is found out is added to `known`.
+    `run` is also given the modules to call. New calls are added to `known`.
     """
     modules = {unit.name: unit.double() for unit in units}
     with torch.inference_mode(), dry_card(fuses) as card:
@@ -76,7 +78,7 @@ def dry_run_known(
 
 
 def lay_weights(module: nn.Module, card: Card) -> None:
-    """Put a module's weights on the card of a dry run, free of charge."""
+    """Put a module's weights on the card of a dry run as tensors of 0 bytes. Shared weights stay shared."""
     made: dict[int, SimTensor] = {}
     for ref in list(parameter_refs(module)):
         if id(ref.tensor) not in made:
@@ -87,7 +89,7 @@ def lay_weights(module: nn.Module, card: Card) -> None:
 
 
 def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
-    """Put stand-ins in the place of a module's methods that read values."""
+    """Replace the methods that read values by stand-ins."""
     for owner in module.modules():
         for (kind, replaced), stand_in in stand_ins.items():
             if type(owner).__name__ == kind:
@@ -96,18 +98,18 @@ def lay_stand_ins(module: nn.Module, stand_ins: StandIns) -> None:
 
 @dataclass(frozen=True)
 class _Inside:
-    """The inside of a call, see `UnitForecast`."""
+    """The operations and bytes inside a call. See `UnitForecast`."""
 
     operations: Operations
     modules: ModuleOperations
     whole: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    held: HeldBytes = ()  # beyond what was when the call began
+    held: HeldBytes = ()  # beyond the bytes held when the call began
 
 
 @dataclass
 class _Peaks:
-    """The peaks that were seen of one unit."""
+    """The peaks of one unit so far, in bytes on the card, and the counts that make its forecast."""
 
     live: int
     peak: int = 0
@@ -121,7 +123,7 @@ class _Peaks:
     held: dict[str, int] = field(default_factory=dict)
 
     def add(self, before: int, peak: int, inside: _Inside) -> None:
-        """Count a call with this peak, `before` which so much was held."""
+        """Count a call with its peak; `before` is the bytes that were held when it began."""
         self.first = self.first or peak
         self.operations += inside.operations
         for path, operations in inside.modules:
@@ -133,7 +135,7 @@ class _Peaks:
 
 
 class _Book:
-    """Which unit each stretch of time belongs to, and the peaks of it."""
+    """The peaks of each unit. Each interval of the run belongs to the unit that was called last."""
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -142,7 +144,7 @@ class _Book:
         self.last: _Peaks | None = None
 
     def close_interval(self) -> int:
-        """Return the peak since this was last called."""
+        """Return the peak since the last call of this, and count it for the unit that was called last."""
         peak = self.card.take_interval_peak()
         if self.last is None:
             self.idle = max(self.idle, peak)
@@ -151,12 +153,15 @@ class _Book:
         return peak
 
     def told(self, held: int, peak: int) -> int:
-        """Count a call that is not run, by its peak beyond what was held; its result is there. Returns the peak."""
+        """Count a known call without running it, and return the peak on the card.
+
+        `peak` is the call's peak beyond the `held` bytes. Its result is on the card already.
+        """
         self.card.allocate(max(0, held + peak - self.card.allocated_bytes()))
         return self.close_interval()
 
     def enter(self, name: str) -> tuple[_Peaks, int]:
-        """Note the call of a unit. Return its peaks, and the bytes held now."""
+        """Note a call of a unit. Return its peaks, and the bytes held now."""
         self.close_interval()
         held = self.card.allocated_bytes()
         called = self.units.setdefault(name, _Peaks(held))
@@ -166,6 +171,7 @@ class _Book:
         return called, held
 
     def forecast(self) -> Forecast:
+        """Return the forecast of the stage. It has no steps and no result shape: callers add these."""
         units = {
             name: UnitForecast(
                 live_bytes=seen.live,
@@ -186,7 +192,10 @@ class _Book:
 
 @dataclass
 class _Call:
-    """One kind of call: what it took beyond what was held when it began, and what it gave."""
+    """One kind of call: its peak beyond the bytes held when it began, and the shapes of its result.
+
+    With `settled` later calls are answered from this record.
+    """
 
     peak: int
     inside: _Inside
@@ -195,7 +204,7 @@ class _Call:
 
 
 class _Structure:
-    """A structure on the card, whose `method` can be run: its weights cost nothing, its modules are told apart."""
+    """A structure on the card whose `method` can be run: its weights cost nothing, and its modules are watched."""
 
     def __init__(self, module: nn.Module, method: str, card: Card, stand_ins: StandIns) -> None:
         self.card = card
@@ -206,7 +215,7 @@ class _Structure:
         self.forward = getattr(module, method)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
-        """Return the result of a call, and what happened inside."""
+        """Return the result of a call, and the operations and bytes inside."""
         before = done_by(self.card)
         with self.watch.watching():
             result = self.forward(*args, **kwargs)
@@ -215,7 +224,7 @@ class _Structure:
 
 
 class _DryModule:
-    """Takes the place of a module's method: runs each kind of call once, and later ones from memory."""
+    """A replacement of a module's method: it runs each kind of call once, and answers later ones from memory."""
 
     def __init__(self, name: str, module: nn.Module, method: str, book: _Book, stand_ins: StandIns) -> None:
         self.name, self.book = name, book
@@ -234,7 +243,7 @@ class _DryModule:
             result, inside = self.structure.run(args, kwargs)
             peak = self.book.close_interval()
             given = {id(t.allocation): t.allocation.nbytes for t in tree_flatten(result)[0] if isinstance(t, SimTensor)}
-            # One that leaves tables behind for later calls is run once more, to see one that finds them.
+            # A call that leaves tables behind for later ones is run once more: the next call finds them there.
             settled = call is not None or self.book.card.allocated_bytes() <= held + sum(given.values())
             call = _Call(peak - held, inside, tree_map_only(torch.Tensor, _Shape.of, result), settled)
             self.calls[key] = call
@@ -243,9 +252,9 @@ class _DryModule:
 
 
 class _KnownModule:
-    """Takes the place of a unit's `forward`: runs a kind of call that is not known, on a structure made for it.
+    """A replacement of a unit's `forward`: it runs only unknown kinds of calls, on a structure made for them.
 
-    Each call is told as if it were the first: what it leaves in the module counts until the next, and once.
+    Each call counts as the first one: the bytes that it leaves in the module count until the next call.
     """
 
     def __init__(self, unit: ManagedModel, known: KnownCalls, book: _Book) -> None:
@@ -269,6 +278,7 @@ class _KnownModule:
         return result
 
     def _seen(self, held: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Run a call of an unknown kind on the structure. Return the record of it."""
         card = self.book.card
         if self.structure is None:
             self.structure = _Structure(self.unit.skeleton(), "forward", card, {})
@@ -284,7 +294,7 @@ class _KnownModule:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor of a result, to be made again."""
+    """The shape, stride and type of a tensor in a result, from which it is made again."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -299,15 +309,19 @@ class _Shape:
 
 
 def _kind_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    """Return what makes two calls alike: shapes, dtypes, and the values of masks and ids."""
+    """Return a key that is equal for calls alike.
+
+    Alike are shapes, types, plain values, and the values of small masks and ids.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     return (str(structure), *map(_kind, leaves))
 
 
 def _kind(value: Any) -> Any:
+    """Return the part of a call's key that one argument makes."""
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, str | int | float | bool | None) else type(value)
     raw = value.raw if isinstance(value, SimTensor) else value
-    # Not those of timesteps, which are rows of numbers too in some families.
+    # Values of timesteps must not count, which are rows of numbers in some families: hence more than one dimension.
     known = not raw.is_meta and not raw.is_floating_point() and raw.ndim > 1 and raw.numel() <= _COMPARED_ELEMENTS
     return tuple(raw.shape), raw.dtype, tuple(raw.flatten().tolist()) if known else None

@@ -1,8 +1,8 @@
-"""Which units give up what when room is short. Pure functions: sizes and future uses in, bytes out.
+"""Decide which units give up how many bytes when room is short. Pure functions: sizes and future uses in, bytes out.
 
-Evicting costs nothing (the host copy is the truth, and files are that of the host copy), so what counts is the bytes
-that have to be loaded again. Units leave in parts: when the running graph tells the coming uses, the bytes whose next
-use is farthest go (Belady's rule, which is optimal for what can be divided); when it does not, the least recently used.
+Evicting costs nothing: the host copy, or the file behind it, stays the truth. The cost is the bytes that must be loaded
+again. Units leave in parts. If the running graph tells the coming uses, the bytes with the farthest next use go first.
+That is Belady's rule, which is optimal for divisible units. Otherwise the least recently used go first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Use:
-    """A coming run of one unit: its weights, and what it needs beside them, in bytes."""
+    """A coming run of one unit: the bytes of its weights, and of its working memory beside them."""
 
     unit: Hashable
     size_bytes: int
@@ -33,10 +33,10 @@ def choose_shrinks(
 ) -> dict[Key, int]:
     """Return the bytes that units must give up so that `wanted` fits.
 
-    `resident` maps the units that may leave, wholly or in part, to their bytes, least recently used first;
-    `capacity_bytes` is what they and `wanted` may hold together. `future` is what runs after `wanted`, in order, or
-    None when unknown. The `cached`, which nobody refers to, leave before any other does. If even that is
-    too little, all of them leave.
+    `resident` maps the units that may leave, wholly or in part, to their bytes, least recently used first.
+    `capacity_bytes` is what they and `wanted` may hold together. `future` lists the runs after `wanted` in order, or is
+    None if unknown. Units in `cached`, which nobody refers to, give up theirs before any other. If even everything is
+    too little, the result names everything. Used for VRAM by `residency` and for RAM by `host_cache`.
     """
     others = {unit: size for unit, size in resident.items() if unit != wanted.unit}
     missing = sum(others.values()) - (capacity_bytes - wanted.size_bytes - wanted.working_bytes)
@@ -57,10 +57,11 @@ def free_for(
     told: Sequence[Key],
     ended: Sequence[Collection[Key]],
 ) -> int:
-    """Return the bytes that a unit may hold without taking them from any that runs before it does again.
+    """Return the bytes that a unit may hold without taking any from a unit that runs before it does again.
 
-    Nor does it take any from those that are `staying`; nor from any other as long as nobody can tell. `held` are the
-    bytes of all, out of `capacity_bytes`. For `told` and `ended` see `runs_sooner`.
+    Units in `staying` are not asked either. If nobody can tell which units run sooner, no other unit is. `held` maps
+    all units to their bytes, out of `capacity_bytes`. For `told` and `ended` see `runs_sooner`. The result may be
+    negative.
     """
     sooner = runs_sooner(unit, told, ended)
     others = (other for other in held if other != unit and (sooner is None or other in sooner or other in staying))
@@ -68,11 +69,11 @@ def free_for(
 
 
 def runs_sooner(unit: Key, told: Sequence[Key], ended: Sequence[Collection[Key]]) -> set[Key] | None:
-    """Return the units that run before one does again, None where nobody can tell.
+    """Return the units that run before `unit` does again; None if nobody can tell.
 
-    `told` are those that run next, in order, and `ended` those of the last stages. What is told counts first. After it
-    runs repeat: what ran since the unit last did comes again. Runs of a unit that follow each other, as those of a
-    list do, count as one.
+    `told` lists the next runs in order and counts first. `ended` lists the units of the last stages, oldest first.
+    After `told`, runs are taken to repeat: units that ran since `unit` last did come again. Consecutive runs of `unit`,
+    such as those of a list of prompts, count as one.
     """
     sooner: set[Key] = set()
     for other in dropwhile(lambda other: other == unit, told):
@@ -87,6 +88,6 @@ def runs_sooner(unit: Key, told: Sequence[Key], ended: Sequence[Collection[Key]]
 
 
 def _by_next_use(units: Iterable[Key], future: Sequence[Use]) -> list[Key]:
-    """Nearest next use first; units that are not used again come last, in the order given."""
+    """Return the units, nearest next use first. Units without a next use come last, in the order given."""
     next_use = {use.unit: i for i, use in reversed(list(enumerate(future)))}
     return sorted(units, key=lambda unit: next_use.get(unit, len(future)))

@@ -1,9 +1,13 @@
-"""How long the first call of a module takes, which begins with the first of its weights. Pure functions.
+"""The seconds of the first call of a module, counted from when its weights begin to be read. Pure functions.
 
-The disk reads one thing after the other: tables, what lies outside the groups, those that RAM is to hold in the order
-of their calls, and then the others, through windows. What lies outside is copied before anything computes. Then one
-stream copies the groups in their order, those that stay and those that pass through the ring, as they come to RAM,
-while others compute.
+The disk reads one thing after the other:
+
+1. the tables, and the weights outside all groups;
+2. the groups that RAM is to hold, in call order;
+3. the other groups, through windows.
+
+Weights outside the groups are copied before anything computes. Then one copy stream copies all groups in call order,
+resident and streamed ones alike, as they arrive in RAM. Copies overlap with the computing of earlier groups.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from .solver import Layout, Loads
 
 @dataclass(frozen=True)
 class Beside:
-    """The bytes that a first call brings beside those of any call.
+    """The bytes that a first call copies or reads beyond those of any later call.
 
-    That is all that is outside the groups, `rest_bytes`; tables, if they are read; and each of the groups, without
-    gaps. Of groups RAM is to hold those in `ram`, None for all, and has those that are `there`, None for all weights.
+    `rest_bytes` are the weights outside all groups, `table_bytes` the tables that are read, `held` the bytes of each
+    group without gaps. `ram` names the groups that RAM is to hold, None for all. `there` names those that it holds
+    already, None for all weights of the unit.
     """
 
     rest_bytes: int
@@ -31,7 +36,7 @@ class Beside:
 
 
 def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
-    """Seconds of the first call in a layout, from when its weights begin to be read."""
+    """Return the seconds of the first call in the layout `found`, counted from when its weights begin to be read."""
     bus, disk = loads.bytes_per_second, loads.disk_bytes_per_second
     sizes = loads.sizes
     passing = [sizes[i] for i in found.streamed]
@@ -43,7 +48,7 @@ def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
     fetched = 0.0 if comes_whole else (beside.table_bytes + beside.rest_bytes) / disk
     copied = fetched + beside.rest_bytes / bus
     done = copied + loads.before_seconds
-    ready: dict[int, float] = {}  # when each group that RAM is to hold is there
+    ready: dict[int, float] = {}  # time at which each group that RAM is to hold has been read
     for i, nbytes in enumerate(beside.held):
         if beside.ram is None or i in beside.ram:
             is_there = beside.there is None or i in beside.there
@@ -52,14 +57,14 @@ def first_call_seconds(loads: Loads, found: Layout, beside: Beside) -> float:
     for i, group in enumerate(loads.groups):
         k = turn.get(i)
         nbytes = beside.held[i] if k is None else sizes[i]
-        through = i not in ready  # windows
+        through = i not in ready  # comes through a window
         if through:
             fetched = max(fetched, windows[0]) + nbytes / disk
         begin = max(copied, ready.get(i, fetched))
         if k is not None and k >= ago[k] > 0:
             begin = max(begin, used[k - ago[k]])
         if through and k is None:
-            begin = max(begin, done)  # what stays is copied out of the windows where it computes
+            begin = max(begin, done)  # a resident group is copied out of its window on the compute stream
         copied = begin + nbytes / bus
         if through:
             windows = [*windows[1:], copied]

@@ -1,4 +1,7 @@
-"""Which placements there is room for, and how much of a unit each is to hold. Pure functions of what a unit wants."""
+"""Decide which placements of a unit fit, and how many bytes of weights each holds, for the run.
+
+`sizes_of` reads the sizes off a unit or module and caches them. The other functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ from .turns import Turns
 
 log = logging.getLogger("ballast")
 
-# Found out once, while the weights are not on the device, for the calls that are known.
+# The sizes of each unit, with what they depend on: known calls, adapters, size, and presence in RAM.
 _sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The demand of a unit on a device: its weights, and the memory of its work beside them.
+    """The demand of a unit on a device: its weights, and the working memory beside them.
 
-    `working_bytes` is 0 where it is not known. Of the groups that could stay, a `share` may; `loads` are the groups
-    with the seconds that they compute.
+    `working_bytes` is 0 if it is not known. Of the groups that could stay on the device, a `share` from 0 to 1 may.
+    `loads` are the groups with the seconds that they compute. `has_forecast` tells that a dry run made the figures.
     """
 
     name: str
@@ -44,30 +47,34 @@ class Demand:
     has_forecast: bool = False
 
     def least_weights(self, kind: str) -> int:
-        """Return the least weights on the device in a placement.
+        """Return the least bytes of weights on the device in the placement `kind`.
 
-        One that is asked to stream may have nothing to stream.
+        For "streamed" that is all weights if the unit has nothing to stream.
         """
         least: dict[str, int] = {"cpu": 0, "streamed": self.sizes.resident_bytes}
         return (least | dict(least_weights(self.sizes)))[kind]
 
     def need_bytes(self, kind: str) -> int:
-        """Return the least that a placement takes on the device, weights and what is known of the work together."""
+        """Return the least bytes that a placement takes on the device: weights, and known working memory."""
         return 0 if kind == "cpu" else self.least_weights(kind) + self.working_bytes
 
     def layout(self, placement: str, weights_bytes: int) -> Layout:
-        """Return how the groups lie in a placement on the device, with at most `weights_bytes` of weights there."""
+        """Return the layout for a placement with at most `weights_bytes` of weights on the device."""
         name: PlacementName = "resident" if placement == "resident" else "streamed"
         return place(self.loads, weights_bytes - self.sizes.outside_bytes(name), name)
 
     def call_seconds(self, kind: str, weights_bytes: int) -> float:
-        """Return the planned seconds of a call with `weights_bytes` of weights on the device, and all in RAM."""
+        """Return the planned seconds of a call with `weights_bytes` of weights on the device.
+
+        All weights are taken to be in RAM. On the CPU the result is the seconds of computing alone.
+        """
         return self.loads.compute_seconds if kind == "cpu" else self.layout(kind, weights_bytes).seconds
 
     def weights_to_hold(self, kind: str, room_bytes: int) -> int:
-        """Return the most that weights may take on the device in a placement.
+        """Return the most bytes that weights may take on the device in a placement.
 
-        That is a share of the room that the work leaves, and the least as long as the work is not known.
+        That is the `share` of the room that the working memory leaves, between the least and all weights. As long as
+        the working memory is not known it is the least.
         """
         least = self.least_weights(kind)
         if kind == "cpu" or not self.working_bytes:
@@ -77,7 +84,7 @@ class Demand:
 
 
 def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: int) -> Turns:
-    """Return how a unit takes turns, where its work leaves so many bytes for the weights of all."""
+    """Return the facts of a unit that takes turns. `room_bytes` is what its working memory leaves for all weights."""
     least = {str(name): nbytes for name, nbytes in least_weights(sizes).items()}
     if strategy != "auto":
         kind = meant_by(strategy, sizes)
@@ -86,10 +93,11 @@ def turns_of(sizes: UnitSizes, work: UnitForecast, strategy: str, room_bytes: in
 
 
 def ram_groups(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) -> tuple[frozenset[int], int]:
-    """Which groups RAM is to hold of a unit that it cannot hold all of, and what they take there, windows included.
+    """Return the groups that RAM is to hold, and the bytes that they take there, windows included.
 
-    For a call in a placement with `weights_bytes` on the device, in the RAM that its loads tell. What stays on the
-    device is held as far as there are `spare_bytes`, for which nothing has to go.
+    For a unit that RAM cannot hold whole, in the placement `kind` with `weights_bytes` on the device. `demand.loads`
+    tells the RAM. Copies of resident groups are held as far as `spare_bytes` allow, for which no other unit has to drop
+    any.
     """
     sizes = demand.sizes
     groups = sizes.ram_groups(demand.layout(kind, weights_bytes), min(demand.loads.ram_bytes or 0, spare_bytes))
@@ -97,7 +105,7 @@ def ram_groups(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
-    """Return the weights of a unit as the planner looks at them."""
+    """Return the sizes of a unit's weights for the planner."""
     known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.active_adapters), unit.size_bytes, unit.in_ram)
     if known is None or known[0] != made_by:
         known = _sizes[unit] = (made_by, sizes_in(unit.module, unit.calls, unit.size_bytes, unit.file_bytes()))
@@ -110,9 +118,9 @@ def sizes_in(
     total_bytes: int | None = None,
     in_files: Mapping[int, int] | None = None,
 ) -> UnitSizes:
-    """Return the weights of a module that is not on the device.
+    """Return the sizes of the weights of a module that is not on the device.
 
-    They have `total_bytes`, or those of its tensors; `in_files` are the bytes that they take in files, by `id`.
+    `total_bytes` defaults to the sum over its tensors. `in_files` maps the `id` of a tensor to its bytes in files.
     """
     places = list(parameter_refs(module))
     divided = divide(module, places, calls or CallOrder())
@@ -147,9 +155,10 @@ def sizes_in(
 def streamed_layout(
     module: nn.Module, weights_bytes: int = 0, calls: CallOrder | None = None, loads: Loads | None = None
 ) -> Layout:
-    """Return how a module that is not on the device streams with `weights_bytes` there; 0 asks for the least.
+    """Return the layout in which a module that is not on the device streams, with `weights_bytes` of weights there.
 
-    `loads` say what its groups compute, all as long as they are copied if not given. Raises ValueError for too little.
+    0 asks for the least. Without `loads` each group is taken to compute for as long as it is copied. Raises ValueError
+    if `weights_bytes` are too little.
     """
     sizes = sizes_in(module, calls)
     least = sizes.least_streamed_bytes
@@ -162,7 +171,7 @@ def streamed_layout(
 
 
 def _dtype_of(places: Iterable[ParameterRef]) -> str:
-    """Return what most of the weights are in where they are computed with, as safetensors names it."""
+    """Return the type in which most of the weights are computed with, named as in safetensors."""
     elements: Counter[torch.dtype] = Counter()
     for ref in places:
         plain = ref.tensor if ref.shown is None else ref.shown
@@ -172,7 +181,7 @@ def _dtype_of(places: Iterable[ParameterRef]) -> str:
 
 
 def _is_estimate(ref: ParameterRef) -> bool:
-    """Return whether how a weight is going to be stored follows from its shape alone."""
+    """Return whether the size of a weight is an estimate, planned from its shape before it is encoded."""
     encoding = ref.encoding
     if encoding is None or encoding.maker is None or not ref.tensor.is_meta:
         return False
@@ -180,16 +189,19 @@ def _is_estimate(ref: ParameterRef) -> bool:
 
 
 def reads_groups(unit: ManagedModel) -> bool:
-    """Return whether a unit can run from disk: from its files, or from the file that its encoded weights will have."""
-    runs_so = unit.placement is not None and not unit.in_ram  # what is on the device has no source meanwhile
+    """Return whether a unit can stream from disk.
+
+    It can from its files, or from the file that its encoded weights will have.
+    """
+    runs_so = unit.placement is not None and not unit.in_ram  # `source()` is None while its weights are in place
     return runs_so or unit.source() is not None or unit.unmade_bytes > 0
 
 
 def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:
     """Return the part of `room_bytes` of RAM that the weights of a unit may take.
 
-    That is no more than windows where the device's memory is the system's, and they can be read from disk: a copy
-    would be held twice, and streamed from RAM to RAM.
+    On a device with unified memory that is no more than the windows, if the weights can be read from disk. A copy in
+    RAM would hold them twice, and stream from RAM to RAM.
     """
     if not unified or not reads_groups(unit):
         return room_bytes
@@ -199,16 +211,17 @@ def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:
 
 
 def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated: bool) -> list[str]:
-    """Names of the placements that fit, best first.
+    """Return the names of the placements that fit, best first.
 
-    `room_bytes` is what the budget leaves, `free_bytes` what the device really has; `stated` says that the budget is
-    the user's word. One that was not stated is no reason to refuse what is only thought not to fit.
+    `room_bytes` is what the budget leaves, `free_bytes` what the device really has. `stated` tells that the user named
+    the budget. If nobody did, an estimate alone is no reason to refuse: the last placement is then tried, with a
+    warning.
     """
     least = least_weights(demand.sizes)
     fitting: list[str] = [kind for kind in least if demand.need_bytes(kind) <= room_bytes]
     last = list(least)[-1]
     if len(fitting) > 1 and demand.sizes.most_bytes > demand.sizes.resident_bytes:
-        # What is encoded may be faster where some of it streams, and more of the rest is decoded for good.
+        # An encoded unit may be faster if some groups stream, so that more of the others can be kept dequantized.
 
         def seconds(kind: str) -> float:
             return comparable(demand.call_seconds(kind, demand.weights_to_hold(kind, room_bytes)))
@@ -216,7 +229,7 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
         fitting.sort(key=seconds)
     if fitting or least[last] > room_bytes:
         return fitting
-    # Without a forecast it has run so before, when its working memory was not known yet.
+    # Without a forecast, known working memory was measured: the unit has run like this before.
     may_try = not stated if demand.has_forecast else least[last] + demand.working_bytes <= free_bytes
     if not may_try:
         return []
@@ -232,7 +245,7 @@ def fitting_placements(demand: Demand, room_bytes: int, free_bytes: int, stated:
 def why_nothing_fits(
     demand: Demand, pinned: Sequence[ManagedModel], device: str, budget_bytes: int, room_bytes: int
 ) -> str:
-    """One line: what was wanted, the budget, what could be freed, and what to do."""
+    """Return one line for the user: the bytes wanted, the budget, what could be freed, and what to do."""
     could = ", ".join(f"{u.name} ({format_bytes(u.resident_bytes)}, pinned)" for u in pinned) or "nothing more"
     wants = " or ".join(f"{format_bytes(size)} {kind}" for kind, size in least_weights(demand.sizes).items())
     return (
@@ -244,7 +257,10 @@ def why_nothing_fits(
 
 
 def why_no_ram(unit: ManagedModel, least_bytes: int, room_bytes: int, limit_bytes: int) -> str:
-    """One line: the RAM that was wanted, the budget, and what to do. From disk it runs in `least_bytes`, if any."""
+    """Return one line for the user: the RAM wanted, the RAM budget, and what to do.
+
+    `least_bytes` is the RAM in which the unit could run from disk, 0 if it cannot.
+    """
     why, wanted = "its files cannot be run from as they are", unit.size_bytes
     if least_bytes:
         why, wanted = "on the CPU two of its largest parts must be there, and windows", least_bytes

@@ -13,9 +13,9 @@ from ..weights.groups import CallOrder
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of products and convolutions, and of attention in one kernel.
+    """Operations of matrix products and convolutions, and of attention in one fused kernel.
 
-    Attention that a card has no kernel for is made of products, and counted as such.
+    Attention for which a card has no fused kernel consists of products, and is counted as such.
     """
 
     products: float = 0.0
@@ -23,11 +23,11 @@ class Operations:
 
     @property
     def total(self) -> float:
-        """All, whatever they are of."""
+        """Operations of both kinds."""
         return self.products + self.attention
 
     def seconds(self, rates: Rates, dtype: str) -> float:
-        """Return how long they take in a type, named as in safetensors."""
+        """Return the seconds that the operations take in `dtype`, named as in safetensors."""
         return self.products / rates.operations_in(dtype) + self.attention / rates.attention_in(dtype)
 
     def __add__(self, other: Operations) -> Operations:
@@ -41,15 +41,18 @@ class Operations:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, float]) -> Operations:
-        """From plain data of a file. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return operations from the plain data of a file.
+
+        Raises KeyError, TypeError or ValueError for anything else.
+        """
         found = cls(float(data["products"]), float(data["attention"]))
         if not all(0 <= each < math.inf for each in (found.products, found.attention)):
             raise ValueError("there are operations that are not numbers from 0 up")
         return found
 
 
-ModuleOperations = tuple[tuple[str, Operations], ...]  # by path; "" before the first
-HeldBytes = tuple[tuple[str, int], ...]  # by path
+ModuleOperations = tuple[tuple[str, Operations], ...]  # by module path; "" for those before the first module
+HeldBytes = tuple[tuple[str, int], ...]  # by module path
 
 
 _OF_MODULES = ("modules", "whole", "outside", "held")
@@ -57,15 +60,17 @@ _OF_MODULES = ("modules", "whole", "outside", "held")
 
 @dataclass(frozen=True)
 class UnitForecast:
-    """One unit in a stage. Bytes are those on the device beside the unit's weights.
+    """The forecast of one unit in a stage. All bytes are on the device beside the unit's weights.
 
-    `live_bytes` are held when it is first called: what the loop around it keeps there, its arguments included. The
-    others come on top of these, from its first call until another unit's or the end: `working_bytes` at most,
-    `first_bytes` in the first call alone. Its calls come in so many `turns`: between two of these others are called.
-    `operations` are those of all calls; `modules` tells those
-    from the call of each module with weights until that of the next, in the order of the first calls, and `held` what
-    is there beyond `live_bytes` when each module with weights, its own or inside it, is called, at most, and when the
-    unit itself is, by the path "".
+    - `live_bytes` are held when the unit is first called: what the loop around it keeps there, its arguments included.
+    - `working_bytes` is the peak on top of these, from its first call until another unit's call or the end of the
+      stage. `first_bytes` is the same for the first call alone.
+    - `calls` come in `turns`: between two turns other units are called.
+    - `operations` are those of all calls.
+    - `modules` gives the operations from the call of each module with weights until that of the next, in the order of
+      the first calls.
+    - `held` gives the most bytes beyond `live_bytes` when a module that has weights, itself or inside it, is called.
+      The path "" stands for the call of the unit itself.
     """
 
     live_bytes: int
@@ -81,11 +86,17 @@ class UnitForecast:
 
     @property
     def repeats(self) -> bool:
-        """Return whether a call follows another while the weights stay: weights decoded for good are of use then."""
+        """Return whether calls follow each other while the weights stay.
+
+        Only then does it pay to keep weights dequantized.
+        """
         return self.calls > self.turns
 
     def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
-        """Return the same where the call of each of these modules takes so many bytes first; "" is that of the unit."""
+        """Return the same forecast with temporary bytes added at the call of each module in `decoding`.
+
+        The path "" stands for the unit's own call. A path that `held` does not know counts as held at the peak.
+        """
         held = {"": 0, **dict(self.held)}
         most = max((held.get(path, self.working_bytes) + nbytes for path, nbytes in decoding), default=0)
         first_bytes, working_bytes = max(self.first_bytes, most), max(self.working_bytes, most)
@@ -93,26 +104,27 @@ class UnitForecast:
 
     @property
     def called_bytes(self) -> int:
-        """The most bytes that are there when the unit is called."""
+        """The most bytes held when the unit is called."""
         return self.live_bytes + dict(self.held).get("", 0)
 
     @property
     def peak_bytes(self) -> int:
-        """The most on the device beside the weights."""
+        """The most bytes on the device beside the weights."""
         return self.live_bytes + self.working_bytes
 
     @property
     def call_order(self) -> CallOrder:
-        """The order of the calls inside, as groups are made by."""
+        """The order of the calls inside, from which weight groups are made."""
         order = tuple(path for path, _ in self.modules if path)
         return CallOrder(order, frozenset(self.whole), frozenset(self.outside))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One stage: its units by name, the most that it holds before any of them is called, and its sampling steps.
+    """The forecast of one stage: its units by name, and its sampling steps.
 
-    `result` is the shape of what it makes, where another stage depends on that.
+    `idle_bytes` is the most that the stage holds on the device before any unit is called. `result` is the shape of its
+    result, if another stage depends on that.
     """
 
     idle_bytes: int
@@ -121,15 +133,15 @@ class Forecast:
     result: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a file."""
+        """Return the forecast as plain data, for a file."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Forecast:
-        """Return what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the forecast that `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {"turns": facts["turns"]}  # earlier versions kept none
+            numbers = {"turns": facts["turns"]}  # a KeyError for files of earlier versions, which kept none
             numbers |= {key: value for key, value in facts.items() if key not in ("operations", *_OF_MODULES)}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
@@ -138,9 +150,9 @@ class Forecast:
 
 
 def operations_from(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file tells of operations, and of the modules inside.
+    """Return the fields of a forecast that tell of operations and modules, from the plain data of a file.
 
-    KeyError, TypeError or ValueError for others.
+    Raises KeyError, TypeError or ValueError for anything else.
     """
     operations = Operations.from_dict(facts["operations"])
     modules = tuple((str(path), Operations.from_dict(done)) for path, done in facts["modules"])

@@ -1,4 +1,7 @@
-"""Measurements of runs, kept from run to run for each card (see `probe.card_of`), model and shape."""
+"""Measurements of runs, kept from run to run for each card (see `probe.card_of`), model and shape.
+
+The files are those of `speeds`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .planner import UnitSizes
 
 
 def recall(card: str, sizes: UnitSizes, work: UnitForecast) -> Measured | None:
-    """Return what the groups were measured to compute, in this process or an earlier one; None if they were not."""
+    """Return the measured seconds of the groups, from this process or an earlier one; None if there are none."""
     try:
         return Measured.from_dict(speeds.groups(_key(card, sizes, work)))
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -19,27 +22,27 @@ def recall(card: str, sizes: UnitSizes, work: UnitForecast) -> Measured | None:
 
 
 def keep(card: str, sizes: UnitSizes, work: UnitForecast, measured: Measured | None) -> Measured | None:
-    """Keep what was measured, or with None forget it. Returns it as `recall` will."""
+    """Keep measured seconds, or forget them if `measured` is None. Return them as `recall` will, to four digits."""
     speeds.note_groups(_key(card, sizes, work), measured.to_dict() if measured else None)
     return measured and Measured.from_dict(measured.to_dict())
 
 
 def recall_overhead(card: str, sizes: UnitSizes, work: UnitForecast, outside_bytes: int = 0) -> Overhead:
-    """Return what runs took beyond their forecast, in any process, and at least `outside_bytes` outside.
+    """Return the bytes that runs took beyond their forecast, in any process, with at least `outside_bytes` outside.
 
-    Of a card on which others ran, what the driver counts outside is known also for what did not run there yet.
+    What the driver counts outside the allocator is known for a card as soon as any model has run on it.
     """
     found = _overhead(_key(card, sizes, work, "overhead"))
     return found.outside(max(outside_bytes, recall_outside(card)))
 
 
 def recall_outside(card: str) -> int:
-    """Return what the driver was seen to count of a card for a process, beside the allocator."""
+    """Return the bytes that the driver counted on a card for a process, beside the allocator."""
     return _overhead(_outside_key(card)).outside_bytes
 
 
 def keep_overhead(card: str, sizes: UnitSizes, work: UnitForecast, seen: Overhead) -> None:
-    """Keep what one more run took beyond its forecast."""
+    """Keep the bytes that one more run took beyond its forecast."""
     _keep_overhead(_key(card, sizes, work, "overhead"), seen)
     _keep_overhead(_outside_key(card), Overhead(outside_bytes=seen.outside_bytes))
 
@@ -63,6 +66,7 @@ def _outside_key(card: str) -> str:
 
 
 def _key(card: str, sizes: UnitSizes, work: UnitForecast, what: str = "") -> str:
+    """Return the key of a unit's measurements: the card, and a digest of its groups and of the operations of a call."""
     calls = max(1, work.calls)
     done = [(path, f"{operations.total / calls:.6g}") for path, operations in work.modules]
     digest = hashlib.sha256(repr((sizes.groups, f"{work.operations.total / calls:.6g}", done)).encode())

@@ -1,4 +1,4 @@
-"""Watches a module on the card of a dry run: which modules inside are called when, and who reads whose weights."""
+"""Watch a module on the card of a dry run: the order of the calls inside, and who reads whose weights."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from .forecast import HeldBytes, ModuleOperations, Operations
 
 
 def done_by(card: Card) -> Operations:
-    """Return what the card of a dry run has done so far: it does one operation a second."""
+    """Return the operations that the card of a dry run has done so far.
+
+    Its clock counts one operation as one second.
+    """
     stats = card.stats()
     return Operations(stats.product_seconds, stats.attention_seconds)
 
 
 class ModuleWatch:
-    """The calls inside a module whose weights lie on the card already; they cost nothing there.
+    """The calls inside a module whose weights are on the card already, at no cost there.
 
-    The weights that a module has of its own are others for the time of each of its calls. Who reads those that are
-    there always does so from elsewhere, and what holds on to the others afterwards may do so any time.
+    During each call of an inner module, its own weights are replaced by copies. So an operator that meets an original
+    weight runs outside that module's call. A copy that is still alive after the call is held by someone, who may use it
+    at any time. Both cases decide the groups: see `whole` and `outside` of `UnitForecast`.
     """
 
     def __init__(self, module: nn.Module, tables: Collection[str], card: Card) -> None:
-        """`tables` are the paths of embeddings whose rows are looked up."""
+        """Replace the `forward` of each inner module. `tables` are the paths of embeddings whose rows are looked up."""
         self._card = card
         self._operations: dict[str, Operations] = {}
         self._held: dict[str, int] = {}
@@ -58,7 +62,7 @@ class ModuleWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count what is called from now on, anew."""
+        """Start counting anew, and count until the block ends. `whole` and `outside` add up over all blocks."""
         self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
         self._at, self._since, self._stack = "", done_by(self._card), []
         with _Readers(self._owner_of, self._read):
@@ -67,12 +71,15 @@ class ModuleWatch:
 
     @property
     def operations(self) -> ModuleOperations:
-        """From the call of each module with weights until that of the next, by path in the order of the first calls."""
+        """Operations by path, in the order of the first calls.
+
+        Those of a path run from the call of a module with weights until that of the next one.
+        """
         return tuple(self._operations.items())
 
     @property
     def held(self) -> HeldBytes:
-        """The most bytes at the call of each module beyond those when watching began."""
+        """The most bytes at the call of each module, beyond those held when watching began."""
         return tuple(self._held.items())
 
     @property
@@ -86,11 +93,13 @@ class ModuleWatch:
         return tuple(sorted(self._outside))
 
     def _next(self, path: str) -> None:
+        """Credit the operations since the last call of this to the module before, and go on with `path`."""
         now = done_by(self._card)
         self._operations[self._at] = self._operations.get(self._at, Operations()) + (now - self._since)
         self._at, self._since = path, now
 
     def _entered(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note the bytes held when a module is called."""
         held = self._card.allocated_bytes() - self._begun
         self._held[path] = max(held, self._held.get(path, 0))
         return forward(*args, **kwargs)
@@ -98,6 +107,7 @@ class ModuleWatch:
     def _called(
         self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a call with copies of the module's own weights in place."""
         if own:
             self._next(path)
         self._stack.append(path)
@@ -114,6 +124,7 @@ class ModuleWatch:
     def _looked_up(
         self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a call of a table, which gets rows of its weight as shapes."""
         table = own[0].tensor
 
         def fetch(ids: torch.Tensor) -> torch.Tensor:
@@ -123,13 +134,14 @@ class ModuleWatch:
             return forward(*args, **kwargs)
 
     def _bring(self, ref: ParameterRef) -> weakref.ref[Allocation]:
+        """Put a copy of a weight in its place. Return a reference that is dead once nobody holds the copy."""
         raw = ref.tensor.raw  # type: ignore[attr-defined]
         tensor = wrap(torch.empty_like(raw) if raw.is_meta else raw.clone(), lambda nbytes: self._card.allocate(0))
         ref.holder[ref.key] = tensor
         return weakref.ref(tensor.allocation)
 
     def _read(self, owner: str) -> None:
-        """Note that the weights of a module are read while it is not called."""
+        """Note that the weights of the module `owner` are read while it is not called."""
         reader = self._stack[-1] if self._stack else ""
         common = _common(owner, reader)
         if common and common != owner:
@@ -139,7 +151,10 @@ class ModuleWatch:
 
 
 class _Readers(TorchDispatchMode):
-    """Tells of operators on certain tensors, which are known by `id`."""
+    """A dispatch mode that calls `tell` with the owner of each original weight that an operator meets.
+
+    Weights are known by `id`.
+    """
 
     def __init__(self, owner_of: dict[int, str], tell: Callable[[str], None]) -> None:
         super().__init__()

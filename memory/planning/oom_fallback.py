@@ -1,7 +1,12 @@
 """Decide what to give up, and in which order, when a call runs out of memory. Pure functions.
 
-Others leave first, then the call's own resident groups, by halves and then all; then the batch of classifier-free
-guidance is run in parts. The call that failed is made again, so the steps before it are kept.
+The order is:
+
+1. Evict the other units and try again.
+2. Halve the share of the unit's own resident groups, down to a quarter, then to none.
+3. Run the batch of classifier-free guidance in parts.
+
+`stage` makes the failed call again after each of them, so the steps before it are kept.
 """
 
 from __future__ import annotations
@@ -11,8 +16,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a call is tried: by `strategy`, with everything else gone if `alone`, with a `share` of the groups that could
-    stay, with its batch in so many `parts`."""
+    """The way in which a call is tried.
+
+    `strategy` is a placement or "auto". With `alone` all other units are evicted first. Of the groups that could stay
+    on the device, a `share` from 0 to 1 may. The batch runs in `parts`, one after the other.
+    """
 
     strategy: str = "auto"
     alone: bool = False
@@ -20,18 +28,18 @@ class Attempt:
     parts: int = 1
 
 
-_LEAST_SHARE = 0.25
-_SLOW = 2.0  # times the planned seconds, from which on something else goes on than computing
-_HELPS = 0.8  # of the seconds before that a call must at most take for the room that was given up
+_LEAST_SHARE = 0.25  # share of the resident groups below which all of them stream
+_SLOW = 2.0  # multiple of the planned seconds above which a call does more than compute, such as paging
+_HELPS = 0.8  # share of the earlier seconds that a call may take at most, for a lower share to count as a help
 
 
 def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
-    """Return what to try after an attempt that ran out of memory; None when there is nothing left to give up.
+    """Return the attempt to make after one that ran out of memory; None when nothing is left to give up.
 
-    `streams` is whether the unit can be streamed, `batch` how many parts its call could be run in.
+    `streams` tells whether the unit can be streamed. `batch` is the number of parts that its call could be run in.
     """
     if not attempt.alone:
-        return replace(attempt, alone=True)  # the same once more, with what share there is
+        return replace(attempt, alone=True)  # the same share once more, with the other units evicted
     if streams and attempt.share:
         return replace(attempt, strategy="streamed", share=_less(attempt.share))
     if attempt.parts < batch:
@@ -40,11 +48,11 @@ def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
 
 
 def next_share(share: float, seconds: float, planned: float, before: float | None = None) -> float | None:
-    """Return the share to try after a call that took so many seconds though nothing failed.
+    """Return the share to try after a call that was slow though nothing failed; None to keep the present one.
 
-    None to go on with this one.
-    A device that pages silently is slow as long as too much lies there. `before` are the seconds of the call for which
-    the share was lowered last: where that was of no use, all of it comes back.
+    A device that pages silently (WDDM) is slow while too much lies on it. `seconds` is the time of the call, `planned`
+    the planned one. `before` is the time of the call for which the share was last lowered, None if it was not. If
+    lowering it did not help, the result is 1.0: the full share again.
     """
     if not is_slow(seconds, planned):
         return None
@@ -54,11 +62,12 @@ def next_share(share: float, seconds: float, planned: float, before: float | Non
 
 
 def is_slow(seconds: float, planned: float) -> bool:
-    """Return whether a call took much longer than planned; of one that was to take no time nothing can be told."""
+    """Return whether a call took more than twice the planned seconds. False if none were planned."""
     return seconds > _SLOW * planned > 0
 
 
 def _less(share: float) -> float:
+    """Return half the share, or 0 below a quarter."""
     return share / 2 if share > _LEAST_SHARE else 0.0
 
 

@@ -1,7 +1,7 @@
-"""Sizes, work, rates and a budget in; the placement of a unit, its bytes and seconds, and the reason out.
+"""Plan the placement of one unit: sizes, workload, rates and a budget in; bytes, seconds and the reason out.
 
-Pure functions: no device, no weights. What streams is the solver's choice, and so are its seconds. A step takes at
-least max(compute, streamed bytes / bandwidth).
+Pure functions: no device, no weights. `solver.place` chooses the layout and its seconds. A step takes at least
+max(compute, copied bytes / bandwidth of the bus, read bytes / bandwidth of the disk).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .tiers import held_in_ram
 
 @dataclass(frozen=True)
 class GroupSize:
-    """A group's weights: in its flat buffer, with the gaps that this has, and without; and the modules they are of.
+    """Sizes of a weight group in bytes, and the modules that own its weights.
 
-    `codecs` are how those are stored that are decoded at each call; decoded, all have `plain_bytes`. In files they take
-    `read_bytes`, None for as many as packed.
+    `packed_bytes` is the size of its flat buffer, alignment gaps included; `held_bytes` is the size without gaps.
+    `paths` names the modules. `codecs` lists the codecs of its encoded weights; dequantized, the whole group takes
+    `plain_bytes`. In files the group takes `read_bytes`; None stands for `packed_bytes`.
     """
 
     packed_bytes: int
@@ -42,16 +43,16 @@ class GroupSize:
     read_bytes: int | None = None
 
     def decode_seconds(self, rates: Rates) -> float:
-        """Return what decoding takes of a call."""
+        """Return the seconds of a call that dequantizing takes."""
         if not self.codecs:
             return 0
         costs = (cost_of(codec.alike) for codec in self.codecs)
         return sum(cost.seconds(rates.memory_bytes_per_second, rates.kernel_seconds) for cost in costs)
 
     def decoding(self, rates: Rates, free_bytes: int) -> tuple[float, int, int]:
-        """Return the seconds saved by staying dequantized, the bytes that it costs, and those while it is done.
+        """Return what keeping the group dequantized saves and costs, as (seconds, bytes, temporary bytes).
 
-        It is done between two calls, when `free_bytes` of what these take are free.
+        Dequantizing happens between two calls, when `free_bytes` of their working memory are free to be used.
         """
         more, moment = self.plain_bytes - self.held_bytes, max(0, moment_bytes(self.codecs) - free_bytes)
         return self.decode_seconds(rates), more, moment
@@ -61,14 +62,18 @@ class GroupSize:
 class UnitSizes:
     """The weights of a unit, in bytes.
 
-    `groups` are those that a call needs, in order. `table_bytes` are tables whose rows are looked up in RAM,
-    `fixed_bytes` lie outside all groups. The largest tensor has `tensor_bytes`. All are as stored but `fixed_bytes`,
-    which counts what is decoded for good and, for the rest, a workspace: `decoded_bytes` more than is stored. Besides,
-    `decoding` takes so much for a moment when each of these modules is called, "" when the unit itself is.
-    With `is_estimate` weights are still to be encoded, and may then take a little less than these sizes say. The unit
-    computes in `dtype`, as safetensors names it. Of files `read_bytes` are read for all, and `rest_read_bytes` for what
-    lies outside all groups; None for what these are as stored. The `idle` groups, which no call needs, are numbered
-    after the others.
+    - `groups` are the weight groups that calls need, in call order. `idle` are the others, numbered after them.
+    - `table_bytes` are embedding tables, whose rows are looked up in RAM.
+    - `fixed_bytes` are the weights outside all groups as plain tensors, and the workspace in which groups are
+      dequantized. That is `decoded_bytes` more than these weights take as stored. All other sizes are as stored.
+    - `tensor_bytes` is the size of the largest tensor.
+    - `decoding` maps a module's path to the temporary bytes of dequantizing in its call. The path "" stands for the
+      weights outside all groups.
+    - `read_bytes` is the size in files of all weights, `rest_read_bytes` that of the weights outside all groups. None
+      stands for the size as stored.
+
+    With `is_estimate` some weights are still to be encoded, and may then take a little less than given here. The unit
+    computes in `dtype`, named as in safetensors.
     """
 
     total_bytes: int
@@ -86,47 +91,50 @@ class UnitSizes:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device if all that can be is there."""
+        """Bytes on the device if everything but the tables is there, groups as stored."""
         return self.total_bytes - self.table_bytes + self.decoded_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Bytes on the device if, besides, all is dequantized for good."""
+        """Bytes on the device if all groups are kept dequantized, including the temporary bytes of dequantizing one."""
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.groups if p.codecs)
         return self.resident_bytes + more + max((moment_bytes(group.codecs) for group in self.groups), default=0)
 
     def decoding_beside(self, dequantized: Collection[int] = ()) -> HeldBytes:
-        """Return `decoding` where just these groups are dequantized for good."""
+        """Return `decoding` for a unit of which just the groups in `dequantized` are kept so."""
         most, done = dict(self.decoding).get("", 0), {path for i in dequantized for path in self.groups[i].paths}
-        outside = most - sum(group.held_bytes for group in self.groups)  # which come after what is in none
+        # Weights outside the groups are dequantized before any group is copied: the room of the groups is still free.
+        outside = most - sum(group.held_bytes for group in self.groups)
         calls = ((path, nbytes) for path, nbytes in self.decoding if path and path not in done)
         return (("", outside), *calls) if outside > 0 else tuple(calls)
 
     def _spared_bytes(self, work: UnitForecast) -> int:
-        """Return what calls take less to have all groups dequantized for good than none, beside the weights."""
+        """Return the working memory that calls save if all groups are kept dequantized, in bytes."""
         of_groups = {path for group in self.groups for path in group.paths}
         others = tuple(each for each in self.decoding_beside() if each[0] not in of_groups)
         return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
 
     def outside_bytes(self, placement: PlacementName) -> int:
-        """Return the bytes beside the groups that are called. A resident unit has those there, too, that are not."""
+        """Return the bytes on the device beside the called groups. For a resident unit they include the idle groups."""
         if placement != "resident":
             return self.fixed_bytes
         return self.resident_bytes - sum(group.held_bytes for group in self.groups)
 
     @property
     def least_streamed_bytes(self) -> int:
-        """The least on the device that the unit can be streamed in."""
+        """The least bytes on the device in which the unit can be streamed."""
         return self.fixed_bytes + least_bytes([GroupLoad(p.packed_bytes, p.held_bytes) for p in self.groups])
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (of frozen data; budgets share it)
     def loads(self, work: UnitForecast | None, rates: Rates) -> Loads:
-        """Return the groups with the seconds that they compute in one call, as far as that is known, and their rates.
+        """Return the groups with their seconds in one call, and the rates, for the solver.
 
-        Of a unit that is called once before its weights leave none is to be decoded for good.
+        Without a forecast of the modules each group is taken to compute for as long as it is copied. No group may be
+        kept dequantized if the weights leave after a single call.
         """
         rate, from_disk = rates.pinned_bytes_per_second, rates.disk_bytes_per_second
-        if read := self.group_read_bytes(range(len(self.groups))):  # what is cast on the way is so much faster read
+        # Weights that are cast as they are read have other sizes in files: the rate is that of bytes in RAM.
+        if read := self.group_read_bytes(range(len(self.groups))):
             from_disk *= self.ram_bytes(range(len(self.groups))) / read
         once = work is not None and work.turns > 1 and not work.repeats
         if work is None or not work.modules:
@@ -134,7 +142,7 @@ class UnitSizes:
             seconds = tuple(replace(group, seconds=group.seconds / rate) for group in even.groups)
             return Loads(seconds, rate, disk_bytes_per_second=from_disk, once=once)
         before, operations = _by_group(self.groups, work)
-        between_calls = work.live_bytes + work.working_bytes - work.called_bytes  # bytes that are free then
+        between_calls = work.live_bytes + work.working_bytes - work.called_bytes  # working memory free between calls
         calls = max(1, work.calls)
         first, *taken = (done.seconds(rates, self.dtype) / calls for done in (before, *operations))
         loads = tuple(
@@ -149,19 +157,24 @@ class UnitSizes:
         return Loads(loads, rate, first, from_disk, once=once, spared_bytes=self._spared_bytes(work))
 
     def ram_groups(self, found: Layout, ram_bytes: int) -> frozenset[int]:
-        """Return the groups of a layout to hold in RAM, where that has `ram_bytes` and does not hold all."""
+        """Return the groups of the layout `found` to hold in RAM, if it has `ram_bytes` and cannot hold all of them."""
         return held_in_ram([group.packed_bytes for group in self.groups], found.copied, found.from_disk, ram_bytes)
 
     def beside(self, ram: frozenset[int] | None, there: frozenset[int] | None) -> Beside:
-        """Return what the first call brings. RAM is to hold some groups, None for all; some are there by now."""
+        """Return the bytes that the first call adds, for `first_call_seconds`.
+
+        `ram` names the groups that RAM is to hold, None for all. `there` names those that it holds already, None for
+        all weights.
+        """
         rest_bytes = self.fixed_bytes - self.decoded_bytes
         held = tuple(group.held_bytes for group in self.groups)
         return Beside(rest_bytes, self.table_bytes if ram is None else 0, held, there, ram)
 
     def disk_bytes(self, found: Layout, kept: frozenset[int] | None, there: frozenset[int] | None, calls: int) -> int:
-        """Bytes that so many calls read from disk, save rows of tables, where RAM is to keep some groups, None for all.
+        """Return the bytes that `calls` calls read from disk, without looked-up rows of tables.
 
-        Those that are `there` by now, None for all, are not read for it.
+        `kept` names the groups that RAM keeps, None for all weights. `there` names those that it holds before the first
+        call, None for all.
         """
         rest_bytes = self.fixed_bytes - self.decoded_bytes if self.rest_read_bytes is None else self.rest_read_bytes
         if kept is None:
@@ -171,25 +184,32 @@ class UnitSizes:
         return rest_bytes + self.group_read_bytes(once) + calls * self.group_read_bytes(again)
 
     def missing_bytes(self, there: frozenset[int] | None) -> int:
-        """Return what is to be read for all weights where these groups are there, None for all."""
+        """Return the bytes to read until RAM holds all weights.
+
+        `there` names the groups that it holds already, None for all weights.
+        """
         whole_bytes = self.total_bytes if self.read_bytes is None else self.read_bytes
         return 0 if there is None else whole_bytes - self.group_read_bytes(there)
 
     def group_read_bytes(self, groups: Iterable[int]) -> int:
-        """Return what these of the groups take in files."""
+        """Return the bytes that these groups take in files."""
         each = map(self._group, groups)
         return sum(group.packed_bytes if group.read_bytes is None else group.read_bytes for group in each)
 
     def ram_bytes(self, groups: Iterable[int]) -> int:
-        """Return what these of the groups take in RAM."""
+        """Return the bytes that these groups take in RAM."""
         return sum(self._group(i).packed_bytes for i in groups)
 
     def _group(self, i: int) -> GroupSize:
+        """Return the size of a group by its number: called groups first, then idle ones."""
         return self.groups[i] if i < len(self.groups) else self.idle[i - len(self.groups)]
 
 
 def _by_group(groups: Sequence[GroupSize], work: UnitForecast) -> tuple[Operations, list[Operations]]:
-    """Operations ahead of the first group, and from the call of each group until that of the next, of all calls."""
+    """Return the operations ahead of the first group, and those of each group, summed over all calls.
+
+    A group's operations run from the call of its modules until the call of the next group.
+    """
     group_of = {path: i for i, group in enumerate(groups) for path in group.paths}
     before, operations, at = Operations(), [Operations()] * len(groups), -1
     for path, done in work.modules:
@@ -205,17 +225,31 @@ def _by_group(groups: Sequence[GroupSize], work: UnitForecast) -> tuple[Operatio
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a unit. `streamed` are the indices of the `groups` that pass through the ring of `ring_bytes`.
+    """One way to run a unit: its placement, and the bytes and seconds that follow.
 
-    Of the `whole_bytes` of weights that a call needs `stay_bytes` stay on the device, where those that are decoded for
-    good take `decoded_bytes` more. `peak_vram_bytes` is the most there, weights and work together, beside which the
-    driver counts `overhead_bytes`; `ram_bytes` what the weights hold in RAM.
-    All weights come while the first step computes, in the others only what streams; no step can be faster than
-    `bound_seconds`, and its copies alone take `transfer_seconds`. With `from_disk` RAM does not hold all, and of the
-    weights that a call copies `read_bytes` are read for it, in `read_seconds` of each step. Where others run in between
-    and it leaves for them, `turn_bytes` come back in each step, which takes `turn_seconds` of it. In all `step_bytes`
-    cross the bus in a step after the first, and the stage reads `disk_bytes`. Then RAM has the groups that are `kept`,
-    None for all weights, beside `windows_bytes`. `why_not` is empty for the chosen one.
+    `why_not` tells why it was rejected. It is empty for the chosen one.
+
+    On the device:
+
+    - `weights_bytes` are all weights there. `stay_bytes` of the `whole_bytes` that a call needs stay, groups as stored.
+      Groups kept dequantized take `decoded_bytes` more.
+    - `streamed` names the groups that pass through the ring of `ring_bytes`, out of `groups` in all.
+    - `peak_vram_bytes` is the peak of weights and working memory. The driver counts `overhead_bytes` on top.
+
+    In RAM and on disk:
+
+    - `ram_bytes` is the RAM that the weights take. With `from_disk` it does not hold all of them.
+    - `kept` names the groups in RAM after the stage, None for all weights. `windows_bytes` are the windows beside
+      these.
+    - Each call reads `read_bytes` for its copies: `step_read_bytes` a step, for `read_seconds`. The whole stage reads
+      `disk_bytes`.
+
+    In time:
+
+    - `step_seconds` is a steady step. The first one also brings the weights, and takes `first_step_seconds`.
+    - No step can be faster than `bound_seconds`. Copies and reads alone take `transfer_seconds`, the longer of the two.
+    - Where the unit is evicted for others within a step, `turn_bytes` come back in `turn_seconds` of each step.
+    - `step_bytes` cross the bus in each step after the first.
     """
 
     placement: PlacementName
@@ -233,6 +267,7 @@ class Candidate:
     stay_bytes: int = 0
     whole_bytes: int = 0
     read_bytes: int = 0
+    step_read_bytes: int = 0
     read_seconds: float = 0.0
     decoded_bytes: int = 0
     overhead_bytes: int = 0
@@ -247,12 +282,12 @@ class Candidate:
 
     @property
     def driver_bytes(self) -> int:
-        """The most that the driver counts for this process, as far as it tells: what a budget is for."""
+        """The peak that the driver counts for this process, as far as it tells. The budget limits this figure."""
         return self.peak_vram_bytes + self.overhead_bytes
 
     @property
     def label(self) -> str:
-        """The placement, how much of the weights stays, and how much comes from disk."""
+        """The placement in words, with the share of the weights that stays and the share that comes from disk."""
         stays, read = (min(1, part / max(1, self.whole_bytes)) for part in (self.stay_bytes, self.read_bytes))
         where = f", {read:.0%} come from disk" if self.read_bytes else ""
         if self.placement != "streamed":
@@ -260,12 +295,12 @@ class Candidate:
         return f"streamed, {stays:.0%} of the weights stay{where}"
 
     def beginning_with(self, call_seconds: float, calls_per_step: float) -> Candidate:
-        """Return the same with a first call that takes so long, in which the weights come."""
+        """Return the same candidate with a first call of `call_seconds`, which brings the weights."""
         others = self.step_seconds * (calls_per_step - 1) / calls_per_step
         return replace(self, first_step_seconds=max(self.step_seconds, call_seconds + max(0.0, others)))
 
     def coming_back(self, turn_bytes: float, turn_seconds: float, turns_per_step: float) -> Candidate:
-        """Return the same where the weights come back for each turn, at the cost of these bytes and seconds."""
+        """Return the same candidate for weights that come back at each turn, with the bytes and seconds of one turn."""
         seconds = turn_seconds * turns_per_step
         return replace(
             self,
@@ -282,7 +317,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan(Candidate):
-    """The chosen candidate, the reason in one sentence, and the others with theirs."""
+    """The chosen candidate with the reason in one sentence, and the rejected ones, each with its `why_not`.
+
+    With `fits` false, nothing fits `budget_bytes` or the RAM. The plan is then the one that wants least.
+    """
 
     unit: str = ""
     budget_bytes: int = 0
@@ -291,7 +329,7 @@ class Plan(Candidate):
     fits: bool = True
 
     def taking_turns(self, others: str, more_bytes: int, idle_bytes: int) -> Plan:
-        """Return the same for a unit that takes turns with `others`, which hold `more_bytes` more than planned."""
+        """Return the same plan for a unit that takes turns with `others`, which hold `more_bytes` more than planned."""
         if not self.fits:
             return self
         how = f"beside {others}, with which it takes turns"
@@ -325,12 +363,15 @@ def least_call_seconds(sizes: UnitSizes, work: UnitForecast, rates: Rates, measu
 
 
 def comparable(seconds: float) -> float:
-    """Seconds to choose by, without what adding them up in another order makes of the last digits."""
+    """Return `seconds` rounded to nine digits, so that the order of a sum does not decide between equal candidates."""
     return float(f"{seconds:.9g}")
 
 
 def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
-    """Return the least weights on the device at a time for each placement, best placement first."""
+    """Return the least bytes of weights on the device at a time for each placement, best placement first.
+
+    "streamed" is left out if it saves nothing.
+    """
     least: dict[PlacementName, int] = {"resident": sizes.resident_bytes}
     if sizes.least_streamed_bytes < sizes.resident_bytes:
         least["streamed"] = sizes.least_streamed_bytes
@@ -338,17 +379,14 @@ def least_weights(sizes: UnitSizes) -> dict[PlacementName, int]:
 
 
 def meant_by(strategy: str, sizes: UnitSizes) -> str:
-    """Return the placement that a strategy other than auto means for a unit.
-
-    What cannot be streamed is resident instead.
-    """
+    """Return the placement that a strategy other than "auto" means for a unit: resident if it cannot be streamed."""
     if strategy not in ("streamed", "leafwise"):
         return strategy
     return "streamed" if "streamed" in least_weights(sizes) else "resident"
 
 
 def window_bytes(sizes: UnitSizes, placement: str) -> int:
-    """Return the RAM that a placement takes where the weights come straight from disk."""
+    """Return the RAM in bytes of the windows through which a placement reads weights straight from disk."""
     if placement == "streamed" and sizes.groups:
         return WINDOWS * max(group.packed_bytes for group in sizes.groups)
     return WINDOWS * min(BATCH_BYTES, sizes.tensor_bytes)
@@ -375,17 +413,20 @@ def make_plan(
     ram_stated: bool = True,
     free_ram_bytes: int = sys.maxsize,
 ) -> Plan:
-    """Return the best placement that fits the budget, or the one that `strategy` names, `by_user` or not.
+    """Return the best placement of a unit within the budget, or the one that `strategy` names.
 
-    `budget_bytes` is what the driver may count in all, `ram_bytes` what weights may hold in RAM. `steps` are those that
-    the calls of `work` belong to, which come that many `times` in the stage, such as 7 for a forecast of 4 steps out
-    of 28; `idle_bytes` is what the stage holds before the first. What cannot be streamed in less than the whole, where
-    that is asked for, is resident. The groups that are `there` in RAM, None for all weights, need not be read;
-    `from_disk` says that weights can be streamed from there, `whole_in_ram` that RAM must hold them all.
-    What the groups were `measured` to compute counts for more than operations and rates; what is beside tensors is
-    `overhead`. RAM that nobody stated refuses nothing: then
-    windows are taken of what is left to others. Of RAM `free_ram_bytes` are taken from no others. When
-    nothing fits, the plan is the one that wants least, with `fits` false.
+    - `by_user` tells that the user named the strategy. The reason then says so.
+    - `budget_bytes` is the most that the driver may count, `ram_bytes` the most that weights may take in RAM.
+    - `steps` are the sampling steps that the calls of `work` belong to. The calls come `times` times in the stage, such
+      as 7 times for a forecast of 4 steps out of 28. `idle_bytes` is what the stage holds before the first call.
+    - `there` names the groups that are in RAM already and need not be read, None for all weights.
+    - With `from_disk` the weights can be streamed from their files. With `whole_in_ram` RAM must hold all of them.
+    - `measured` seconds of the groups replace those from operations and rates. `overhead` are the bytes beside tensors.
+    - Without `ram_stated` nobody stated `ram_bytes`, so RAM refuses nothing. Windows then take what others would have.
+    - `free_ram_bytes` of the RAM can be had without taking any from other units. The unit keeps no more than that.
+
+    A unit that cannot be streamed in less than the whole is planned as resident. When nothing fits, the plan is the one
+    that wants least, with `fits` false. Called for each unit of a stage, by `pipelines.planning.plans`.
     """
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
     streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
@@ -412,10 +453,10 @@ def make_plan(
             left = room - outside - found.device_bytes if still_encoded else 0
             beside = overhead.on(bare.with_decoding(sizes.decoding_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
-            # The first call decodes all as it goes.
+            # The first call has all weights as stored: groups are dequantized to stay only when it has ended.
             first_bytes = candidate.stay_bytes + outside - sizes.fixed_bytes + candidate.ring_bytes + work.peak_bytes
             candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
-            if sizes.is_estimate and left > 0:  # where what is made takes less, one more may fit there
+            if sizes.is_estimate and left > 0:  # encoded weights may turn out smaller, so that one more group stays
                 candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
@@ -425,14 +466,14 @@ def make_plan(
             read = sizes.disk_bytes(found, kept, there, calls)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
             first = first_call_seconds(by_group, found, sizes.beside(held, None if whole_in_ram else there))
-            first += compute - seconds  # after it, what stays decoded is decoded once more
+            first += compute - seconds  # groups kept dequantized are dequantized once more, after their first call
             if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
                 first += sizes.total_bytes / rates.disk_bytes_per_second
             candidate = candidate.beginning_with(first, work.calls / steps)
             if work.turns > 1:
                 again = first_call_seconds(by_group, found, sizes.beside(held, None)) + compute - seconds
                 call_seconds = candidate.step_seconds * steps / work.calls
-                # What no other group overwrites stays in the ring from call to call, but leaves with it.
+                # A streamed group whose bytes no other overwrites stays in the ring, but leaves with it at each turn.
                 lying = sum(sizes.groups[i].packed_bytes for i in set(found.streamed) - set(found.copied))
                 turn_bytes = candidate.stay_bytes - sizes.decoded_bytes + lying
                 candidate = candidate.coming_back(turn_bytes, max(0.0, again - call_seconds), work.turns / steps)
@@ -443,7 +484,7 @@ def make_plan(
         if c not in made[:i]
     ]
     allowed = [c for c in made if c.placement in bound_to]
-    # Where it is not known whether RAM must hold all, weights that exceed its budget are a matter of the run.
+    # If neither holds, it is not known here whether RAM must hold all weights: the run decides, not the plan.
     ram_bytes_allowed = ram_bytes if streams_from_disk or whole_in_ram else sizes.total_bytes
     if not ram_stated:
         ram_bytes_allowed = max(ram_bytes_allowed, *(candidate.ram_bytes for candidate in made))
@@ -452,7 +493,7 @@ def make_plan(
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
     fitting = [c for c in in_ram if not (slow and c.read_bytes)]
     best = fitting or in_ram
-    if best:  # of equally fast ones the first
+    if best:  # `min` takes the first of equally fast candidates
         chosen = min(best, key=lambda c: comparable(c.step_seconds))
     else:
         chosen = min(allowed, key=lambda c: (c.driver_bytes, c.ram_bytes))
@@ -471,12 +512,12 @@ def make_plan(
 
 
 def least_ram_on_cpu(sizes: UnitSizes) -> int:
-    """Return the least RAM that a unit runs in on the CPU, from disk: a ring, and windows to read through."""
+    """Return the least RAM in bytes in which a unit runs from disk on the CPU: the least ring, and windows."""
     return sizes.least_streamed_bytes + window_bytes(sizes, "streamed")
 
 
 def weights_on_cpu(sizes: UnitSizes, ram_bytes: int) -> int:
-    """Return the weights beside the windows of a unit that runs on the CPU from disk in `ram_bytes`."""
+    """Return the bytes of weights beside the windows for a unit that runs on the CPU from disk in `ram_bytes`."""
     return max(sizes.least_streamed_bytes, min(sizes.most_bytes, ram_bytes - window_bytes(sizes, "streamed")))
 
 
@@ -484,29 +525,31 @@ def plan_on_cpu(
     unit: str, sizes: UnitSizes, work: UnitForecast, rates: Rates, ram_bytes: int, steps: int, *, there: bool,
     from_disk: bool, ram_stated: bool,
 ) -> Plan:  # fmt: skip
-    """Return how a unit runs on the CPU: all in RAM, or `from_disk` with as much there as fits beside the windows.
+    """Return the plan of a unit that runs on the CPU: all in RAM, or `from_disk` what does not fit.
 
-    With `there` RAM holds it already. The seconds are those of the disk: how fast a CPU computes is not known.
+    With `there` RAM holds the weights already, so the first step reads nothing. The seconds are those of the disk: how
+    fast a CPU computes is not known.
     """
     whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
-    found, taken, read_bytes, reason = Layout(), sizes.total_bytes, 0, ""
+    found, taken, read_bytes, step_read_bytes, reason = Layout(), sizes.total_bytes, 0, 0, ""
     if taken > ram_bytes and from_disk:
         windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
         found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
         read_bytes = sizes.group_read_bytes(found.from_disk)
-        reason = (
-            f"{whole} of weights do not fit {ram} of RAM, so {format_bytes(read_bytes)} are read from disk in each step"
-        )
+        step_read_bytes = round(read_bytes * work.calls / steps)
+        each = format_bytes(step_read_bytes)
+        reason = f"{whole} of weights do not fit {ram} of RAM, so {each} are read from disk in each step"
     fits = taken <= ram_bytes or not ram_stated
     if not fits:
         reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
-    first, read = 0 if there else sizes.total_bytes / disk, read_bytes / disk * work.calls / steps
+    first, read = 0 if there else sizes.total_bytes / disk, step_read_bytes / disk
     passing = sum(sizes.groups[i].held_bytes for i in found.streamed)
     return Plan(
         "cpu", 0, 0, taken, found.streamed, len(sizes.groups), read, max(first, read), read, read,
-        from_disk=bool(reason), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
-        whole_bytes=sizes.total_bytes, read_bytes=read_bytes, read_seconds=read, unit=unit, fits=fits,
+        from_disk=bool(found.from_disk), ring_bytes=found.ring_bytes, stay_bytes=sizes.total_bytes - passing,
+        whole_bytes=sizes.total_bytes, read_bytes=read_bytes, step_read_bytes=step_read_bytes, read_seconds=read,
+        unit=unit, fits=fits,
         reason=f"On the CPU: {reason or f'all {whole} of weights fit {ram} of RAM'}.", layout=found,
     )  # fmt: skip
 
@@ -520,7 +563,7 @@ def _rooms(
     most = min(budget_bytes - work.peak_bytes, sizes.most_bytes)
     if placement == "resident":
         return [max(least, most)]
-    if strategy == "streamed":  # takes what there is, all of it too
+    if strategy == "streamed":  # uses all the room there is, even if all weights then stay
         return [most, least] if least < most else [least]
     whole = sizes.resident_bytes if sizes.most_bytes == sizes.resident_bytes else sizes.most_bytes + 1
     return [most, least] if least < most < whole else [least]
@@ -536,6 +579,7 @@ def _candidate(
     steps: int,
     idle_bytes: int,
 ) -> Candidate:
+    """Return the candidate of a layout whose calls compute for `compute` seconds, with all weights in RAM."""
     calls_per_step = work.calls / steps
     whole = sizes.fixed_bytes + sum(group.held_bytes for group in sizes.groups)
     stay_bytes = whole - sum(sizes.groups[i].held_bytes for i in found.streamed)
@@ -565,7 +609,7 @@ def _candidate(
 def _short_of_ram(
     candidate: Candidate, sizes: UnitSizes, rates: Rates, found: Layout, ram_bytes: int, calls_per_step: float
 ) -> Candidate:
-    """Return the same where RAM does not hold all."""
+    """Return the same candidate for a RAM that does not hold all weights: bytes and seconds of reading included."""
     held = sizes.ram_bytes(sizes.ram_groups(found, ram_bytes))
     read_bytes = sizes.group_read_bytes(found.from_disk)
     read = read_bytes / rates.disk_bytes_per_second * calls_per_step
@@ -576,6 +620,7 @@ def _short_of_ram(
         bound_seconds=max(candidate.bound_seconds, read),
         transfer_seconds=max(candidate.transfer_seconds, read),
         read_bytes=read_bytes,
+        step_read_bytes=round(read_bytes * calls_per_step),
         read_seconds=read,
     )
 
@@ -583,6 +628,7 @@ def _short_of_ram(
 def _why_not(
     candidate: Candidate, chosen: Candidate, budget_bytes: int, ram_bytes: int, bound_to: list[str], slow: bool
 ) -> str:
+    """Return why a candidate was rejected, as a phrase for the plan's table."""
     if candidate.placement not in bound_to:
         return "not what was asked for"
     if candidate.driver_bytes > budget_bytes:
@@ -590,7 +636,7 @@ def _why_not(
     if candidate.ram_bytes > ram_bytes:
         return f"{format_bytes(candidate.ram_bytes)} do not fit {format_bytes(ram_bytes)} of RAM"
     if slow and candidate.read_bytes:
-        return f"the disk is too slow to read {format_bytes(candidate.read_bytes)} from in each step"
+        return f"the disk is too slow to read {format_bytes(candidate.step_read_bytes)} from in each step"
     if candidate.step_seconds > chosen.step_seconds:
         times = candidate.step_seconds / chosen.step_seconds if chosen.step_seconds else 0
         return f"{times:.1f} times as slow" if times >= 1.05 else "slower"
@@ -607,10 +653,11 @@ def _reason(
     rates: Rates,
     asked: str,
 ) -> str:
+    """Return one sentence for the user: why the chosen candidate was chosen, or why nothing fits."""
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_allowed:
-        rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.read_bytes)
+        rate, read = rates.disk_bytes_per_second / 1e9, format_bytes(chosen.step_read_bytes)
         return (
             f"A disk of {rate:.2f} GB/s is too slow to read {read} of weights from in each step, which takes "
             f"{chosen.read_seconds:.0f} s."
@@ -646,8 +693,8 @@ def _reason(
         )
     if chosen.read_bytes:
         reason += (
-            f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so {format_bytes(chosen.read_bytes)} are read "
-            f"from disk in each step, {chosen.read_seconds:.1f} s"
+            f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, so {format_bytes(chosen.step_read_bytes)} "
+            f"are read from disk in each step, {chosen.read_seconds:.1f} s"
         )
     elif chosen.from_disk:
         reason += f"; {whole} do not fit {format_bytes(ram_bytes)} of RAM, which holds {format_bytes(chosen.ram_bytes)}"

@@ -1,4 +1,4 @@
-"""What RAM holds of which unit, now or later in a run that is planned. Pure: frozen data, from one time to the next."""
+"""The groups of each unit that RAM holds, now or later in a planned run. Frozen data, from one time to the next."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .runplan import StagePlan
 
 @dataclass(frozen=True)
 class RamState:
-    """The bytes that RAM `held` of units out of `ram_bytes` at a time, least recently used first.
+    """The bytes that RAM holds of each unit, out of `ram_bytes`, least recently used first.
 
-    `parts` are the groups of those of which it does not hold all. The `staying` keep theirs, the `cached`, which nobody
-    refers to, are the first to give theirs up. For `told` and `ended` see `eviction.runs_sooner`.
+    `parts` names the groups of units that RAM does not hold whole. Units in `staying` keep their copies. Units in
+    `cached`, which nobody refers to, are the first to drop theirs. For `told` and `ended` see `eviction.runs_sooner`.
     """
 
     ram_bytes: int = sys.maxsize
@@ -33,12 +33,15 @@ class RamState:
         return None if self.held.get(unit) and unit not in self.parts else self.parts.get(unit, frozenset())
 
     def free_for(self, unit: ManagedModel) -> int:
-        """Return the RAM that a unit may have without taking it from any that runs before it does again."""
+        """Return the RAM that a unit may take without taking any from a unit that runs before it does again."""
         held = {other: nbytes for other, nbytes in self.held.items() if other not in self.cached}
         return free_for(unit, self.ram_bytes, held, self.staying, self.told, self.ended)
 
     def after(self, unit: ManagedModel, kept: frozenset[int] | None, windows_bytes: int) -> RamState:
-        """Return what there is once a unit has run with some groups in RAM beside its windows, None for all weights."""
+        """Return the state once a unit has run with the groups `kept` in RAM beside its windows.
+
+        None stands for all weights.
+        """
         nbytes = sizes_of(unit).total_bytes if kept is None else sizes_of(unit).ram_bytes(kept)
         held = {other: size for other, size in self.held.items() if other is not unit}
         parts = {other: groups for other, groups in self.parts.items() if other is not unit}
@@ -53,14 +56,14 @@ class RamState:
         return replace(self, held=held, parts=parts if kept is None else parts | {unit: kept})
 
     def after_stage(self, plan: StagePlan, units: Iterable[ManagedModel]) -> RamState:
-        """Return what there is once a stage has run as it is planned."""
+        """Return the state once a stage has run as planned. `units` are those of the stage."""
         named, state = {unit.name: unit for unit in units}, self
         for each in plan.units:
             state = state.after(named[each.unit], each.kept, each.windows_bytes)
         return replace(state, ended=(*state.ended, tuple(named.values())))
 
     def _left(self, unit: ManagedModel, nbytes: int) -> frozenset[int]:
-        """Return the groups that are left of a unit in so many bytes, as `ManagedModel.drop` leaves them."""
+        """Return the groups of a unit that are left in `nbytes`, as `ManagedModel.drop` leaves them."""
         sizes, there, kept = sizes_of(unit), self.there(unit), []
         for i in range(len(sizes.groups) + len(sizes.idle)) if there is None else sorted(there):
             if (nbytes := nbytes - sizes.ram_bytes([i])) < 0:
@@ -70,6 +73,6 @@ class RamState:
 
 
 def ram_of(units: Iterable[ManagedModel]) -> RamState:
-    """Return what RAM holds of these units now, as if there were no others, and no end to it."""
+    """Return the state of RAM for these units now, as if there were no others and no limit."""
     held = {unit: unit.host_bytes for unit in units if unit.host_bytes}
     return RamState(held=held, parts={unit: unit.held for unit in held if not unit.in_ram})

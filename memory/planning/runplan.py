@@ -22,9 +22,10 @@ _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its units' plans in the order of their first calls, and what it holds before them.
+    """The plan of one stage: the plans of its units, in the order of their first calls.
 
-    Its calls make up `steps`, and compute for `computing_seconds` at least; its seconds are for `rates`.
+    `idle_bytes` is what the stage holds on the device before them. All calls together make `steps` steps, and compute
+    for `computing_seconds` at least. Seconds are for `rates`.
     """
 
     name: str
@@ -37,49 +38,52 @@ class StagePlan:
 
     @property
     def peak_vram_bytes(self) -> int:
-        """The most on the device in this stage: its units take turns."""
+        """The most bytes on the device in this stage: that of one unit, since its units take turns."""
         return max((plan.peak_vram_bytes for plan in self.units), default=self.idle_bytes)
 
     @property
     def driver_bytes(self) -> int:
-        """The most that the driver counts for this process in this stage, as far as it tells."""
+        """The most bytes that the driver counts for this process in this stage, as far as it tells."""
         return max((plan.driver_bytes for plan in self.units), default=self.idle_bytes)
 
     def beginning_with(self, weights_bytes: int) -> StagePlan:
-        """Return the plan of a stage whose units hold these weights when it begins, kept from the run before."""
+        """Return the same plan for a stage that begins with `weights_bytes` of weights on the device.
+
+        These were kept from the run before.
+        """
         idle = self.idle_bytes + weights_bytes
         units = tuple(replace(plan, peak_vram_bytes=max(plan.peak_vram_bytes, idle)) for plan in self.units)
         return replace(self, units=units, idle_bytes=idle)
 
     @property
     def main(self) -> Plan:
-        """The unit that takes most of the time."""
+        """The plan of the unit that takes most of the time."""
         return max(self.units, key=lambda plan: (plan.step_seconds, plan.peak_vram_bytes))
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a steady step: those of all its units, each for the calls that it gets in a step."""
+        """Seconds of a steady step: the sum over all units, each with its calls in one step."""
         return sum(plan.step_seconds for plan in self.units)
 
     @property
     def first_step_seconds(self) -> float:
-        """Seconds of the first step, which brings the weights. In a stage of one step, all that it takes."""
+        """Seconds of the first step, which brings the weights. A stage of one step takes no more than this."""
         return sum(plan.first_step_seconds for plan in self.units)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that it reads from disk."""
+        """Bytes that the stage reads from disk."""
         return sum(plan.disk_bytes for plan in self.units)
 
     @property
     def seconds(self) -> float:
-        """All that it takes."""
+        """Seconds of the whole stage."""
         return self.first_step_seconds + (self.steps - 1) * self.step_seconds
 
 
 @dataclass(frozen=True)
 class BestBatch:
-    """A number of pictures at once, and the seconds of sampling that each then takes."""
+    """A number of pictures to sample at once, and the seconds of sampling for each of them."""
 
     pictures: int
     seconds: float
@@ -87,7 +91,11 @@ class BestBatch:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run: bytes, seconds, and why. `str()` of it is a table with the reasons."""
+    """The plan of a run: bytes, seconds, and the reasons. `str()` of it is a table with the reasons.
+
+    `pictures` are sampled, `at_once` of them together. `caveat` holds sentences about the limits of the forecast, and
+    about LoRAs. `best` is None if several pictures cannot be sampled at once, or if not even one fits.
+    """
 
     model: str
     device: str
@@ -96,14 +104,14 @@ class RunPlan:
     budget_bytes: int
     rates: Rates
     stages: tuple[StagePlan, ...]
-    caveat: str = ""  # sentences: where a forecast is a bound on what will be, and what LoRAs take
+    caveat: str = ""
     pictures: int = 1
     at_once: int = 1
-    best: BestBatch | None = None  # None where several pictures cannot be sampled at once, or one does not fit
+    best: BestBatch | None = None
 
     @property
     def is_timed(self) -> bool:
-        """Return whether its seconds are a forecast. A simulated card without a clock computes in no time."""
+        """Return whether the seconds are a forecast. False on the CPU, and on a simulated card without a clock."""
         return not (self.on_cpu or math.isinf(self.rates.operations_per_second))
 
     @property
@@ -113,11 +121,12 @@ class RunPlan:
 
     @property
     def _untimed(self) -> str:
+        """The words in place of seconds that are not predicted."""
         return "not predicted on the CPU" if self.on_cpu else "not predicted on the simulated card"
 
     @property
     def picture_seconds(self) -> float:
-        """Seconds of sampling, for each picture."""
+        """Seconds of sampling for each picture."""
         return self._sample.seconds / self.pictures
 
     @property
@@ -132,36 +141,37 @@ class RunPlan:
 
     @property
     def _sample(self) -> StagePlan:
+        """The plan of the sampling stage."""
         return next(stage for stage in self.stages if stage.name == "sample")
 
     @property
     def placement(self) -> str:
-        """How the transformer sits."""
+        """The placement of the transformer."""
         return self.sampling.placement
 
     @property
     def resident_groups(self) -> tuple[int, ...]:
-        """The groups of the transformer that stay on the device."""
+        """The weight groups of the transformer that stay on the device."""
         return self.sampling.resident_groups
 
     @property
     def peak_vram_bytes(self) -> int:
-        """The most on the device in the whole run."""
+        """The most bytes on the device in the whole run."""
         return max(stage.peak_vram_bytes for stage in self.stages)
 
     @property
     def driver_bytes(self) -> int:
-        """The most that the driver counts for this process, as far as it tells: what the budget is for."""
+        """The most bytes that the driver counts for this process, as far as it tells. The budget limits this figure."""
         return max(stage.driver_bytes for stage in self.stages)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that are read from disk, with what is in RAM by now."""
+        """Bytes that the run reads from disk, given what is in RAM now."""
         return sum(stage.disk_bytes for stage in self.stages)
 
     @property
     def _peak_words(self) -> str:
-        """The peak, and where the driver counts more, that; of weights on the CPU the RAM."""
+        """The peak in words, with the driver's figure if that is higher. On the CPU it is the RAM of the weights."""
         if self.on_cpu and not self.peak_vram_bytes:
             return f"{format_bytes(self.ram_bytes)} of RAM in weights"
         peak, driver = format_bytes(self.peak_vram_bytes), format_bytes(self.driver_bytes)
@@ -169,7 +179,7 @@ class RunPlan:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of RAM that the largest unit holds."""
+        """Bytes of RAM that the weights of the largest unit take."""
         return max(plan.ram_bytes for stage in self.stages for plan in stage.units)
 
     @property
@@ -189,19 +199,19 @@ class RunPlan:
 
     @property
     def bound_seconds(self) -> float:
-        """No sampling step in this placement can be faster."""
+        """Lower bound of the seconds of a sampling step in this placement."""
         return sum(plan.bound_seconds for plan in self._sample.units)
 
     @property
     def reason(self) -> str:
-        """Why the transformer sits so, in one sentence; one more for each other unit that fits in no way."""
+        """The reason for the transformer's placement, in one sentence. Each other unit that does not fit adds one."""
         plans = [plan for stage in self.stages for plan in stage.units]
         others = [f"{plan.unit}: {plan.reason}" for plan in plans if not plan.fits and plan is not self.sampling]
         return " ".join([self.sampling.reason, *others])
 
     @property
     def rejected(self) -> tuple[Candidate, ...]:
-        """The other placements of the transformer, with why not."""
+        """The rejected placements of the transformer, each with its `why_not`."""
         return self.sampling.rejected
 
     @property
@@ -236,9 +246,9 @@ class RunPlan:
         return seconds(value) if self.is_timed or (self.on_cpu and value) else "-"
 
     def headline(self) -> str:
-        """One line: what runs where, the budget, the peak, and the time."""
+        """Return one line: the model, the device, the budget, the placement, the peak, and the time."""
         total = seconds(self._sample.seconds)
-        card = "" if self.device == "cpu" else f"on {self.device} "  # one that is not here
+        card = "" if self.device == "cpu" else f"on {self.device} "  # a plan made on the CPU is for a card elsewhere
         where = f"{card}with {format_bytes(self.budget_bytes)}{' of RAM' if self.on_cpu and not card else ''}"
         peak, step = self._peak_words, seconds(self.step_seconds)
         takes = f"peak {peak}; {f'{step} a step, {total} for {self.steps}' if self.is_timed else self._untimed}"
@@ -246,14 +256,14 @@ class RunPlan:
         return f"{self.model}, {self.work}, {where}: {self.sampling.label}; {takes}.{doubt}"
 
     def brief(self) -> str:
-        """Return a shorter line: the budget, what becomes of the transformer, the peak, and the time."""
+        """Return a shorter line, such as a chart's title: the budget, the placement, the peak, and the time."""
         took = f"{seconds(self.step_seconds)} a step, {seconds(self.total_seconds)} in all"
         took = took if self.is_timed else self._untimed
         peak = f"peak {self._peak_words}{'' if self.fits else ' DOES NOT FIT'}"
         return f"{format_bytes(self.budget_bytes)}: {self.sampling.label}; {peak}; {took}"
 
     def batch_words(self) -> str:
-        """Return what sampling takes a picture, and in which batch it takes least."""
+        """Return one or two sentences: seconds of sampling for each picture, and the best batch."""
         if not self.is_timed:
             words = "The time of sampling, and with it the best batch, is not predicted on the simulated card."
             if self.on_cpu:
@@ -270,7 +280,7 @@ class RunPlan:
         return f" It reads {format_bytes(self.disk_bytes)} from disk." if self.disk_bytes else ""
 
     def basis(self) -> str:
-        """Where the seconds come from, and how the bytes are meant."""
+        """Return the rates that the seconds are based on, and the caveat, as sentences."""
         rates = self.rates
         to_device = f"{rates.pinned_bytes_per_second / 1e9:.1f} GB/s to the device"
         unpinned = f"{rates.paged_bytes_per_second / 1e9:.1f} unpinned"
@@ -286,14 +296,14 @@ class RunPlan:
         return f"{caveat}Seconds are for {to_device} ({unpinned}), {disk} and {compute}, {rates.source}."
 
     def picture(self, width: int = 1200, height: int = 480) -> Image:
-        """Predicted VRAM over time, by unit, as an RGB picture; without matplotlib one that says so."""
+        """Return a chart of the predicted VRAM over time by unit, as an RGB picture. See `draw_plans`."""
         return draw_plans([self], width, height)
 
 
 def draw_plans(plans: Sequence[RunPlan], width: int, height: int, scale: float = 1.0) -> Image:
-    """Draw pictures of plans, `width` by `height` pixels each, one above the other, and all `scale` times as large.
+    """Return charts of plans, one above the other, each of `width` by `height` pixels times `scale`.
 
-    Without matplotlib return one that says so.
+    Without matplotlib return a picture that says so.
     """
     from ..charts import drawn
 
@@ -306,9 +316,9 @@ def draw_plans(plans: Sequence[RunPlan], width: int, height: int, scale: float =
 
 
 def _charted(plan: RunPlan) -> charts.Plan:
-    """Return a plan for its chart: the first step of a stage, which brings the weights, apart from the others.
+    """Return the data of a plan's chart. The first step of each stage, which brings the weights, is a part of its own.
 
-    Steps of a device without a clock are as long as each other, without seconds.
+    On a device without a clock all steps are equally long, and show no seconds.
     """
     from ..charts import plan_chart as charts
 
@@ -332,7 +342,7 @@ def _charted(plan: RunPlan) -> charts.Plan:
 
 
 def compare(plans: Sequence[RunPlan]) -> str:
-    """Plans of the same run for several budgets: a row for each, and its reason in one line."""
+    """Return a table of plans of the same run for several budgets, and the reason of each in one line."""
     rows: list[tuple[str, ...]] = [
         ("budget", "placement", "peak VRAM", "RAM", "disk", "per step", "first step", "total", "best batch", "fits")
     ]
@@ -348,7 +358,7 @@ def compare(plans: Sequence[RunPlan]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time as people say it: "0.41 s", "3.2 min"."""
+    """Return a time in words: "0.41 s", "3.2 min", "12.5 ms"."""
     if not value:
         return "0 s"
     if value >= 90:

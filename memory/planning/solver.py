@@ -1,9 +1,23 @@
-"""Which groups of a module stay on the device, decoded or as stored, which stream from RAM and which from disk, and
-through how large a ring.
+"""Decide where each weight group of a unit lies: resident or streamed, dequantized or as stored, in RAM or on disk.
 
-A pure function of what groups weigh and compute, of the room on the device and in RAM, and of the rates. It looks at
-arrangements that do not depend on the room, and takes the fastest that fits: so it is never over, and more room is
-never slower.
+`place` is a pure function of the sizes and seconds of the groups, the room on the device and in RAM, and the rates. It
+decides in these steps:
+
+1. Raise the room to the least that works: all weights for a `resident` unit, the least ring for one that may stream.
+2. If all groups fit as stored and none is encoded, keep all of them. There is nothing else to decide.
+3. Otherwise collect options. "Stream nothing" is one, if all groups fit. For a unit that may stream, add each ring size
+   with each set of groups to stream: all 2^n sets of up to `_FEW` groups, a few hundred generated sets of more.
+4. Discard the options that exceed the room. With the room that is left, keep resident groups dequantized: first those
+   that save the most seconds for each extra byte.
+5. Compute a lower bound of the seconds of each option from the compute, the bus and the disk. Try the options in the
+   order of that bound. Stop when the bound exceeds the best layout so far, or when that layout is within 1/1000 of the
+   compute of the bound, reads nothing and copies as little as the option can.
+6. For each option simulate a step: which groups the ring copies, and, where RAM does not hold these, which of them come
+   from disk. Round the seconds up to 1/1000 of the compute.
+7. Return the fastest layout. Ties go to the one that reads fewer bytes, then copies fewer, then takes less of the
+   device.
+
+The generated options do not depend on the room, so more room never gives a slower layout.
 """
 
 from __future__ import annotations
@@ -22,19 +36,20 @@ from .decoded import Decoded, decoded_within, decoding_order, dequantized
 from .ring_offsets import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
-RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # sizes of rings to look at, in largest groups; below two nothing overlaps
-_LEVELS = 256  # of how much stays
-_HIDDEN = 64  # of how much is copied for each second of computing, up to twice what this hides
-_ROUNDING = 1e-3  # of the computing: what is less is no reason to copy more
-_FEW = 10  # groups, of which all choices are looked at
+RINGS = (2, 3, 4, 5, 6, 8, 12, 16)  # ring sizes to try, in multiples of the largest group; below 2 nothing overlaps
+_LEVELS = 256  # steps between streaming nothing and streaming everything
+_HIDDEN = 64  # sets to try for each ring: the k-th copies up to 2 * k / 64 seconds for each second of computing
+_ROUNDING = 1e-3  # share of the computing to which seconds are rounded up: a smaller gain does not justify more copies
+_FEW = 10  # groups up to which all subsets are tried, 1024 at most
 
 
 @dataclass(frozen=True)
 class GroupLoad:
-    """A group: its bytes in a flat buffer, with the gaps that this has, and without; and what its call computes.
+    """Sizes of a weight group in bytes, and seconds of its call.
 
-    Decoding takes `decode_seconds` of these, which it does not where the group stays decoded: that takes `more_bytes`
-    than as stored, and `moment_bytes` beside while it is done.
+    `packed_bytes` is the size of its flat buffer, alignment gaps included; `held_bytes` is the size without gaps. The
+    call computes for `seconds`, of which dequantizing takes `decode_seconds`. A group that is kept dequantized saves
+    the latter. It then takes `more_bytes` more than as stored, and `moment_bytes` beside these while it is dequantized.
     """
 
     packed_bytes: int
@@ -46,12 +61,12 @@ class GroupLoad:
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether it may be dequantized for good."""
+        """Return whether the group may be kept dequantized."""
         return self.decode_seconds > 0 or self.more_bytes != 0
 
 
 class HasSizes(Protocol):
-    """A group, or what is known of one."""
+    """A weight group, or a record of one, with its sizes in bytes."""
 
     @property
     def packed_bytes(self) -> int: ...
@@ -61,11 +76,17 @@ class HasSizes(Protocol):
 
 @dataclass(frozen=True)
 class Loads:
-    """The groups of a call in their order, the rate at which they come, and the computing ahead of the first.
+    """The weight groups of a call in call order, and the rates in bytes per second.
 
-    What is not in RAM is read at a rate of its own. Those are the groups `on_disk` or, with `ram_bytes`, whichever are
-    best, where RAM holds no more than that of groups that stream, windows included. After a call that comes `once` the
-    weights leave. Where all groups are dequantized for good, calls take `spared_bytes` less beside the weights.
+    `before_seconds` is the compute ahead of the first group. Groups that are not in RAM are read at
+    `disk_bytes_per_second`. There are two ways to say which these are:
+
+    - `on_disk` names them by index.
+    - `ram_bytes` leaves the choice to the solver. RAM then holds at most that much of the streamed groups, windows
+      included. `on_disk` names the groups that are on disk at present.
+
+    With `once` the weights leave after each call, so the engine prefetches nothing for a next one. `spared_bytes` is
+    the working memory that calls save when all groups are kept dequantized.
     """
 
     groups: tuple[GroupLoad, ...]
@@ -79,42 +100,45 @@ class Loads:
 
     @functools.cached_property
     def all_dequantized_bytes(self) -> int:
-        """Bytes that all groups take more to be dequantized for good."""
+        """Extra bytes on the device when all encoded groups are kept dequantized."""
         return dequantized(self.groups, decoding_order(self.groups)).more_bytes
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the flat buffers."""
+        """Packed bytes of each group, in call order."""
         return tuple(group.packed_bytes for group in self.groups)
 
     @functools.cached_property
     def compute_seconds(self) -> float:
-        """Seconds that a call computes in all."""
+        """Seconds of computing in one call, dequantizing included."""
         return self.before_seconds + sum(group.seconds for group in self.groups)
 
     def computing(self, seconds: float) -> Loads:
-        """Return the same for a call that computes so long in all, in the same proportions."""
+        """Return the same loads, scaled so that a call computes for `seconds` in all."""
         times = seconds / self.compute_seconds if self.compute_seconds else 0.0
         groups = tuple(replace(group, seconds=group.seconds * times) for group in self.groups)
         return replace(self, groups=groups, before_seconds=self.before_seconds * times)
 
     @classmethod
     def even(cls, groups: Iterable[HasSizes]) -> Loads:
-        """Return loads of groups that compute for as long as they are copied, for when nothing is known."""
+        """Return loads whose groups compute for as long as they are copied, for when no seconds are known."""
         return cls(tuple(GroupLoad(p.packed_bytes, p.held_bytes, float(p.packed_bytes)) for p in groups))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the groups of a unit lie on the device during its calls: decided by `place`, made true by the engine.
+    """The placement of a unit's weight groups during its calls: decided by `place`, made true by the engine.
 
-    Groups are numbered in the order of their calls. Those `streamed` pass through a ring of `ring_bytes`, the others
-    stay, of which those `dequantized` do so as plain tensors. They take `device_bytes` in all, ring included, and a
-    call takes `seconds`. Each call copies the groups `copied`, of `copied_bytes`, and reads those `from_disk`, of
-    `read_bytes`, first. Layouts are equal that lie alike, whatever `loads` they were placed for and however long calls
-    take.
+    Groups are numbered in call order. The `streamed` ones pass through a ring of `ring_bytes`; the others stay on the
+    device. Of the latter, those in `dequantized` stay as plain tensors. `device_bytes` is the total on the device, ring
+    included.
 
-    A `resident` layout without anything else is that of a whole unit, whatever groups it has.
+    Each call takes `seconds` and copies the groups `copied`, `copied_bytes` in all. That is fewer than `streamed` if a
+    group has its bytes of the ring to itself. Of the copied groups, those in `from_disk` are read first, `read_bytes`
+    in all.
+
+    Two layouts are equal if they place the groups alike: `loads` and `seconds` do not count. `Layout()` stands for a
+    whole resident unit, whatever groups it has.
     """
 
     placement: PlacementName = "resident"
@@ -130,26 +154,29 @@ class Layout:
     loads: Loads = field(default=Loads(()), compare=False, repr=False)
 
     def within(self, room_bytes: int, ring_bytes: int | None = None) -> Layout:
-        """Return the layout of the same groups in another room; a ring of `ring_bytes` stays, if it can."""
+        """Return the layout of the same groups in `room_bytes`; an existing ring of `ring_bytes` is kept if it fits."""
         return place(self.loads, room_bytes, self.placement, ring_bytes)
 
     def on_disk(self, groups: frozenset[int], room_bytes: int) -> Layout:
-        """Return the layout where just these groups are not in RAM."""
+        """Return the layout of the same loads when exactly `groups` are not in RAM.
+
+        A resident layout is returned as it is: its calls read nothing.
+        """
         if groups == self.loads.on_disk or self.placement == "resident":
             return self
         return place(replace(self.loads, on_disk=groups), room_bytes, self.placement)
 
 
 def least_bytes(groups: Sequence[GroupLoad]) -> int:
-    """Return the least on the device that groups can be run in.
+    """Return the least bytes on the device in which the groups can run.
 
-    A ring of the two largest, or all of them if that is less.
+    That is a ring of twice the largest group, or all groups if these take less.
     """
     return min(least_ring_bytes(groups), sum(group.held_bytes for group in groups))
 
 
 def least_ring_bytes(groups: Sequence[GroupLoad]) -> int:
-    """Return the smallest ring: copies to it still overlap with computing."""
+    """Return the size of the smallest ring in which copies still overlap with computing."""
     return RINGS[0] * max((group.packed_bytes for group in groups), default=0)
 
 
@@ -157,21 +184,25 @@ def least_ring_bytes(groups: Sequence[GroupLoad]) -> int:
 def place(
     loads: Loads, room_bytes: int, placement: PlacementName = "streamed", ring_bytes: int | None = None
 ) -> Layout:
-    """Decide how groups lie in at most `room_bytes` on the device.
+    """Decide how groups lie in at most `room_bytes` on the device. The module's docstring lists the steps.
 
-    Of a `resident` unit all stay, in more room than there is if need be; the room decides what is dequantized for good.
-    Of one that may be `streamed` the layout is the fastest; of equally fast ones that which reads least, then that
-    which copies least. Its seconds are rounded up, to a thousandth of the computing. Less room than `least_bytes` is
-    taken as that, and less RAM than the windows as these. A ring of `ring_bytes` that is there stays, if it can.
+    A `resident` unit keeps all groups, even beyond the room. The room then only decides which are kept dequantized. For
+    a `streamed` unit the result is the fastest layout, with seconds rounded up to 1/1000 of the compute. A room below
+    `least_bytes` counts as `least_bytes`, and RAM below the windows counts as the windows. A ring of `ring_bytes` that
+    exists already is kept if it fits.
+
+    A layout with all groups dequantized may exceed the room by `loads.spared_bytes`, since its calls need that much
+    less beside the weights. Pure and cached.
     """
     found = _fastest(loads, room_bytes, placement, ring_bytes)
     if loads.ram_bytes is None or loads.on_disk & set(found.copied) <= set(found.from_disk):
         return found
-    # RAM holds other groups than would be best.
+    # RAM holds other groups at present than would be best. Solve again for the groups that are really on disk.
     return _fastest(replace(loads, ram_bytes=None), room_bytes, placement, ring_bytes)
 
 
 def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes: int | None) -> Layout:
+    """Return the fastest layout for loads that have either `ram_bytes` or `on_disk`: with both, `ram_bytes` counts."""
     groups, compute = loads.groups, loads.compute_seconds
     whole = sum(group.held_bytes for group in groups)
     room = max(room_bytes, whole if placement == "resident" else least_bytes(groups))
@@ -187,6 +218,7 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
     decoded = decoded_within(groups, passing, rooms)
+    # With everything dequantized no call needs a workspace, whose bytes are then free for weights.
     if stay and loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
         decoded[0] = dequantized(groups, decoding_order(groups))
     options: list[tuple[float, int, int, _Option]] = []
@@ -205,15 +237,17 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
         near = best.seconds <= least + compute * _ROUNDING
         if near and not best.read_bytes and best.copied_bytes <= copied_bytes:
             break
-    assert best is not None  # all may stream through the least ring
+    assert best is not None  # the room takes all groups or the least ring, so there is at least one option
     return best
 
 
 def _rank(made: Layout) -> tuple[float, int, int, int]:
+    """Return the key by which layouts are compared: the least is the best."""
     return made.seconds, made.read_bytes, made.copied_bytes, made.device_bytes
 
 
 def _rings(groups: Sequence[GroupLoad], room: int, there: int | None) -> tuple[int, ...]:
+    """Return the sizes in bytes of the rings to try, or just that of the ring that is there, if it fits."""
     least = least_ring_bytes(groups)
     if there and least <= there <= room:
         return (there,)
@@ -222,24 +256,28 @@ def _rings(groups: Sequence[GroupLoad], room: int, there: int | None) -> tuple[i
 
 @dataclass(frozen=True)
 class _Choice:
+    """A set of groups to stream, and its bytes."""
+
     streamed: tuple[int, ...]
-    held_bytes: int  # of those that stay
+    held_bytes: int  # of the groups that stay
     streamed_bytes: int
 
 
 @dataclass(frozen=True)
 class _Option:
+    """A ring, a set of groups to stream through it, and the other groups that are kept dequantized."""
+
     ring_bytes: int
     choice: _Choice
     decoded: Decoded
 
     @property
     def copied_bytes(self) -> int:
-        """The least in each call: up to a ring of them may lie there for good."""
+        """Lower bound of the bytes copied in each call: up to a ring of the streamed groups may stay between calls."""
         return max(0, self.choice.streamed_bytes - self.ring_bytes)
 
     def least_seconds(self, loads: Loads, ram_bytes: float) -> float:
-        """No arrangement of it is faster."""
+        """Return a lower bound of the seconds of a call with this option: no layout of it is faster."""
         copied = self.copied_bytes
         return max(
             loads.compute_seconds - self.decoded.saved_seconds,
@@ -252,7 +290,10 @@ class _Option:
 def _choices(
     groups: tuple[GroupLoad, ...], bytes_per_second: float, on_disk: frozenset[int], rings: tuple[int, ...]
 ) -> dict[int, tuple[_Choice, ...]]:
-    """Return the sets of groups to stream through each ring, fewest bytes first. They do not depend on the room."""
+    """Return the sets of groups to stream through each ring. They do not depend on the room.
+
+    Generated sets come with the fewest bytes first; the subsets of few groups come in any order.
+    """
     if len(groups) <= _FEW:
         few = _sets(groups, np.array(list(itertools.product((False, True), repeat=len(groups))), bool))
         return dict.fromkeys(rings, tuple(few))
@@ -268,7 +309,7 @@ def _choices(
 
 
 def _sets(groups: Sequence[GroupLoad], rows: Sets) -> list[_Choice]:
-    """Return the choices that stream what is marked in each row of `[rows, groups]`."""
+    """Return a choice for each row of `[rows, groups]`, which streams the groups marked in that row."""
     held = np.array([group.held_bytes for group in groups], np.int64)
     packed = np.array([group.packed_bytes for group in groups], np.int64)
     passing = [tuple(np.flatnonzero(row).tolist()) for row in rows]
@@ -276,20 +317,20 @@ def _sets(groups: Sequence[GroupLoad], rows: Sets) -> list[_Choice]:
 
 
 def _spreads(groups: Sequence[GroupLoad], bytes_per_second: float) -> Sets:
-    """Yield sets of ever more seconds of copying, spread so that each copy has computing to hide behind."""
+    """Return sets of increasing copy time, spread so that copies hide behind computing: bools `[levels, groups]`."""
     transfer = [group.packed_bytes / bytes_per_second for group in groups]
     total = sum(transfer)
-    # What computes next to nothing can hide no copy, and streams last.
+    # A group that computes next to nothing can hide no copy. The tiny term keeps its ratio finite: it streams last.
     compute = [group.seconds + 1e-6 * (total + 1e-12) / len(groups) for group in groups]
     times = np.array(list(_times(compute, transfer)))[:, None]
     return paid(np.minimum(transfer, times * compute), transfer)
 
 
 def _hidden(groups: Sequence[GroupLoad], bytes_per_second: float, rings: Sequence[int]) -> Sets:
-    """Return what is hidden behind computing where a group may come as long before its call as a ring has room for it.
+    """Return sets of groups whose copies hide behind computing, with the ring as the limit of prefetching.
 
-    So what computes long makes up for what comes after it. For each ring, `_HIDDEN` rows of ever more copying for each
-    second of computing.
+    A group may arrive as early as the ring has room for it, so a long computation also hides the copies of later
+    groups. There are `_HIDDEN` rows for each ring, with more copying for each second of computing from row to row.
     """
     transfer = [group.packed_bytes / bytes_per_second for group in groups]
     levels = np.tile(np.arange(1, _HIDDEN + 1), len(rings))[:, None]
@@ -298,7 +339,10 @@ def _hidden(groups: Sequence[GroupLoad], bytes_per_second: float, rings: Sequenc
 
 
 def _with_disk_last(groups: Sequence[GroupLoad], bytes_per_second: float, on_disk: frozenset[int]) -> Iterator[Sets]:
-    """Yield sets of ever more groups in RAM, while all else stays; then of the rest too."""
+    """Yield arrays of sets that stream groups on disk last.
+
+    The first array streams only groups in RAM. The others stream all of these, and one more group on disk each.
+    """
     if not on_disk:
         return
     in_ram = [replace(group, packed_bytes=0) if i in on_disk else group for i, group in enumerate(groups)]
@@ -310,9 +354,13 @@ def _with_disk_last(groups: Sequence[GroupLoad], bytes_per_second: float, on_dis
 
 
 def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[float]:
-    """Yield how many times its computing each group is to stream, of its copy at most, for ever more seconds in all."""
+    """Yield, for each level, the seconds that each group streams for each second that it computes.
+
+    A group never streams more than its own copy. The seconds of all groups together rise in even steps from 0 to the
+    whole copy.
+    """
     ratios = sorted((t / c, t, c) for t, c in zip(transfer, compute, strict=True))
-    whole, rest, k = 0.0, sum(compute), 0  # copies that stream whole, and the computing of the other groups
+    whole, rest, k = 0.0, sum(compute), 0  # seconds of copies that stream whole; computing of the other groups
     for level in range(_LEVELS + 1):
         goal = sum(transfer) * level / _LEVELS
         while k < len(ratios) - 1 and goal - whole > ratios[k][0] * rest:
@@ -323,9 +371,9 @@ def _times(compute: Sequence[float], transfer: Sequence[float]) -> Iterator[floa
 def _layouts(
     loads: Loads, option: _Option, placement: PlacementName, ram_bytes: float, best: Layout | None
 ) -> Iterator[Layout]:
-    """Combine an option with each set of groups to come from disk, where RAM holds `ram_bytes` of those that stream.
+    """Combine an option with each set of groups to read from disk, where RAM holds `ram_bytes` of the streamed groups.
 
-    Yields each that may be better than the best so far.
+    Yield each layout that may be better than `best`.
     """
     groups, before, sizes, disk = loads.groups, loads.before_seconds, loads.sizes, loads.disk_bytes_per_second
     ring, choice, decoded = option.ring_bytes, option.choice, option.decoded
@@ -380,7 +428,7 @@ def _layouts(
     for from_disk in disk_choices(copied, times, int(ram_bytes)):
         over_bytes = sum(sizes[i] for i in from_disk) - within_seconds * disk
         if over_bytes > 2 * max(sizes):
-            return  # all that follow read more, but for a group
+            return  # later sets read as much or more, to within one group: none can be faster than the best
         if over_bytes <= 0:
             found = made(from_disk)
             within_seconds = min(within_seconds, found.seconds)
@@ -389,7 +437,8 @@ def _layouts(
                 return
 
 
-@functools.lru_cache(maxsize=2048)  # budgets share it
+@functools.lru_cache(maxsize=2048)  # plans of several budgets ask for the same sets
 def _copies_ago(sizes: tuple[int, ...], streamed: tuple[int, ...], ring_bytes: int) -> tuple[int, ...]:
+    """Return the result of `overwritten` for the streamed groups in a ring of `ring_bytes`."""
     passing = [sizes[i] for i in streamed]
     return tuple(overwritten(passing, offsets(passing, ring_bytes)))

@@ -1,7 +1,7 @@
-"""Which of the groups that stream come from disk, where RAM does not hold them all. Pure functions.
+"""Choose which streamed weight groups come from disk, where RAM does not hold them all. Pure functions.
 
-A step is never faster for one more group that is read, so that about as few are read as RAM allows; and they are
-spread, so that the disk is never idle for long.
+A step never gets faster when one more group is read. So the sets read about as little as RAM allows. They are spread
+over the step, so that the disk is never idle for long.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import numpy.typing as npt
 
 from .ring_offsets import WINDOWS
 
-Sets: TypeAlias = npt.NDArray[np.bool_]  # one in each row, [sets, groups]
+Sets: TypeAlias = npt.NDArray[np.bool_]  # one set in each row, [sets, groups]
 
-_FEW = 8  # groups, of which all choices are looked at
-_LEVELS = 128  # of how much is read
+_FEW = 8  # groups up to which all sets are tried
+_LEVELS = 128  # candidate sizes of the set to read, in even steps up to all copied bytes
 
 
 def windows_bytes(sizes: Sequence[int]) -> int:
-    """RAM for the windows that groups of these sizes are read through."""
+    """Return the RAM in bytes of the windows through which groups of these `sizes` are read."""
     return WINDOWS * max(sizes, default=0)
 
 
 def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield sets of groups to read, fewest bytes first. RAM holds the others, and could hold no group more.
+    """Yield sets of groups to read from disk. RAM holds the others.
 
-    `copied` are the bytes of each group that streams, by index, of which RAM may hold `ram_bytes`; `seconds` is how
-    long each of all groups takes. Of more than a few groups the first set is in that of less RAM; the others, which
-    keep the disk as busy at any time, are of so many bytes or more that do not depend on the RAM, to a group.
+    `copied` maps the index of each streamed group to its bytes, of which RAM may hold `ram_bytes`. `seconds` are those
+    of all groups. Up to `_FEW` groups, these are all sets to which RAM could add no group, fewest bytes first. Beyond
+    that, the first set reads just enough, and is a subset of the first set for less RAM. The others keep the disk
+    evenly busy. Their sizes do not depend on the RAM, and grow to within one group.
     """
     missing = sum(copied.values()) - ram_bytes
     if len(copied) <= _FEW:
@@ -59,17 +60,18 @@ def disk_choices(copied: Mapping[int, int], seconds: Sequence[float], ram_bytes:
 
 
 def _evenly(copied: Mapping[int, int], seconds: Sequence[float], nbytes: Sequence[float]) -> Sets:
-    """Rows of about so many bytes, in each part of the time as many as in another as long as it."""
+    """Return rows of about `nbytes` each, spread in proportion to the seconds: bools `[nbytes, groups]`."""
     rates = np.array(nbytes)[:, None] / (sum(seconds) or len(seconds))
     costs = [copied.get(i, 0) for i in range(len(seconds))]
     return paid(rates * (seconds if any(seconds) else [1.0] * len(seconds)), costs)
 
 
 def paid(income: npt.NDArray[np.float64], costs: Sequence[float], most: npt.ArrayLike = math.inf) -> Sets:
-    """Return for each row which groups it takes, spread as evenly as its income: bools of `[rows, groups]`.
+    """Return for each row the groups that it takes, spread as evenly as its income: bools of `[rows, groups]`.
 
-    A row earns `income[row, i]` at group i, and saves `most` at a time. It takes a group as soon as it has half of the
-    cost, and pays. A group that costs nothing is never taken.
+    This is error diffusion. A row earns `income[row, i]` at group i, and saves at most `most`. It takes a group as soon
+    as it has half of the cost, and pays the whole: its savings may fall below 0. A group that costs nothing is never
+    taken.
     """
     saved, taken = np.zeros(len(income)), np.zeros(income.shape, bool)
     for i, cost in enumerate(costs):
@@ -81,6 +83,7 @@ def paid(income: npt.NDArray[np.float64], costs: Sequence[float], most: npt.Arra
 
 
 def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[int, ...]]:
+    """Yield every set of groups to read that leaves no room in RAM for one of them."""
     sizes = list(copied.items())
     for held in range(1 << len(sizes)):
         room = ram_bytes - sum(size for k, (_, size) in enumerate(sizes) if held >> k & 1)
@@ -90,9 +93,10 @@ def _all_choices(copied: Mapping[int, int], ram_bytes: int) -> Iterator[tuple[in
 
 
 def spread(indices: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Return the indices in such an order that any number of them, from the first, lies evenly in a step.
+    """Return `indices` in an order in which the first n, for any n, are spread evenly over a step.
 
-    By the low-discrepancy sequence of van der Corput, of the times at which the groups run.
+    The order is the low-discrepancy sequence of van der Corput, applied to the times at which the groups run. Without
+    seconds it goes by the index.
     """
     total = sum(seconds)
     ends = list(accumulate(seconds))
@@ -109,6 +113,7 @@ def spread(indices: Sequence[int], seconds: Sequence[float]) -> list[int]:
 
 @functools.cache
 def _van_der_corput(number: int) -> float:
+    """Return the element `number` of the sequence in base 2: 0, 1/2, 1/4, 3/4, 1/8, ..."""
     value, unit = 0.0, 0.5
     while number:
         value += unit * (number & 1)
@@ -119,9 +124,9 @@ def _van_der_corput(number: int) -> float:
 def held_in_ram(
     sizes: Sequence[int], copied: Collection[int], from_disk: Collection[int], ram_bytes: int
 ) -> frozenset[int]:
-    """Which groups are to lie in RAM: those that stream and are not read, then what stays on the device, as it fits.
+    """Return the groups to hold in RAM: first streamed groups that are not read, then resident ones as far as they fit.
 
-    What stays there is only read once, but might leave, and come again.
+    The copy of a resident group is read only once, but it saves a read if the group is evicted and comes back.
     """
     read, passing = set(from_disk), set(copied)
     needed = [i for i in copied if i not in read]

@@ -1,7 +1,8 @@
-"""Units that take turns within each step, and whether they stay on the device beside each other. Pure functions.
+"""Units that take turns within each step: decide whether they stay on the device beside each other. Pure functions.
 
-A unit that leaves for another comes back whole at its next turn. Where all of them fit beside each other none leaves;
-where they do not, the largest stream in what the others leave, if that brings fewer bytes than taking turns.
+A unit that is evicted for another is copied whole at its next turn. If all units fit beside each other, none is
+evicted. If they do not, the largest ones stream in the room that the others leave, if that copies fewer bytes than
+taking turns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Turns:
     """One unit that takes turns with others.
 
-    `least` are the least weights on the device by placement, `room_bytes` what the budget leaves for the weights of
-    all while this one runs. It is called `calls` times in so many `turns`.
+    `least` maps each placement to the least bytes of weights on the device. `room_bytes` is what the budget leaves for
+    the weights of all units while this one runs. The unit is called `calls` times in `turns` turns.
     """
 
     least: Mapping[str, int]
@@ -28,7 +29,10 @@ class Turns:
     turns: int
 
     def bytes_in(self, weights_bytes: int) -> float:
-        """Bytes that come in all turns where it leaves after each, with so many bytes of weights meanwhile."""
+        """Return the bytes copied in all turns if the unit has `weights_bytes` on the device and is evicted after each.
+
+        The result is infinite if that is less than the least.
+        """
         if min(self.least.values()) > weights_bytes:
             return math.inf
         if "resident" in self.least and self.least["resident"] <= weights_bytes:
@@ -36,14 +40,14 @@ class Turns:
         return self.bytes_beside(weights_bytes) + weights_bytes * self.turns
 
     def bytes_beside(self, weights_bytes: int) -> float:
-        """Bytes that come in all calls where so many bytes of weights stay between them."""
+        """Return the bytes copied in all calls if `weights_bytes` of weights stay between them."""
         return max(0, max(self.least.values()) - weights_bytes) * self.calls
 
 
 def beside_each_other(units: Mapping[Key, Turns]) -> dict[Key, int]:
-    """Return the weights that each unit holds at least while others of these run.
+    """Return the least bytes of weights that each unit holds while others of these run.
 
-    Empty where they had better take turns.
+    Empty if taking turns copies fewer bytes, if they do not fit, or if there is only one unit.
     """
     if len(units) < 2:
         return {}

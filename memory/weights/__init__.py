@@ -1,1 +1,1 @@
-"""One module: its structure, its weights, where they lie in files and in RAM, and how they are read."""
+"""The weights of one module: its structure and groups, their places in files and in RAM, and how they are read."""

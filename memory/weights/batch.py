@@ -1,4 +1,7 @@
-"""A call of a transformer, run in parts of its batch: the pair of classifier-free guidance one after the other."""
+"""Splitting a call of a transformer by its batch: the two passes of classifier-free guidance, one after the other.
+
+An out-of-memory fallback of `stage`: activations of one part are smaller than those of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-BatchDims = Mapping[str, int]  # by name of an argument: the dimension that is its batch, where it is not the first
+BatchDims = Mapping[str, int]  # argument name -> its batch dimension, where that is not the first
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> int:
-    """Return how many parts a call can be run in: its batch, or 1 where it is not clear what belongs to which part."""
+    """Return the batch of a call; 1 if it is not clear for each argument which part of the batch takes it.
+
+    `dims` names arguments whose batch is not their first dimension.
+    """
     named = _named(args, kwargs)
     sizes = [value.shape[0] for value in named.values() if isinstance(value, torch.Tensor) and value.ndim > 2]
     lists = [len(value) for value in named.values() if _is_batch_list(value)]
@@ -22,11 +28,11 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) ->
 
 
 def _is_clear(value: Any, batch: int) -> bool:
-    """Return whether it is plain which part of the batch takes a value: all of it, or a slice of its first axis."""
+    """Return whether a value is clearly for the whole batch, or clearly divided along its first dimension."""
     if isinstance(value, torch.Tensor):
         return value.ndim < 3 or value.shape[0] in (1, batch)
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
-        # One for each of the batch, not one for each layer with a batch of its own.
+        # One tensor for each member of the batch, not one for each layer with a batch dimension.
         return len(value) == batch and all(item.shape[:1] != (batch,) for item in value)
     if isinstance(value, dict):
         return all(_is_clear(item, batch) for item in value.values())
@@ -41,7 +47,7 @@ def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int
 
 
 def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, parts: int) -> list[tuple[list, dict]]:
-    """Return the arguments of each part."""
+    """Return the arguments of each of `parts` calls, which together make the batch."""
     batch = batch_of(args, kwargs, dims)
     bounds = [batch * i // parts for i in range(parts + 1)]
     made = []
@@ -57,7 +63,7 @@ def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims, pa
 
 
 def joined(results: Sequence[Any]) -> Any:
-    """One result of those of the parts."""
+    """Return the result of the whole call from the results of its parts."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(results))

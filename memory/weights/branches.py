@@ -1,7 +1,7 @@
-"""LoRA as side branches: y = base(x) + s * B(A(x)), beside weights that stay as they are.
+"""Adapters (LoRA) as side branches: y = base(x) + s * B(A(x)), beside weights that are not changed.
 
-The tensors of a change are buffers of the very module whose output they add to, so they come, leave and are counted
-with it: in the group of that module, which is cut as if they were not there.
+The tensors of a change are buffers of the module whose output it adds to. So they move and are counted with that
+module, in its weight group, which is cut as if they were not there.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from torch import nn
 from .changes import Change, ParameterDelta
 from .structure import BRANCH
 
-# Of the module: each of its changes, the names of the buffers that hold its tensors, and what scales it.
+# Attribute of a module: its changes, each with the names of the buffers for its tensors, and its scaling.
 _CHANGES = "_branch_changes"
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The branches of one LoRA in one module, by path. Two of the same `key` are the same."""
+    """The changes of one LoRA, by path of their module. Adapters of the same `key` are the same."""
 
     key: Hashable
     parts: Mapping[str, Sequence[Change]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all tensors."""
         changes = (change for parts in self.parts.values() for change in parts)
         return sum(tensor.nbytes for change in changes for tensor in change.tensors().values())
 
     def structure(self) -> list[list[Any]]:
-        """Everything of it that decides activations, as plain data."""
+        """Return everything that decides the adapter's activations, as plain data."""
         return [[path, *(part.structure() for part in parts)] for path, parts in sorted(self.parts.items())]
 
 
-ActiveAdapters = Sequence[tuple[Adapter, float]]  # with the strength of each
+ActiveAdapters = Sequence[tuple[Adapter, float]]  # each with its strength
 
 
 def keys_of(adapters: ActiveAdapters) -> tuple[Hashable, ...]:
-    """Return what tells these adapters from others, whatever their strengths are."""
+    """Return the keys of the adapters, which do not depend on their strengths."""
     return tuple(adapter.key for adapter, _ in adapters)
 
 
 def attach(module: nn.Module, adapters: ActiveAdapters) -> None:
-    """Put the branches of adapters, which fit, beside the modules that they are of. There must be none yet.
+    """Put the branches of adapters beside their modules, which must have none yet. The changes must fit (`why_not`).
 
-    Where a module's weights are on `meta` and no values are needed, see `attach_shapes`.
+    For modules on `meta` that are run on shapes alone, see `attach_shapes`.
     """
     _attach(module, adapters, lambda tensor: tensor)
 
 
 def attach_shapes(module: nn.Module, adapters: ActiveAdapters) -> None:
-    """As `attach`, on `meta`, for a run on shapes."""
+    """Attach branches with tensors on `meta`, for a run on shapes."""
     _attach(module, adapters, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def detach(module: nn.Module) -> None:
-    """Take all branches away: the modules are as they were."""
+    """Remove all branches: the modules have their old classes and buffers."""
     for owner in module.modules():
         if _CHANGES not in vars(owner):
             continue
@@ -94,17 +94,17 @@ def _attach(module: nn.Module, adapters: ActiveAdapters, made: Callable[[torch.T
 
 
 def _placed(module: nn.Module, adapters: ActiveAdapters) -> Iterator[tuple[nn.Module, list[tuple[Change, float]]]]:
-    """Each module that adapters have branches for, and these in their order."""
+    """Yield each module that adapters have branches for, with its changes and their strengths in order."""
     for path in dict.fromkeys(path for adapter, _ in adapters for path in adapter.parts):
         parts = [(part, strength) for adapter, strength in adapters for part in adapter.parts.get(path, ())]
         yield module.get_submodule(path), parts
 
 
-@functools.cache  # torch compiles by class
+@functools.cache  # torch compiles by class: a new class for each `attach` would be compiled anew
 def _branched(cls: type[nn.Module], changed: tuple[str, ...], beside: bool) -> type[nn.Module]:
-    """`cls` with its parameters of these names `changed`, and with branches beside it if there are any.
+    """Return a subclass of `cls` with the parameters named in `changed` changed and, if `beside`, with branches.
 
-    It keeps its name, which models and placements ask for.
+    It keeps the name of `cls`, which models and placements look at.
     """
 
     @functools.wraps(cls.forward)
@@ -127,7 +127,7 @@ def _branched(cls: type[nn.Module], changed: tuple[str, ...], beside: bool) -> t
 
 
 def _sum(name: str) -> property:
-    """Return a parameter as its module's code reads it while changes of it are attached. Summed in float32 at least."""
+    """Return a property: the parameter plus its attached differences, summed in float32 at least."""
 
     def read(self: Any) -> torch.Tensor:
         held = self._parameters[name]

@@ -1,7 +1,8 @@
-"""The change that an adapter makes to a module's output, beside it: in low rank, or from weights made for the call.
+"""The changes that adapters make to modules: a term added to the output, or a difference added to a parameter.
 
-Each kind beside a layer is linear in its weights, so that base(x) + strength * change(x) is what the layer would make
-with changed weights, which nobody has to round. Here LoRA (arXiv:2106.09685) and whole differences; see `products`.
+The layers that take them are linear in their weights. So base(x) + strength * change(x) is the output of the layer with
+changed weights, and no weight has to be rounded. Here are LoRA (arXiv:2106.09685) and full differences; LoHa and LoKr
+are in `products`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-Held = Mapping[str, torch.Tensor]  # the tensors of a change, where they are now
+Held = Mapping[str, torch.Tensor]  # the tensors of a change by field name, on the device that computes
 Shape = tuple[int, ...]
 
 _CONVOLUTIONS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
@@ -28,29 +29,32 @@ LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of one module, and its tensors. `alpha` scales it, by its rank, where it has one."""
+    """One change of one module, with its tensors. The dataclass fields that are tensors are the tensors of the change.
+
+    `alpha`, in the kinds that have it, scales the change by its rank.
+    """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what it is made of, by name."""
+        """Return the tensors of the change, by field name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def structure(self) -> list[Any]:
-        """Everything of it that decides activations, as plain data."""
+        """Return everything that decides the activations of the change, as plain data."""
         return [type(self).__name__, {name: list(tensor.shape) for name, tensor in self.tensors().items()}]
 
     def scaling(self, strength: float) -> float:
-        """Return the number that its output is multiplied by."""
+        """Return the factor of the change's output, for a strength."""
         return strength
 
     def like(self, module: nn.Module) -> Change:
-        """Return the same in the type that a module computes in."""
+        """Return the same change in the dtype that `module` computes in."""
         dtype = module.weight.dtype
         assert isinstance(dtype, torch.dtype)
         return replace(self, **{name: _plain(tensor, dtype) for name, tensor in self.tensors().items()})
 
     def why_not(self, module: Any) -> str:
-        """Return why it cannot be beside a module; empty if it can."""
+        """Return why the change cannot be applied to a module, as the end of a message; empty if it can."""
         if not isinstance(module, LAYERS):
             return f"is of a {type(module).__name__}, which takes none"
         if not isinstance(module, nn.Linear) and (
@@ -60,26 +64,30 @@ class Change:
         return self._misfit(module)
 
     def _misfit(self, module: Any) -> str:
+        """Return the first shape that does not fit the module; empty if all fit."""
         shapes = self._shapes(tuple(module.weight.shape))
         wrong = (f"is {list(found)} where it must be {list(wanted)}" for found, wanted in shapes if found != wanted)
         return next(wrong, "")
 
     def _shapes(self, weight: Shape) -> list[tuple[Shape, Shape]]:
-        """Return the shapes that it has, each with the one that it must have beside a weight [out, in, ...]."""
+        """Return the shapes of the tensors, each with the one that it must have for a weight [out, in, ...]."""
         raise NotImplementedError
 
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
-        """Return what it makes of the input of a module, before the scaling."""
+        """Return the term to add to the module's output for the input `x`, before scaling.
+
+        `held` has the tensors by field name, on the device of `x`.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Change):
-    """LoRA and LoCon: `down` (A) [rank, in], `up` (B) [out, rank], and `bias` [out] if it has one.
+    """LoRA and LoCon: `up` (B) @ `down` (A), with `down` [rank, in], `up` [out, rank], and maybe a `bias` [out].
 
-    Beside a convolution `down` has its kernel, [rank, in, ...], and `up` kernels of size 1; or `mid` has it,
-    [rank, rank, ...]. What they make is scaled by `alpha` / rank, or for a `rank_stabilized` one by
-    `alpha` / sqrt(rank); by 1 where there is no `alpha`.
+    For a convolution `down` has its kernel, [rank, in, ...], and `up` kernels of size 1. Where there is `mid` [rank,
+    rank, ...], that has the kernel, and `down` a kernel of size 1. The output is scaled by `alpha` / rank; by `alpha` /
+    sqrt(rank) if `rank_stabilized`; by 1 without `alpha`.
     """
 
     down: torch.Tensor
@@ -123,7 +131,7 @@ class LowRank(Change):
 
 @dataclass(frozen=True, eq=False)
 class Delta(Change):
-    """A change as large as what it changes: `weight` of the shape of the layer's, or `bias`, or both."""
+    """A full difference: `weight` of the shape of the layer's, or `bias` [out], or both."""
 
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -142,9 +150,10 @@ class Delta(Change):
 
 @dataclass(frozen=True, eq=False)
 class ParameterDelta(Change):
-    """A change of a parameter that is read by its module's own code: a norm's, a table of modulations.
+    """A difference for a parameter that its module's own code reads: that of a norm, or a modulation table.
 
-    The code reads the sum, so that it is exact whatever that code computes.
+    The code reads the sum of both, so the result is exact whatever it computes. `name` is the parameter's, `delta` has
+    its shape.
     """
 
     name: str
@@ -165,12 +174,12 @@ class ParameterDelta(Change):
 
 
 def takes_changes(module: nn.Module) -> bool:
-    """Return whether some kind of change can be beside a module, or of a parameter that it has for itself."""
+    """Return whether any kind of change can be applied to a module: it is a layer, or has parameters of its own."""
     return isinstance(module, LAYERS) or (bool(own_parameters(module)) and not isinstance(module, nn.Embedding))
 
 
 def own_parameters(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that a module has for itself."""
+    """Return the names of the parameters that a module holds itself."""
     return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
@@ -180,14 +189,15 @@ def convolution_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def applied(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what a layer would make of `x` with these weights."""
+    """Return the output that a layer would have for `x` with this weight and bias."""
     if (convolve := convolution_of(module)) is None:
         return functional.linear(x, weight, bias)
     return convolve(x, weight, bias, module.stride, module.padding)
 
 
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous copy of a tensor in `dtype`, which shares memory with no larger tensor."""
     with torch.inference_mode(False), torch.no_grad():
         plain = tensor.detach().to(dtype).contiguous()
-        # Not a part of something larger, which it would keep in RAM.
+        # A view would keep the whole tensor that it is a part of in RAM.
         return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()

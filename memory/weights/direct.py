@@ -1,6 +1,6 @@
-"""Reads past the page cache: weights that are to lie in RAM are not to lie in the cache as well.
+"""Reads past the page cache: weights that are to stay in RAM should not fill the cache as well.
 
-Only Linux has all of it; elsewhere files are read as usual.
+Only Linux has all of it. Elsewhere files are read as usual.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from .hostbuffer import allocate, bytes_of
 if sys.platform != "win32":
     import fcntl
 
-CHUNK_BYTES = 4 * 2**20  # of each reader at most, beside the buffers that are filled
-_LEAST_CHUNK_BYTES = 2**20  # less is slower by half
-_SHARE = 256  # of all that is read; of less than 1 GB large chunks would be more than a tenth of it
-SECTOR_BYTES = 4096  # where direct reads begin and end: no disk has larger sectors
-_PLACES = 5  # of a chunk that are looked for in the cache, where the system does not tell of all
-_UNFIT = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that have no direct reads
+CHUNK_BYTES = 4 * 2**20  # largest chunk of a reader, beside the buffers that it fills
+_LEAST_CHUNK_BYTES = 2**20  # smaller chunks are slower by half
+_SHARE = 256  # a chunk is 1/256 of all bytes read: eight large ones would be much beside a small model
+SECTOR_BYTES = 4096  # direct reads begin and end at its multiples: no disk has larger sectors
+_PLACES = 5  # sample bytes of a chunk, to guess if it is cached
+_UNFIT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without direct reads
 
 _of_thread = threading.local()
 
 
 def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
-    """Return whether the page cache has all of that part of a file. Reads nothing, where the system tells this user."""
+    """Return whether the page cache holds bytes `begin` to `end` of a file.
+
+    Reads nothing where the system reports pages to this user; else it reads sample bytes (`_is_read_at_once`).
+    """
     if end > os.fstat(file.fileno()).st_size:
         return False
     pages = cached_pages(file, begin, end)
@@ -38,9 +41,10 @@ def is_cached(file: BinaryIO, begin: int, end: int) -> bool:
 
 
 def cached_pages(file: BinaryIO, begin: int, end: int) -> bytes | None:
-    """Return a byte for each page of that part of a file, 1 for those in the page cache. Reads nothing.
+    """Return one byte for each page of that part of a file, 1 if it is in the page cache. Reads nothing.
 
-    None where the system does not tell: a user who neither owns the file nor is root would hear that all are there.
+    None where the system does not report it. To a user who neither owns the file nor is root, `mincore` reports every
+    page as cached.
     """
     if sys.platform != "linux" or os.geteuid() not in (0, os.fstat(file.fileno()).st_uid):
         return None
@@ -51,12 +55,15 @@ def cached_pages(file: BinaryIO, begin: int, end: int) -> bytes | None:
         try:
             told = _libc().mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), pages)
         finally:
-            del start  # or the mapping could not go
+            del start  # an exported buffer would keep the mapping from being closed
     return bytes(pages) if told == 0 else None
 
 
 def _is_read_at_once(file: BinaryIO, begin: int, end: int) -> bool:
-    """Return whether sampled places come without waiting. May start reading them: a fast disk looks like a cache."""
+    """Return whether sample bytes can be read without waiting.
+
+    This may start reads, so that a fast disk looks like a cache.
+    """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte, step = bytearray(1), max(1, (end - 1 - begin) // (_PLACES - 1))
@@ -72,13 +79,13 @@ def _libc() -> ctypes.CDLL:
 
 
 def chunk_bytes(read_bytes: int) -> int:
-    """Return how large the chunk of each reader is where so much is read in all: whole sectors."""
+    """Return the bytes of each reader's chunk, whole sectors, where `read_bytes` are read in all."""
     share = min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, read_bytes // _SHARE))
     return share // SECTOR_BYTES * SECTOR_BYTES
 
 
 def read_nothing_ahead(file: BinaryIO) -> None:
-    """Turn off the system's read-ahead for this opening of a file."""
+    """Turn the system's read-ahead off for this open file."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -91,10 +98,10 @@ def forget(file: BinaryIO, begin: int, end: int) -> None:
 
 
 def read_chunk(file: BinaryIO, begin: int, end: int, room: int) -> memoryview | None:
-    """Read these bytes of a file directly: with whole sectors around them at most `room` bytes.
+    """Read bytes `begin` to `end` of a file directly. Return them, or fewer if the file ends before.
 
-    They are this thread's until its next call. Shorter if the file ends before. None where the system has no direct
-    reads; where the file system has none, the bytes come through the cache.
+    The whole sectors around them must fit in `room` bytes. The memory is reused at this thread's next call. None where
+    the system has no direct reads. Where only the file system has none, the bytes come through the cache.
     """
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -111,18 +118,18 @@ def read_chunk(file: BinaryIO, begin: int, end: int, room: int) -> memoryview | 
             raise
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
-    done += _read(file, first + done, target[done:], end - first - done)  # nothing, as a rule
+    done += _read(file, first + done, target[done:], end - first - done)  # usually 0 bytes
     return target[begin - first : min(done, end - first)]
 
 
 def _read(file: BinaryIO, first: int, target: memoryview, least: int, unit: int = 1) -> int:
-    """Read from byte `first` of a file until there are `least` bytes, or the file ends. Returns how many there are.
+    """Read from byte `first` of a file, at least `least` bytes or to its end. Return the number of bytes read.
 
-    Ends before that, too, where not a whole number of units has come: direct reads cannot go on from there.
+    Stops early after a read that is not a whole number of units: direct reads cannot continue from there.
     """
     file.seek(first)
     done = 0
-    while done < least and done % unit == 0:  # one read may bring less than all
+    while done < least and done % unit == 0:  # a read may return fewer bytes than asked for
         count = file.readinto(target[done:])  # type: ignore[attr-defined]
         if not count:
             break

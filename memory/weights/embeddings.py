@@ -1,4 +1,4 @@
-"""Tables of embeddings: their rows are looked up in RAM, and only those that a call asks for come to the device."""
+"""Embedding tables: their rows are looked up in RAM or in the file, and only the rows of a call go to the device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .reader import Job, batches, extent_of, read_batch
 from .stored import Stored
 from .structure import ParameterRef
 
-Fetch = Callable[[torch.Tensor], torch.Tensor]  # rows on the device, by ids on one dimension
+Fetch = Callable[[torch.Tensor], torch.Tensor]  # ids [n] -> rows on the device [n, width]
 
 
 class LookUp(TorchFunctionMode):
-    """While it is entered, the rows of a table come by `fetch` where `functional.embedding` asks for them."""
+    """While entered, `functional.embedding` of `table` returns the rows that `fetch` gives for its ids."""
 
     def __init__(self, table: torch.Tensor, fetch: Fetch) -> None:
         super().__init__()
@@ -33,6 +33,7 @@ class LookUp(TorchFunctionMode):
     ) -> Any:
         if func is not functional.embedding:
             return func(*args, **(kwargs or {}))
+        # The module's own forward passes its weight, which is on the CPU, on `meta`, or encoded.
         ids, table = _of(*args, **(kwargs or {}))
         if table is not self._table:
             return func(*args, **(kwargs or {}))
@@ -44,9 +45,9 @@ def _of(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> tuple[
 
 
 def rows_of(table: ParameterRef, source: Source | None, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table on the CPU, by ids on one dimension: from RAM or, of a table on `meta`, from its file.
+    """Return the rows of a table for ids [n], on the CPU [n, width]: from RAM or, for a table on `meta`, from its file.
 
-    Raises OSError or ValueError, in one line that names the file; IndexError for an id that there is no row of.
+    Raises OSError or ValueError, in one line that names the file. IndexError for an id beyond the table.
     """
     shown = table.tensor if table.shown is None else table.shown
     count, width = shown.shape
@@ -54,7 +55,7 @@ def rows_of(table: ParameterRef, source: Source | None, ids: torch.Tensor) -> to
         return functional.embedding(ids, table.tensor)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise IndexError(f"an id is out of the range of {count} rows.")
-    wanted, places = ids.unique(return_inverse=True)
+    wanted, places = ids.unique(return_inverse=True)  # padding repeats one id many times
     stored = table.codec or Raw(
         (count, width), shown.dtype, source.dtype if isinstance(source, Stored) else shown.dtype
     )
@@ -71,14 +72,14 @@ def rows_of(table: ParameterRef, source: Source | None, ids: torch.Tensor) -> to
 
 
 def _rows(codec: Codec, parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> list[torch.Tensor]:
-    """Return the wanted rows of each part."""
+    """Return the wanted rows of each stored part of a table in RAM, flat."""
     assert codec.row_parts is not None
     pairs = zip(parts, codec.row_parts, strict=True)
     return [part.view(-1, each)[wanted].view(-1) if each else part for part, each in pairs]
 
 
 def _read_rows(codec: Codec, source: Source, wanted: Sequence[int]) -> list[torch.Tensor]:
-    """Return the same from the file."""
+    """Return the wanted rows of each stored part of a table, flat, read from its file."""
     assert codec.row_parts is not None
     jobs: list[Job] = []
     found = []

@@ -1,4 +1,4 @@
-"""Plain weights that are encoded while they are read: an extent at a time, by a few threads."""
+"""Plain weights that are encoded while they are read, a group at a time in each of a few threads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .hostbuffer import allocate, layout, pack, place_of
 from .reader import batches, extents_of, fill_batch
 from .structure import ParameterRef
 
-_MOST_THREADS = 4  # each holds an extent as it is in the file, and what is made of it
+_MOST_THREADS = 4  # each holds a group both plain and encoded
 
-Made = tuple[Codec | None, torch.Tensor]  # how it is stored, if it is encoded, and what the host holds of it
+Made = tuple[Codec | None, torch.Tensor]  # the codec, None for a plain tensor, and the host's tensor
 
 
 def making(
@@ -27,10 +27,10 @@ def making(
     found: Mapping[int, Source],
     look: Callable[[int], None],
 ) -> Generator[dict[int, Made], None, None]:
-    """Yield what the host is to hold of the tensors of each group, in one flat buffer, by `id`; nothing is changed.
+    """Yield the host's new tensors for each of `groups`, in one flat buffer, by `id` of the old ones. Changes nothing.
 
-    `look` is called between groups with the bytes read so far; what it raises ends the reading, and so does closing
-    the generator.
+    `places` are references to all weights, `found` has the place in files by `id`. `look` is called between groups with
+    the bytes read so far. An error that it raises ends the reading, and so does closing the generator.
     """
     encodings = {id(ref.tensor): (ref.encoding, ref.shown) for ref in places if ref.encoding}
     waiting: deque[Future[tuple[dict[int, Made], int]]] = deque()
@@ -62,7 +62,8 @@ def _make(
     encodings: Mapping[int, tuple[Encoding, torch.Tensor | None]],
     found: Mapping[int, Source],
 ) -> tuple[dict[int, Made], int]:
-    plain = []  # as the files have them, and the module's own buffers
+    """Read the plain weights of one group and encode those that have a maker. Return them, and the bytes read."""
+    plain = []  # shapes and types as in the files; the module's own buffers as they are
     for tensor in tensors:
         encoding, shown = encodings.get(id(tensor), (None, None))
         plain.append(shown if encoding and encoding.maker and shown is not None else tensor)
@@ -91,7 +92,7 @@ def _make(
 
 
 def _flat(encoded: Encoded) -> tuple[Codec, torch.Tensor]:
-    """Return what encoding gave, as one flat tensor."""
+    """Return an encoded weight as its codec and one flat tensor of its parts."""
     codec, parts = encoded
     spans, total = part_spans(codec)
     flat = torch.zeros(total, dtype=torch.uint8)

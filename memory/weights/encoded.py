@@ -1,4 +1,4 @@
-"""Where the parts of encoded weights lie in files: quantised safetensors and GGUF. Only headers and notes are read."""
+"""The places of encoded weights in files, quantized safetensors and GGUF. Reads only headers and notes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .stored import Stamp, Stored, read_header
 
 
 def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """All weights of a GGUF file, or of one or more safetensors files that belong together, by name.
+    """Return all weights of a GGUF file, or of safetensors files that belong together, by name.
 
-    Quantised ones become `dtype`, plain ones keep their own. Raises FileNotFoundError, or ValueError in one line that
-    names the file and the weight: for a file that is damaged, and for a format that is not known for sure.
+    Quantized weights are to become `dtype`; plain ones keep their own. Raises FileNotFoundError if a file is missing.
+    Raises ValueError, in one line, for a damaged file or an unknown format. It names the file and the weight.
     """
     first, *others = [paths] if isinstance(paths, Path) else paths
     if first.suffix.lower() == ".gguf":
@@ -30,7 +30,7 @@ def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[st
 
 
 def is_encoded(path: Path) -> bool:
-    """Return whether a file holds weights that are no plain tensors of 16 bits or more. Raises as `read_header`."""
+    """Return whether a file holds weights other than plain tensors of 16 bits or more. Raises as `read_header`."""
     if path.suffix.lower() == ".gguf":
         return True
     return layouts.is_encoded(read_header(path))
@@ -44,11 +44,12 @@ def shapes_in(path: Path) -> list[tuple[int, ...]]:
 
 
 def sources_of(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, Source]:
-    """Return the same as modules take them: plain tensors as these. Raises as `encoded_weights` does."""
+    """Return the weights of `encoded_weights`, with plain tensors as `Stored`. Raises as that does."""
     return {name: weight.stored() or weight for name, weight in encoded_weights(paths, dtype).items()}
 
 
 def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeight]]:
+    """Yield the weights of a GGUF file, each of one part."""
     header, stamp = read_gguf_header(path), _stamp(path)
     for name, tensor in header.tensors.items():
         try:
@@ -60,10 +61,10 @@ def _of_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, EncodedWeigh
 
 
 def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
-    """Return the weights of safetensors files. A weight's parts may lie in different files of a sharded model."""
+    """Return the weights of safetensors files. Parts of one weight may be in different shards."""
     header: dict[str, Mapping[str, Any]] = {}
     metadata: dict[str, str] = {}
-    lies: dict[str, tuple[Path, int, Stamp]] = {}  # file, place and stamp of each stored tensor
+    lies: dict[str, tuple[Path, int, Stamp]] = {}  # file, first byte and stamp of each stored tensor
     for path in paths:
         entries, stamp = read_header(path), _stamp(path)
         begin = stamp[0] - max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -84,6 +85,7 @@ def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, Enco
 
 
 def _note(path: Path, at: int, name: str, entry: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a tensor that notes how others are stored."""
     first, end = entry["data_offsets"]
     if end - first > layouts.MAX_NOTE_BYTES:
         raise ValueError(f"{path}: {name} has {end - first} bytes, which no note has. Download the file again.")

@@ -1,7 +1,7 @@
-"""Parameters whose weights are held as they are stored: encoded, and decoded for the time of a call.
+"""Encoded parameters: weights that are held as they are stored, and dequantized for the time of a call.
 
-The module shows an empty parameter on `meta`, of the shape and the type that it has when decoded, since models ask for
-these. What the host holds of it is one flat tensor of bytes, which moves and is counted as any other weight is.
+The module shows an empty parameter on `meta`, with the shape and dtype of the dequantized weight, since models ask for
+these. The host holds one flat tensor of bytes for it, which moves and is counted as any other weight.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ if TYPE_CHECKING:
     from ..codecs.making import Maker
 
 _ATTRIBUTE = "_ballast_encoded"
-_MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # whose weights are worth it
+_MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # layers whose weights are worth encoding
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_PART_ALIGNMENT = 16  # bytes: of any type that parts have
+_PART_ALIGNMENT = 16  # bytes: a multiple of the item size of every part's dtype
 
 
 @dataclass(frozen=True)
 class EncodedWeight:
-    """A weight as it is stored: its codec, and where each part that the codec names lies, flat."""
+    """The place of an encoded weight: its codec, and the places of the flat parts that the codec names."""
 
     codec: Codec
     parts: tuple[Stored, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded weight."""
+        """The shape of the dequantized weight."""
         return self.codec.shape
 
     @property
     def path(self) -> Path:
-        """The file that it lies in."""
+        """The file of its first part."""
         return self.parts[0].path
 
     @property
     def stamp(self) -> Stamp | None:
-        """The file's when its header was read."""
+        """The stamp of that file when its header was read."""
         return self.parts[0].stamp
 
     def stored(self) -> Stored | None:
-        """Return the same as a plain tensor, if it is stored as one.
+        """Return the weight as a plain tensor, if it is stored as one; else None.
 
-        Floats of 8 bits are only ever read as they are.
+        Floats of 8 bits stay encoded: a plain tensor would be cast while it is read, and take more RAM.
         """
         if self.codec.name != "raw" or (self.parts[0].dtype.is_floating_point and self.parts[0].dtype.itemsize == 1):
             return None
         return replace(self.parts[0], shape=self.codec.shape)
 
 
-Source = Stored | EncodedWeight  # where a weight lies in files
+Source = Stored | EncodedWeight  # the place of a weight in files
 
 
 @dataclass(eq=False)
 class Encoding:
-    """How a parameter is stored, and the bytes that the host holds of it, on `meta` where they are not in RAM.
+    """How a parameter is stored, and its bytes on the host, `flat`, which is on `meta` while they are not in RAM.
 
-    With a `maker` it is a plain weight in its file, which is encoded when it is read; until then the codec is about
-    what that will make.
+    With a `maker` the file has a plain weight, which is encoded when it is read. Until then the codec is the planned
+    one.
     """
 
     codec: Codec
@@ -78,7 +78,7 @@ class Encoding:
 
 
 def extents(source: Source) -> Iterator[tuple[Stored, int]]:
-    """Yield what is read of files for a weight, each with the byte of the host's tensor where it goes."""
+    """Yield the places in files to read for a weight, each with its first byte in the host tensor."""
     if isinstance(source, Stored):
         yield source, 0
         return
@@ -88,12 +88,12 @@ def extents(source: Source) -> Iterator[tuple[Stored, int]]:
 
 
 def file_bytes(source: Source) -> int:
-    """Bytes of files that a weight takes."""
+    """Return the bytes of files that a weight takes."""
     return source.nbytes if isinstance(source, Stored) else sum(part.nbytes for part in source.codec.parts)
 
 
 def part_spans(codec: Codec) -> tuple[list[tuple[int, int]], int]:
-    """From which byte to which each part lies in the flat tensor, and how long that is."""
+    """Return the (begin, end) bytes of each part in the flat tensor, and the bytes of that."""
     spans, end = [], 0
     for part in codec.parts:
         spans.append((end, end + part.nbytes))
@@ -108,9 +108,10 @@ def split(codec: Codec, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def holds(stored: tuple[int, ...], shape: tuple[int, ...], kernel: bool) -> bool:
-    """Return whether a weight stored in one shape is a parameter of another: the same numbers in the same order.
+    """Return whether a weight of the shape `stored` has the values of a parameter of `shape`, in the same order.
 
-    Sizes of 1 get lost, as in GGUF. A `kernel` of a convolution may also have neighbouring sizes multiplied.
+    Sizes of 1 may be missing, as in GGUF. For a convolution's `kernel` neighbouring sizes may also have been
+    multiplied.
     """
     if prod(stored) != prod(shape):
         return False
@@ -119,23 +120,23 @@ def holds(stored: tuple[int, ...], shape: tuple[int, ...], kernel: bool) -> bool
 
 
 def kernels_of(module: nn.Module) -> set[int]:
-    """Return the `id` of each weight of a convolution in the module."""
+    """Return the `id` of the weight of each convolution in the module."""
     return {id(owner.weight) for owner in module.modules() if isinstance(owner, _CONVOLUTIONS)}
 
 
 def encoding_of(tensor: torch.Tensor) -> Encoding | None:
-    """Return how a module's tensor is stored, if it is an encoded parameter."""
+    """Return the encoding of a module's tensor; None for a plain one."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the host holds of a module's tensor: the tensor itself or, of an encoded parameter, its bytes."""
+    """Return the host's tensor for a module's tensor: its stored bytes if it is encoded, else the tensor itself."""
     encoding = encoding_of(tensor)
     return encoding.flat if encoding else tensor
 
 
 def mark_made(module: nn.Module, maker: Maker) -> None:
-    """Mark the weights of matrices and convolutions to be encoded when they are read, where that is a gain."""
+    """Mark the weights of linear layers and convolutions to be encoded when they are read, where that saves bytes."""
     for owner in module.modules():
         weight = owner._parameters.get("weight") if isinstance(owner, _MADE) else None
         if weight is None or encoding_of(weight) is not None or not weight.is_contiguous():
@@ -155,7 +156,7 @@ def unmark_made(module: nn.Module) -> None:
 
 
 def unmark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
-    """Make the parameters of a module plain again that are not stored encoded. None is in RAM."""
+    """Make those parameters of a module plain again that `stored` does not have encoded. None may be in RAM."""
     for name, parameter in module.named_parameters():
         if encoding_of(parameter) is not None and not isinstance(stored.get(name), EncodedWeight):
             delattr(parameter, _ATTRIBUTE)
@@ -164,7 +165,7 @@ def unmark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
 def mark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
     """Mark the parameters of a module on `meta` whose stored form is encoded.
 
-    Raises ValueError, in one line that names the file and the weight, for one that does not hold its parameter.
+    Raises ValueError, in one line that names the file and the weight, if shapes do not fit.
     """
     kernels = kernels_of(module)
     for name, parameter in module.named_parameters():

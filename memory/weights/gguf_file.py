@@ -1,8 +1,7 @@
-"""The header of a GGUF file (the format of llama.cpp, versions 2 and 3): its facts, and where its tensors lie.
+"""The header of a GGUF file (the format of llama.cpp, versions 2 and 3): its facts, and the places of its tensors.
 
 Read by plain bounded reads. The package `gguf` maps the file and makes objects of every word of a tokenizer, and a
-damaged count keeps it busy for ever; here nothing is allocated, and nothing is looped over, for what a file merely
-claims to hold.
+damaged count keeps it busy for ever. Here no memory is allocated and no loop runs for a size that a file only claims.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from ..codecs.gguf import TYPES, BlockType
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_HEADER_BYTES = 64 * 2**20  # tokenizers of 262 144 words take a third of it
-_MAX_COUNT = 100_000  # of tensors, and of facts: models have thousands
-_MAX_NAME_BYTES, _MAX_TEXT_BYTES = 1024, 4096  # longer texts (templates) are passed over
+_MAX_HEADER_BYTES = 64 * 2**20  # a tokenizer of 262 144 words takes a third of it
+_MAX_COUNT = 100_000  # tensors, and facts: models have thousands
+_MAX_NAME_BYTES, _MAX_TEXT_BYTES = 1024, 4096  # longer texts (chat templates) are skipped
 _MAX_DIMENSIONS = 8  # ggml has 4; tools that put 3D convolutions back write 5
 _MAX_SHORT_ARRAY, _MAX_DEPTH = 8, 4
 _ALIGNMENT = "general.alignment"
-_SHAPES = "comfy.gguf.orig_shape."  # of tensors of more dimensions, as city96's converter notes them
+_SHAPES = "comfy.gguf.orig_shape."  # prefix of the facts where city96's converter notes shapes that it flattened
 
-# Kinds of values by number: how struct reads them. 7 is bool, 8 text, 9 an array.
+# Types of values by number, as `struct` reads them. 7 is bool, 8 text, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -36,7 +35,7 @@ Words = list[str | None] | tuple[float, ...]  # texts, or numbers; None for a lo
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: its type, its shape as torch has it, and its bytes, from `offset` after the start of the file."""
+    """One tensor: its block type, its shape as torch has it, and its first byte in the file."""
 
     kind: BlockType
     shape: tuple[int, ...]
@@ -50,22 +49,23 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The content of a header: facts by key, without long texts and arrays, and the tensors by name."""
+    """The content of a header: facts by key, without long texts and arrays, and tensors by name."""
 
     facts: dict[str, Fact]
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file: every tensor is whole blocks, within the file, on bytes of its own.
+    """Read and check the header of a GGUF file.
 
-    Raises FileNotFoundError, or ValueError in one line if the file is damaged, cut short, or something else.
+    Checked: every tensor is whole blocks, inside the file, on bytes of its own. Raises FileNotFoundError, or ValueError
+    in one line if the file is damaged, cut short, or not GGUF.
     """
     return _read(path, frozenset())[0]
 
 
 def read_gguf_arrays(path: Path, names: Collection[str]) -> dict[str, Words]:
-    """Read the named arrays in the header, whole, such as the words of a tokenizer. Raises as `read_gguf_header`."""
+    """Read the named arrays of the header whole, such as the words of a tokenizer. Raises as `read_gguf_header`."""
     return _read(path, names)[1]
 
 
@@ -90,11 +90,14 @@ def _read(path: Path, names: Collection[str]) -> tuple[GgufHeader, dict[str, Wor
 
 
 class _Reader:
+    """Reads a header value by value. `_account` checks every count against the file's size before it is read."""
+
     def __init__(self, file: BinaryIO, size: int, names: Collection[str]) -> None:
         self._file, self._size, self._at, self._names = file, size, 8, names
-        self.arrays: dict[str, Words] = {}  # those of these names
+        self.arrays: dict[str, Words] = {}  # the arrays that `names` asks for
 
     def header(self) -> GgufHeader:
+        """Read the whole header: facts, then the tensors' names, shapes, types and offsets."""
         tensor_count, fact_count = self._numbers("QQ")
         if max(tensor_count, fact_count) > _MAX_COUNT:
             raise ValueError(f"it claims {tensor_count} tensors and {fact_count} facts")
@@ -123,6 +126,7 @@ class _Reader:
         return GgufHeader(facts, tensors)
 
     def _check_places(self, tensors: dict[str, GgufTensor]) -> None:
+        """Raise ValueError for tensors that overlap each other or the header, or end behind the file."""
         end = self._at
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if tensor.offset < end:
@@ -132,11 +136,12 @@ class _Reader:
                 raise ValueError(f"{name[:80]} ends at byte {end} of {self._size}")
 
     def _tensor_info(self) -> tuple[str, BlockType, tuple[int, ...], int]:
+        """Read one tensor's name, block type, shape and offset in the data."""
         name = self._name()
         dimensions = self._number("I")
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"{name[:80]} has {dimensions} dimensions")
-        shape = self._numbers("Q" * dimensions)[::-1]  # the fastest is the first in the file
+        shape = self._numbers("Q" * dimensions)[::-1]  # GGUF has the dimension that varies fastest first
         number, offset = self._numbers("IQ")
         if number not in TYPES:
             raise ValueError(f"{name[:80]} is of type {number}, which is not known")
@@ -148,7 +153,7 @@ class _Reader:
         return name, kind, shape, offset
 
     def _value(self, kind: int, depth: int = 0) -> Fact | None:
-        """Return a value; None for one that is passed over."""
+        """Return a value of the type `kind`; None for a long text or an array that is skipped."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _TEXT:
@@ -168,6 +173,7 @@ class _Reader:
         return None
 
     def _array(self) -> Words:
+        """Read an array whole: its texts or numbers."""
         of, count = self._numbers("IQ")
         if of not in (*_SCALARS, _TEXT) or count > _MAX_HEADER_BYTES:
             raise ValueError(f"an array has {count} values of kind {of}")
@@ -210,13 +216,14 @@ class _Reader:
         self._file.seek(count, 1)
 
     def _account(self, count: int) -> None:
+        """Count bytes of the header. ValueError if they exceed the file, or `_MAX_HEADER_BYTES`."""
         self._at += count
         if self._at > min(self._size, _MAX_HEADER_BYTES):
             raise ValueError(f"it claims {self._at} bytes of header in a file of {self._size}")
 
 
 def _shape(name: str, shape: tuple[int, ...], noted: Fact | None) -> tuple[int, ...]:
-    """Return the shape, or the one that the converter noted before it took dimensions together."""
+    """Return the shape of a tensor, or the one that the converter `noted` before it flattened dimensions."""
     if noted is None:
         return shape
     if not isinstance(noted, tuple) or min(noted, default=-1) < 0 or prod(noted) != prod(shape):

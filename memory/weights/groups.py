@@ -1,4 +1,4 @@
-"""Groups: runs of modules in the order of their calls, which stream, or stay on the device, as one."""
+"""Weight groups: runs of modules in call order, which stream or stay on the device as one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..codecs.codec import Codec
 from .hostbuffer import ALIGNMENT_BYTES, can_pack, layout
 from .structure import ParameterRef, block_lists, is_called, own_refs, parameter_refs
 
-# Modules that read their children's weights themselves, so that these must come along with them.
+# Modules that read their children's weights themselves: these must be in the same group.
 WHOLE_MODULES = ["MultiheadAttention", "VectorQuantizer"]
 
-LARGE_BYTES = 16 * 2**20  # of a group: a copy of so much is as fast as any
-_MOST_PIECES = 512  # of a large model, about: each costs the host some microseconds
-_TOO_MANY = 560
-_LEAST_PIECES = 32  # of a small one
-_OWN_SHARE = 0.05  # of its weights: what a module with others inside may have for itself, and still come in parts
+LARGE_BYTES = 16 * 2**20  # of a group: larger copies are no faster
+_MOST_PIECES = 512  # groups of a large model, about: each costs the host some microseconds a call
+_TOO_MANY = 560  # groups
+_LEAST_PIECES = 32  # groups of a small model
+_OWN_SHARE = 0.05  # of a module's weights: with more of its own, beside its children's, it is not divided further
 
 
 @dataclass(frozen=True)
 class CallOrder:
-    """The order of a module's calls, as it was seen.
+    """The order in which a module calls its parts, as dry runs saw it.
 
-    `order` are the paths of its modules with weights of their own, in the order of their first calls; empty if it is
-    not known. `whole` are modules that read the weights of others inside them, `outside` those whose weights are read
-    elsewhere. With `blocks` each member of a block list is whole, as compiled ones must be.
+    `order` has the paths of modules with weights of their own, by their first calls; empty if it is not known. `whole`
+    modules read the weights of their children themselves. The weights of `outside` modules are read elsewhere than in
+    their calls. With `blocks` each member of a block list is whole, which compiled blocks must be.
     """
 
     order: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class CallOrder:
 
 @dataclass(eq=False)
 class Owner:
-    """A module whose weights must be there while it is called, and only then."""
+    """A module whose weights must be on the device while it is called, and at no other time."""
 
     path: str
     module: nn.Module
@@ -49,49 +49,50 @@ class Owner:
 
 @dataclass(eq=False)
 class GroupWeights:
-    """Modules that follow each other, and the weights that are theirs alone; `called` as far as is known.
+    """A weight group: modules called one after the other, and the weights that belong to them alone.
 
-    The tensors of LoRAs beside them come along: they follow the weights, from `stored_bytes` on, and are in no file.
+    Buffers of LoRAs in these modules are part of the group. They follow the weights, from byte `stored_bytes` on, and
+    are in no file. `called` is False for modules that no dry run saw called.
     """
 
     owners: list[Owner]
     refs: list[ParameterRef]
-    packed_bytes: int  # of all in a row, with the gaps
-    stored_bytes: int  # of the weights, with theirs
-    held_bytes: int  # of all without gaps
+    packed_bytes: int  # of the flat buffers: all tensors, with the gaps of alignment
+    stored_bytes: int  # of these, the weights without LoRA branches
+    held_bytes: int  # all tensors, without gaps
     called: bool = True
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the host's weights, buffers and branches, each once."""
+        """Return the host's weights, buffers and LoRA branches, each once."""
         return unique(self.refs)
 
     def stored(self) -> list[torch.Tensor]:
-        """Return the tensors that are not of branches, each once."""
+        """Return the host's tensors without those of LoRA branches, each once."""
         return unique([ref for ref in self.refs if not ref.is_branch])
 
     def branches(self) -> list[torch.Tensor]:
-        """Return the tensors of branches, each once."""
+        """Return the tensors of LoRA branches, each once."""
         return unique([ref for ref in self.refs if ref.is_branch])
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the tensors when all are decoded."""
+        """Bytes of the tensors when all are dequantized."""
         return plain_bytes_of(self.refs)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """How those are stored that are not plain, each once."""
+        """The codecs of the encoded tensors, one for each."""
         return tuple({id(ref.tensor): codec for ref, codec in encoded(self.refs)}.values())
 
     def restore(self) -> None:
-        """Give the modules back the host's tensors."""
+        """Give the modules the host's tensors back."""
         for ref in self.refs:
             ref.restore()
 
 
 @dataclass(eq=False)
 class Division:
-    """The weights of a module: its groups, the tables of embeddings, whose rows are looked up in RAM, and the rest."""
+    """The weights of a module: its groups, its embedding tables, whose rows are looked up in RAM, and the rest."""
 
     groups: list[GroupWeights]
     tables: list[Owner]
@@ -104,11 +105,16 @@ class Division:
 
 
 def divide(module: nn.Module, host_refs: Sequence[ParameterRef], calls: CallOrder) -> Division:
-    """Divide a module that is to be placed; the groups are in the order of their calls, `host_refs` all its weights.
+    """Divide a module into weight groups in call order, embedding tables, and the rest, which stays resident.
 
-    What several modules share is of the rest, unless all look up its rows; and so are weights that are not plain
-    tensors, buffers that are in no file, the weights that are read elsewhere, and the few tensors that a module with
-    others inside has for itself. LoRAs divide nothing anew: their tensors are of the group of their module.
+    `host_refs` are all its parameters and buffers. These are of the rest:
+
+    - weights that several modules share, unless all of them are embeddings that look up rows
+    - tensor subclasses, buffers that are in no file, and weights of `calls.outside`
+    - the few tensors that a module with children holds itself
+
+    LoRAs do not change the division: their tensors join the group of their module. Modules that were not seen to be
+    called form groups of their own, behind the others.
     """
     weights = [ref for ref in host_refs if not ref.is_branch]
     limit, table_limit = largest_run_bytes(nbytes_of(weights)), largest_run_bytes(plain_bytes_of(weights))
@@ -141,44 +147,45 @@ def divide(module: nn.Module, host_refs: Sequence[ParameterRef], calls: CallOrde
 
 
 def largest_run_bytes(total_bytes: int) -> int:
-    """Return how large a group of several modules may be, of so many bytes of weights.
+    """Return the limit for a group of several modules, of a module with `total_bytes` of weights.
 
-    A module that is larger is alone.
+    16 MB for 0.5 to 8 GB of weights; 1/32 of less, 1/512 of more. A module that is larger is a group alone.
     """
     return max(total_bytes // _MOST_PIECES, min(LARGE_BYTES, total_bytes // _LEAST_PIECES), 1)
 
 
 def unique(own: Sequence[ParameterRef]) -> list[torch.Tensor]:
-    """Return the tensors of places, each once."""
+    """Return the host's tensors of the references, each once."""
     return list({id(ref.tensor): ref.tensor for ref in own}.values())
 
 
 def nbytes_of(own: Sequence[ParameterRef]) -> int:
-    """Return the bytes of the tensors in places; shared ones count once."""
+    """Return the bytes of the host's tensors; shared ones count once."""
     return sum(tensor.nbytes for tensor in unique(own))
 
 
 def encoded(own: Sequence[ParameterRef]) -> list[tuple[ParameterRef, Codec]]:
-    """Return the places of encoded parameters, each with how it is stored."""
+    """Return the references to encoded parameters, each with its codec."""
     return [(ref, codec) for ref in own if (codec := ref.codec)]
 
 
 def plain_bytes_of(own: Sequence[ParameterRef]) -> int:
-    """Return the bytes of the tensors in places when all are decoded; shared ones count once."""
+    """Return the bytes of the tensors when all are dequantized; shared ones count once."""
     return sum({id(ref.tensor): ref.plain_bytes for ref in own}.values())
 
 
 def workspace_bytes(owners: Sequence[Owner]) -> int:
-    """Return what the decoded weights of any one of the modules take at most, each at an aligned byte."""
+    """Return the bytes of the dequantized weights of one module, each aligned: the most of all `owners`."""
     decoded = ({id(ref.tensor): codec.decoded_bytes for ref, codec in encoded(owner.refs)} for owner in owners)
     return max((sum(map(aligned, each.values())) for each in decoded), default=0)
 
 
 def decoding_bytes(owners: Sequence[Owner], own: Sequence[ParameterRef]) -> tuple[tuple[str, int], ...]:
-    """Return what decoding takes for a moment beside the stored bytes and the results.
+    """Return the transient bytes of dequantizing, beside the stored bytes and the results, as (path, bytes).
 
-    In the call of each module, by path.
-    That of "" is what any one of the tensors in places takes that is decoded for good: its stored bytes leave after.
+    Each module's path has the most that one of its weights takes in its call. The path "" has the most that one of
+    `own` takes when it is to be kept dequantized: its stored bytes count there too, since they are freed only
+    afterwards.
     """
     most = max((ref.tensor.nbytes + codec.workspace_bytes for ref, codec in encoded(own)), default=0)
     each = {owner.path: max((codec.workspace_bytes for _, codec in encoded(owner.refs)), default=0) for owner in owners}
@@ -186,14 +193,14 @@ def decoding_bytes(owners: Sequence[Owner], own: Sequence[ParameterRef]) -> tupl
 
 
 def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment."""
+    """Return `nbytes` rounded up to the alignment of host buffers."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Module, list[ParameterRef]]]:
-    """Yield the modules that weights come for, none inside another, and the places of those weights.
+    """Yield the modules that weights are brought for, none inside another, and the references to those weights.
 
-    The top module's own few tensors are nobody's: its call is under way when it is placed on demand.
+    The top module itself is left out: its call is under way already when its unit is placed on demand.
     """
     blocks = {id(member) for _, members in block_lists(module) for member in members}
     around = {path for path, _ in block_lists(module)}
@@ -203,7 +210,7 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
         if id(owner) in seen:
             return
         seen.add(id(owner))
-        lists = [child for child in owner.children() if not is_called(child)]  # such as of parameters, which it reads
+        lists = [child for child in owner.children() if not is_called(child)]  # e.g. a ParameterList, which it reads
         own = [ref for holder in (owner, *lists) for ref in _saved(holder)]
         whole = path in calls.whole or type(owner).__name__ in WHOLE_MODULES or (calls.blocks and id(owner) in blocks)
         whole |= nbytes_of(own) > _OWN_SHARE * nbytes_of([ref for ref in parameter_refs(owner) if not ref.is_branch])
@@ -220,15 +227,15 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
 
 
 def _saved(module: nn.Module) -> list[ParameterRef]:
-    """Return a module's own weights, without buffers that are in no file.
+    """Return references to a module's own weights, without buffers that are in no file.
 
-    Small tables, which models read elsewhere too.
+    Such buffers are small tables, which models also read outside the module.
     """
     return [ref for ref in own_refs(module) if ref.key not in module._non_persistent_buffers_set]
 
 
 def _is_table(owner: Owner, limit: int) -> bool:
-    """Return whether it is an embedding whose rows can be looked up, and large enough to be."""
+    """Return whether a module is an embedding of at least `limit` plain bytes whose rows can be looked up."""
     module = owner.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or len(owner.refs) != 1:
         return False
@@ -238,10 +245,10 @@ def _is_table(owner: Owner, limit: int) -> bool:
 
 
 class _FirstCalls:
-    """When each module, or one inside it, is first called, as a key to sort by.
+    """Sort keys for modules: when each, or one inside it, is first called.
 
-    Of the members of a list those that were not seen to be called are thought to be, behind the last one that was, each
-    with all that is inside it before the next: which experts a router chooses is not known beforehand.
+    Members of a list that were not seen to be called come behind the last one that was, one member after the other. A
+    dry run does not tell which experts a router will choose.
     """
 
     def __init__(self, order: Sequence[str]) -> None:
@@ -257,7 +264,7 @@ class _FirstCalls:
                 self._alike[alike] = self._last[alike[: at + 1]] = i
 
     def of(self, path: str) -> tuple[int, ...] | None:
-        """Return the place in the order, None for what is never called, the same for all where there is no order."""
+        """Return the sort key of a module; None if it is never called. Without an order all keys are the same."""
         if not self.count:
             return (0,)
         if path in self._seen:
@@ -272,14 +279,20 @@ class _FirstCalls:
 
 
 def _with_any_index(parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield a path with any number in the place of each one that it has, the last first, and where that is."""
+    """Yield the path with each of its numbers replaced by "*" in turn, the last first, and the position of that number.
+
+    For example "blocks.3.attn" gives (1, ("blocks", "*", "attn")).
+    """
     for i in reversed(range(len(parts))):
         if parts[i].isdecimal():
             yield i, (*parts[:i], "*", *parts[i + 1 :])
 
 
 def _cut(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:
-    """Cut owners into runs of `limit` bytes, or a little more if the runs would be too many."""
+    """Cut modules into runs of at most `limit` bytes. A larger module is a run alone.
+
+    As long as there are more than `_TOO_MANY` runs, the limit is raised by a quarter.
+    """
     runs: list[list[Owner]] = []
     held = 0
     for owner in owners:
@@ -293,6 +306,7 @@ def _cut(owners: Sequence[Owner], limit: int) -> list[list[Owner]]:
 
 
 def _group(owners: list[Owner], called: bool) -> GroupWeights:
+    """Return the weight group of some modules, without LoRA branches."""
     own = [ref for owner in owners for ref in owner.refs]
     tensors = unique(own)
     packed_bytes = layout(tensors)[1]
@@ -300,7 +314,7 @@ def _group(owners: list[Owner], called: bool) -> GroupWeights:
 
 
 def _add_branches(group: GroupWeights, branches: list[ParameterRef]) -> None:
-    """Add branches to a group, which is cut as if there were none."""
+    """Add LoRA branches to a group, which is cut as if there were none."""
     tensors = unique(branches)
     group.refs += branches
     group.packed_bytes += layout(tensors)[1]

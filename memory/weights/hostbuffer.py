@@ -1,6 +1,7 @@
-"""The weights of one group as one flat, page-aligned part of RAM, so that one copy moves the group.
+"""Host buffers: the weights of one group in one flat, page-aligned stretch of RAM, so that one copy moves the group.
 
-Tensors of the module become views into it: the weights are held once, and the memory goes when the last view goes.
+The module's tensors become views into the buffer, so RAM holds the weights once. The buffer is freed with its last
+view. Offsets in it are multiples of `ALIGNMENT_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ from ..sizes import format_bytes
 from . import huge_pages
 
 ALIGNMENT_BYTES = 256
-_PINNED_SHARE = 0.5  # of RAM at most: pinned pages cannot be swapped, and others need theirs too
+_PINNED_SHARE = 0.5  # of RAM: pinned pages cannot be swapped out, and other programs need some
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card, not only for the current one
 
 _lock = threading.Lock()
-_pinned_bytes = 0  # by us; what the host pins for us it counts itself
-_left_paged: set[torch.device] = set()
+_pinned_bytes = 0  # pinned by us; ComfyUI counts those that it pins for us
+_left_paged: set[torch.device] = set()  # see `leave_paged`
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory of its own pages: torch's pinned allocator would round to the next power of two."""
+    """Anonymous memory on pages of its own, which can be pinned.
 
-    first, nbytes = 0, 0  # where in it the buffer begins, and how long that is
-    cudart: Any = None  # that the pages are registered with
-    stand_in: torch.Tensor | None = None  # what the host knows the pages by, if it has pinned them
+    Torch's pinned allocator would round the size up to a power of two.
+    """
+
+    first, nbytes = 0, 0  # byte of the mapping where the buffer begins, and bytes of the buffer
+    cudart: Any = None  # the runtime that the pages are registered with; None if they are not
+    stand_in: torch.Tensor | None = None  # the tensor that the host knows the pages by, if it has pinned them
     address = 0
 
     def pin(self, address: int, device: torch.device) -> bool:
-        """Lock the pages for direct transfer by CUDA (or ROCm). False where that is refused or would be too much."""
+        """Pin the pages for copies by CUDA or ROCm, through ComfyUI if it pins for others. Return whether they are."""
         if self.cudart is not None or self.stand_in is not None:
             return True
-        # A tensor that does not hold the pages, so that they can be let go of before they go.
+        # A tensor that does not own the pages: one that did would keep them alive as long as the host has it.
         stand_in = torch.frombuffer((ctypes.c_ubyte * self.nbytes).from_address(address), dtype=torch.uint8)
         try:
             by_host = host.pin_memory(stand_in)
@@ -55,6 +59,7 @@ class _Pages(mmap.mmap):
         return by_host
 
     def _register(self, address: int, device: torch.device) -> bool:
+        """Pin the pages ourselves. False if the driver refuses, or more than `_PINNED_SHARE` of RAM would be pinned."""
         global _pinned_bytes
         with _lock:
             if _pinned_bytes + self.nbytes > _PINNED_SHARE * ram.total_bytes():
@@ -62,7 +67,7 @@ class _Pages(mmap.mmap):
             try:
                 backend = torch.get_device_module(device)
                 cudart = backend.cudart()
-                with backend.device(device):  # or the first card would get a context of some hundred MB
+                with backend.device(device):  # else card 0 would get a CUDA context of some hundred MB
                     if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) != 0:
                         return False
             except (RuntimeError, AttributeError):
@@ -73,7 +78,7 @@ class _Pages(mmap.mmap):
 
     def unpin(self) -> None:
         """Unpin the pages. No copy from or to them may be under way."""
-        # No lock: the collector may run this while this very thread holds it.
+        # No lock: the garbage collector may run this in a thread that holds it.
         global _pinned_bytes
         if self.stand_in is not None:
             with contextlib.suppress(Exception):
@@ -86,14 +91,14 @@ class _Pages(mmap.mmap):
             _pinned_bytes -= self.nbytes
 
     def __del__(self) -> None:
-        self.unpin()  # before the pages go back to the system, which must not happen while they are registered
+        self.unpin()  # pages must not go back to the system while they are registered with the driver
 
 
 _pages: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in the flat buffer, and how long that is."""
+    """Return the byte where each tensor begins in a flat buffer, and the bytes of the buffer."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -102,7 +107,10 @@ def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain bytes, on the host or yet to be read: no subclass (quantized), no gaps."""
+    """Return whether a tensor can lie in a flat buffer: plain, dense, and on the CPU or `meta`.
+
+    Subclasses such as quantized tensors, and tensors with gaps between their elements, cannot.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "meta"):
         return False
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -122,16 +130,16 @@ def view_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor
 
 
 def place_of(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the same view, as a parameter if `like` is one: what a module holds instead of `like`."""
+    """Return the view that a module holds instead of `like`: as `view_of`, and a parameter if `like` is one."""
     with torch.inference_mode(False), torch.no_grad():
         view = view_of(flat, offset, like)
         return torch.nn.Parameter(view, requires_grad=False) if isinstance(like, torch.nn.Parameter) else view
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """Return a flat buffer of so many bytes (at least 1) on pages of its own, all zero.
+    """Return a zeroed flat buffer of `nbytes` (at least 1), uint8, on pages of its own.
 
-    MemoryError, in one line, where the system has no RAM for it, or on Windows no room in its page file.
+    Raises MemoryError, in one line, if the system has no RAM for it. On Windows its page file may be too small.
     """
     try:
         pages = _map(nbytes)
@@ -147,20 +155,21 @@ def allocate(nbytes: int) -> torch.Tensor:
 
 
 def _map(nbytes: int) -> _Pages:
-    """Pages for a buffer, private to this process: shared ones are never huge, and slow to be had.
+    """Return pages for a buffer of `nbytes`, private to this process: shared ones are never huge, and slow to get.
 
-    A large buffer lies on huge pages as far as it fills them, where they are faster to get. It never takes more RAM.
+    The whole huge pages in a large buffer are asked for as such, where `huge_pages` found them faster. This takes no
+    more RAM: the tail stays on plain pages.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         pages = _Pages(-1, nbytes)  # of Windows
         pages.nbytes = nbytes
         return pages
     whole = nbytes // huge_pages.PAGE_BYTES * huge_pages.PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
-    # What lies before the first huge page is never touched, and so takes no RAM.
+    # The bytes ahead of the first huge page are never touched, and so take no RAM.
     pages = _Pages(-1, nbytes + (huge_pages.PAGE_BYTES if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.nbytes = nbytes
     with contextlib.suppress(OSError):  # a kernel that has none of it
-        if hasattr(mmap, "MADV_DONTFORK"):  # a child would get copies of what the parent writes to
+        if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, each page that the parent writes to would be copied
             pages.madvise(mmap.MADV_DONTFORK)
         if whole:
             pages.first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge_pages.PAGE_BYTES
@@ -170,18 +179,18 @@ def _map(nbytes: int) -> _Pages:
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """Return the memory of a buffer made by `allocate`, `window` or `pack`, to read files into."""
+    """Return the memory of a flat buffer of this module, for readers to write to."""
     pages = _pages.get(flat.data_ptr())
-    if pages is None:  # it is torch's
+    if pages is None:  # allocated by torch, see `window`
         return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())).cast("B")
     return memoryview(pages)[pages.first : pages.first + pages.nbytes]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a flat buffer of the tensors' values, and the tensors as views into it.
+    """Return a flat buffer with the tensors' values, and the tensors as views into it.
 
-    The same ones if they lie so already.
-    The caller puts the views in the tensors' place, after which the old memory is free.
+    Tensors that are laid out so already are returned as they are. Else the values are copied: the caller must put the
+    views in the tensors' place to free the old memory.
     """
     offsets, total = layout(tensors)
     with torch.inference_mode(False), torch.no_grad():
@@ -197,12 +206,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def is_packed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether `pack` would leave the tensors where they are."""
+    """Return whether `pack` would copy nothing."""
     return bool(_packed(tensors, *layout(tensors)))
 
 
 def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> list[torch.Tensor]:
-    """Return the buffer that the tensors lie in, in a list; an empty one if they do not lie in one of ours."""
+    """Return a list with the buffer that the tensors are laid out in; an empty list if they are not."""
     storage = tensors[0].untyped_storage()
     start = storage.data_ptr()
     if start not in _pages or storage.nbytes() != total:
@@ -213,33 +222,33 @@ def _packed(tensors: Sequence[torch.Tensor], offsets: list[int], total: int) -> 
 
 
 def pins_by_torch(device: torch.device) -> bool:
-    """Return whether only memory that torch allocates for it is pinned for a device, and none that is there already."""
+    """Return whether only memory that torch allocated as pinned is pinned for a device, as for XPU."""
     return _copies_as(device) == "xpu"
 
 
 def wants_pinned(device: torch.device) -> bool:
-    """Return whether copies to a device are asynchronous, and fast, only from pinned memory."""
+    """Return whether copies to a device are asynchronous and fast only from pinned memory."""
     return _copies_as(device) in ("cuda", "xpu") and device not in _left_paged
 
 
 def _copies_as(device: torch.device) -> str:
-    """Return the type of a device; of a simulated one, the type that it copies as."""
+    """Return the type of a device; for a simulated one the type that it copies like."""
     return simulated_copies.mode if device.type == simulated.DEVICE_TYPE else device.type
 
 
 def window(nbytes: int, device: torch.device) -> torch.Tensor:
-    """As `allocate`, of memory that can be pinned for a device as it is, where that is to be had.
+    """Return a flat buffer of `nbytes` for staging, which can be pinned for a device where any memory can.
 
-    Torch takes up to twice as much RAM for it, so this is for small buffers that are used again and again.
+    Torch may take twice as much RAM for it, so it is for small buffers that are used again and again.
     """
     if pins_by_torch(device) and wants_pinned(device):
-        with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # it stays paged then, which works
+        with contextlib.suppress(RuntimeError), torch.inference_mode(False):  # if refused: pageable memory works too
             return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
     return allocate(nbytes)
 
 
 def leave_paged(device: torch.device) -> None:
-    """Pin nothing for a device from now on: it was found to gain nothing."""
+    """Pin nothing for a device from now on. `probe` found copies from pageable memory much faster there."""
     _left_paged.add(device)
 
 
@@ -250,7 +259,7 @@ def unpin(flat: torch.Tensor) -> None:
 
 
 def pin(flat: torch.Tensor, device: torch.device) -> bool:
-    """Pin a buffer made here for copies to a device. False where it stays paged, which is slower but works."""
+    """Pin a buffer made here for copies to a device. False if it stays pageable, which is slower but works."""
     if pins_by_torch(device):
         return wants_pinned(device) and flat.is_pinned()
     pages = _pages.get(flat.data_ptr())
@@ -258,7 +267,7 @@ def pin(flat: torch.Tensor, device: torch.device) -> bool:
         return False
     if pages.pin(flat.data_ptr(), device):
         return True
-    # A refusal stays behind as CUDA's last error, and the next kernel would be blamed for it: let it be this one.
+    # A refusal stays behind as CUDA's last error, which the next kernel would raise. This one takes it.
     with contextlib.suppress(Exception):
         torch.ones(1, device=device).add_(1)
     return False

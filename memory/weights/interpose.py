@@ -1,4 +1,4 @@
-"""Something put between a module and whoever calls it."""
+"""A wrapper around a module's forward, which can be undone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ Forward = Callable[..., Any]
 def interpose(module: nn.Module, run: Callable[[Forward, tuple, dict], Any]) -> Callable[[], None]:
     """Make each call of a module `run(forward, args, kwargs)`. Return a function that undoes it.
 
-    Not by torch's forward hooks, which cannot call the module once more.
+    Torch's forward hooks would not do: they cannot call `forward` a second time, or not at all. Wrappers nest, and must
+    be undone in reverse order.
     """
+    # An attribute of the instance hides the method of its class. `previous` is the wrapper of somebody before us.
     own, forward = vars(module), module.forward
     previous = own.get("forward")
 

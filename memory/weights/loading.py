@@ -1,4 +1,4 @@
-"""A module's weights straight from its files, each group's in the one flat buffer that it streams from."""
+"""Loading a module's weights straight from its files, those of each group into the flat buffer that it streams from."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .structure import ParameterRef, parameter_refs
 
 
 def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, Source] | None:
-    """Where each parameter lies, by the `id` of what the host holds of it; None if one is not found under its own name
-    in its own order.
+    """Return the place of each parameter in files, by the `id` of its host tensor; None if not all are found.
 
-    Of tied parameters one name must be found. If several are, their values may differ, and the answer is None too.
+    They are looked up under their own names. A place must hold the parameter whole and in its order of dimensions. Of
+    tied parameters one name must be found. Several may have different values, so that the result is None then too.
     """
     found: dict[int, Source] = {}
     parameters, kernels = list(module.named_parameters(remove_duplicate=False)), kernels_of(module)
@@ -38,6 +38,7 @@ def find_stored(module: nn.Module, stored: Mapping[str, Source]) -> dict[int, So
 
 
 def _is_whole(at: Source, parameter: torch.Tensor, kernel: bool) -> bool:
+    """Return whether a place in a file has all the values of a parameter, in a form that it can be read in."""
     encoding = encoding_of(parameter)
     if isinstance(at, EncodedWeight):
         return encoding is not None and encoding.maker is None and encoding.codec.parts == at.codec.parts
@@ -53,10 +54,10 @@ def load_stored(
     calls: CallOrder | None = None,
     groups: Collection[int] | None = None,
 ) -> bool:
-    """Read what is on `meta` of a module into flat buffers, as `hostbuffer.pack` would lay them out.
+    """Read weights on `meta` of a module into flat buffers, laid out as `hostbuffer.pack` would.
 
-    All of it, or that of the `groups` that `divide` makes. False, and nothing is done, if it is not all found. If
-    reading fails the module stays as it was.
+    All of them, or those of the `groups` of `divide`. False, and nothing is done, if not all places are found. On an
+    error the module stays as it was.
     """
     found = find_stored(module, stored)
     if found is None:
@@ -90,11 +91,11 @@ def load_behind(
     calls: CallOrder | None = None,
     groups: Collection[int] | None = None,
 ) -> Reading | None:
-    """Begin to read what is on `meta` of a module, as `load_stored` does: first what is in no group, then the groups
-    in the order of their calls. Just some of the `groups` are read when the reading is told to `begin`.
+    """Begin to read weights on `meta` of a module, as `load_stored` does, and return the reading.
 
-    The module has its buffers at once, and what `Reading.wait` has waited for is in them. None, and nothing is done, if
-    it is not all found, or must be encoded first.
+    First come weights in no group, then the groups in call order. If only some `groups` are asked for, the reading
+    starts when it is told to `begin`. The module has its buffers at once: their content is undefined until
+    `Reading.wait`. None, and nothing is done, if not all places are found, or some weights must be encoded first.
     """
     found = find_stored(module, stored)
     places = list(parameter_refs(module))
@@ -119,7 +120,7 @@ def bytes_to_read(
     calls: CallOrder | None = None,
     groups: Collection[int] | None = None,
 ) -> int | None:
-    """Bytes of files that the same takes; None if not all is found."""
+    """Return the bytes of files that `load_stored` would read; None if not all places are found."""
     found = find_stored(module, stored)
     if found is None:
         return None
@@ -132,7 +133,7 @@ def bytes_to_read(
 
 
 def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Tensor]]:
-    """All tensors that come, each list in one buffer: of the groups, of the tables, and what is in neither."""
+    """Return the tensors that are to be read, in one list for each buffer: the groups, the tables, and the rest."""
     others = [tensor for tensor in unique(divided.rest) if id(tensor) in found]
     tables = {id(ref.tensor): [ref.tensor] for table in divided.tables for ref in table.refs}  # tied ones once
     return [*(group.stored() for group in divided.groups), *tables.values(), others]
@@ -141,7 +142,7 @@ def _parts(divided: Division, found: Mapping[int, Source]) -> list[list[torch.Te
 def _buffers(
     parts: Sequence[Sequence[torch.Tensor]], found: Mapping[int, Source]
 ) -> tuple[dict[int, torch.Tensor], list[list[Job]]]:
-    """Make a flat buffer for each part. Return its tensors by the `id` of those they replace, and the reading jobs."""
+    """Allocate a flat buffer for each part. Return the new tensors, by `id` of the old ones, and the reading jobs."""
     new: dict[int, torch.Tensor] = {}
     jobs: list[list[Job]] = []
     for tensors in parts:
@@ -159,13 +160,14 @@ def _buffers(
 
 
 def _keep(places: Sequence[ParameterRef], new: Mapping[int, torch.Tensor]) -> None:
+    """Replace the host tensors of the references by the new ones."""
     for ref in places:
         if id(ref.tensor) in new:
             ref.keep(new[id(ref.tensor)])
 
 
 class Interruptible(TorchDispatchMode):
-    """Calls `look` at every operator of this thread: the libraries' own loaders have no other place for it."""
+    """Calls `look` at every operator of this thread: the loaders of diffusers and transformers take no callback."""
 
     def __init__(self, look: Look) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class Interruptible(TorchDispatchMode):
         self._raised: BaseException | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._raised is None:  # else a library is clearing up
+        if self._raised is None:  # else a library is cleaning up after the first error
             try:
                 self._look(0)
             except BaseException as error:
@@ -184,5 +186,5 @@ class Interruptible(TorchDispatchMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         raised, self._raised = self._raised, None
-        if raised is not None and raised is not error:  # a library made something else of it
+        if raised is not None and raised is not error:  # a library has caught it and raised another
             raise raised from None

@@ -1,7 +1,7 @@
-"""A file of a module's encoded weights, beside the model's own: read in place of encoding them again.
+"""A file of a module's encoded weights, written once so that later runs need not encode them again.
 
-A safetensors file of flat tensors of bytes, each the host's tensor of one encoded weight, whose codecs the header's
-metadata tells. Weights that encoding does not shrink stay where they are.
+A safetensors file of flat uint8 tensors, one for each encoded weight, as the host holds it. The metadata of its header
+has their codecs. Weights that encoding does not shrink stay in the model's own files.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ _TYPES = {
 }
 _NOTE = "ballast_encoded"
 _NAME = re.compile("-[0-9a-f]{32}$")
-_ENTRY_BYTES = 640  # of the header, beside the names of a weight
-_ROOM_BYTES = 2**30  # that the disk keeps free
-MAX_BYTES = 64 * 2**30  # of all files of a folder: several of the largest models
-_IN_USE_SECONDS = 3600  # a run of any process that began so recently may still read its file
+_ENTRY_BYTES = 640  # of the header for one weight, without its names
+_ROOM_BYTES = 2**30  # to leave free on the disk
+MAX_BYTES = 64 * 2**30  # of all files in a folder: several of the largest models
+_IN_USE_SECONDS = 3600  # another process that began a run within this time may still read its file
 
 
 def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | None:
-    """Return `stored` with the weights that a file holds encoded, or None if the file is missing or damaged."""
+    """Return `stored` with the weights that the file at `path` holds encoded in place of the plain ones.
+
+    None if the file is missing. A damaged file is deleted with a warning, and None is returned.
+    """
     try:
         note_use(path)
         header, told = read_header(path), _told(path)
@@ -66,7 +69,7 @@ def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | N
             parts = zip(codec.parts, spans, strict=True)
             stamp = (stat.st_size, stat.st_mtime_ns)
             places = (Stored(path, at + first, part.dtype, (part.count,), stamp) for part, (first, _) in parts)
-            for other in others:  # of tied weights one name is enough
+            for other in others:  # tied weights are read once, under one name
                 found.pop(other, None)
             found[name] = EncodedWeight(codec, tuple(places))
     except FileNotFoundError:
@@ -80,21 +83,24 @@ def read_made(path: Path, stored: Mapping[str, Source]) -> dict[str, Source] | N
 
 
 def note_use(path: Path) -> None:
-    """Note that a file is used now, by the time of its last access: that of its last change tells readers its content.
+    """Set the file's access time to now, for `trim_made`. The modification time stays: it is part of the file's stamp.
 
-    Without a word where that cannot be, as in a folder that this process may only read.
+    Does nothing where this process may not write.
     """
     with contextlib.suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def trim_made(folder: Path, in_use: Collection[Path]) -> None:
-    """Remove the least recently used files beyond MAX_BYTES, but none that is in use here, or was within an hour."""
+    """Remove the least recently used files of `folder` beyond `MAX_BYTES`.
+
+    Files in use here, or used within the last hour by any process, are kept.
+    """
     entries = []
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(OSError):  # another process trims as well
             stat = path.stat()
-            if _NAME.search(path.stem):  # no other file that somebody keeps in the folder
+            if _NAME.search(path.stem):  # ours: somebody may keep other files in the folder
                 entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
     held = sum(size for _, size, _ in entries)
     for used, size, path in sorted(entries):
@@ -108,10 +114,11 @@ def trim_made(folder: Path, in_use: Collection[Path]) -> None:
 
 
 def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], look: Callable[[int], None]) -> int:
-    """Encode the weights of a module that have a maker, a few at a time, into a file. Returns the bytes of the file.
+    """Encode the weights of a module that have a maker into a file, a few at a time. Return the bytes of the file.
 
-    `sources` tells where each lies, by the `id` of what the host holds of it. `look` is called with the bytes read so
-    far; what it raises ends the writing, and leaves no file. Raises OSError, in one line, where the disk has no room.
+    `sources` has the place of each in the model's files, by the `id` of its host tensor. `look` is called with the
+    bytes read so far; an error that it raises ends the writing, and leaves no file. Raises OSError, in one line, if the
+    disk has no room.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -133,7 +140,7 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
     reserved = sum(_ENTRY_BYTES + 2 * sum(map(len, names[id(ref.shown)])) for ref in places.values()) + _ENTRY_BYTES
     header: dict[str, Any] = {}
     told, end = {}, 0
-    # Another process that has written the same by now may be reading it.
+    # `first`: if another process has written the same file meanwhile, it may be reading it already.
     with replacing(path, first=True) as part, part.open("wb") as file:
         file.seek(8 + reserved)
         with contextlib.closing(making(groups, list(places.values()), sources, look)) as made:
@@ -153,7 +160,7 @@ def write_made(path: Path, module: nn.Module, sources: Mapping[int, Source], loo
 
 
 def _plain(codec: Codec) -> dict[str, Any]:
-    """Return the fields of a codec as JSON has them."""
+    """Return the fields of a codec as plain data for JSON."""
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for name, value in asdict(codec).items()
@@ -161,7 +168,7 @@ def _plain(codec: Codec) -> dict[str, Any]:
 
 
 def _told(path: Path) -> dict[str, tuple[Codec, list[str]]]:
-    """Return the codec of each weight in a file that `read_header` has checked, and the names of those tied to it."""
+    """Return the codec of each weight, and the names of parameters tied to it. `read_header` has checked the file."""
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
         notes = json.loads(json.loads(file.read(length))["__metadata__"][_NOTE])

@@ -1,4 +1,4 @@
-"""Changes of weights that are products of small factors, by elements or by blocks: LoHa and LoKr.
+"""Changes of weights that are products of small factors: LoHa (elementwise) and LoKr (Kronecker).
 
 Formulas: LoHa (arXiv:2108.06098), LoKr (arXiv:2212.10650), each with Tucker factors as in LyCORIS (arXiv:2309.14859).
 """
@@ -13,15 +13,16 @@ from torch.nn import functional
 
 from .changes import Change, Held, Shape, applied, convolution_of
 
-Runs = tuple[tuple[int, int], ...]  # rows of an output, from one to before another
+Runs = tuple[tuple[int, int], ...]  # (begin, end) of rows of an output
 
 
 @dataclass(frozen=True, eq=False)
 class Hadamard(Change):
-    """LoHa: the product by elements of two low ranks, `w1_a` [out, rank] by `w1_b` [rank, in, ...], and `w2` likewise.
+    """LoHa: the elementwise product of two low-rank matrices.
 
-    With `t1` and `t2` [rank, rank, ...], which have the kernel, `w1_a` and `w2_a` are [rank, out]. The weight is made
-    for each call, and is part of its activations.
+    One is `w1_a` [out, rank] @ `w1_b` [rank, in, ...], the other is made of `w2_a` and `w2_b` likewise. With Tucker
+    cores `t1` and `t2` [rank, rank, ...], which have the kernel, `w1_a` and `w2_a` are [rank, out]. The product has the
+    size of the layer's weight, and is made anew in each call: it counts as an activation.
     """
 
     w1_a: torch.Tensor
@@ -34,11 +35,11 @@ class Hadamard(Change):
 
     @property
     def rank(self) -> int:
-        """The rank of either product."""
+        """The rank of the first product, by which the change is scaled."""
         return self.w1_b.shape[0]
 
     def scaling(self, strength: float) -> float:
-        """By alpha and the rank, as peft and LyCORIS do."""
+        """Return the scaling by `alpha` / rank, as peft and LyCORIS do."""
         return strength if self.alpha is None else strength * self.alpha / self.rank
 
     def _shapes(self, weight: Shape) -> list[tuple[Shape, Shape]]:
@@ -58,6 +59,7 @@ class Hadamard(Change):
 
     @staticmethod
     def _half(held: Held, a: str, b: str, core: str) -> torch.Tensor:
+        """Return one of the two low-rank matrices, [out, in, ...] or flat [out, in * ...]."""
         if core in held:
             return torch.einsum("rs...,ro,si->oi...", held[core], held[a], held[b])
         return held[a] @ held[b].flatten(1)
@@ -65,12 +67,14 @@ class Hadamard(Change):
 
 @dataclass(frozen=True, eq=False)
 class Kronecker(Change):
-    """LoKr: the Kronecker product of `w1` [a, b] and `w2` [c, d, ...] beside a weight [a * c, b * d, ...].
+    """LoKr: the Kronecker product of `w1` [a, b] and `w2` [c, d, ...], for a weight [a * c, b * d, ...].
 
-    Either may be a product itself, of `w1_a` [a, rank] and `w1_b` [rank, b], `w2_a` [c, rank] and
-    `w2_b` [rank, d, ...]; or with `t2` [rank, rank, ...], `w2_a` [rank, c] and `w2_b` [rank, d]. The weight is never
-    made. It is scaled by `alpha` / rank where it has a rank. `rows` are those of the product that the module's weight
-    has, where it is a part of what the change was made for.
+    Either factor may be a product itself: `w1_a` [a, rank] @ `w1_b` [rank, b], `w2_a` [c, rank] @ `w2_b` [rank, d,
+    ...]. With a Tucker core `t2` [rank, rank, ...] these are `w2_a` [rank, c] and `w2_b` [rank, d]. The large weight is
+    never made. A change with a rank is scaled by `alpha` / rank.
+
+    `rows` selects rows of the product, as (begin, end); empty means all. The module may have only a part of the weight
+    that the change was made for: for example the query of a fused query, key and value.
     """
 
     w1: torch.Tensor | None = None
@@ -87,7 +91,7 @@ class Kronecker(Change):
         return [*super().structure(), list(map(list, self.rows))]
 
     def scaling(self, strength: float) -> float:
-        """As LyCORIS does: two whole factors are not scaled."""
+        """Return the scaling as LyCORIS has it: the strength alone if both factors are whole."""
         factor = self.w2_b if self.w2_b is not None else self.w1_b
         return strength if self.alpha is None or factor is None else strength * self.alpha / factor.shape[0]
 
@@ -102,7 +106,7 @@ class Kronecker(Change):
         return [*ranks, (made, weight)]
 
     def shape(self) -> Shape:
-        """Return the shape of the product, with all its rows."""
+        """Return the shape of the whole product, before `rows` selects from it."""
         left, right = self._left_shape(), self._right_shape()
         return left[0] * right[0], left[1] * right[1], *right[2:]
 
@@ -123,6 +127,7 @@ class Kronecker(Change):
     def added(self, module: Any, held: Held, x: torch.Tensor) -> torch.Tensor:
         left = held["w1"] if "w1" in held else held["w1_a"] @ held["w1_b"]
         if (convolve := convolution_of(module)) is None:
+            # kron(w1, w2) @ x without the large product: w2 maps each of b blocks of x, then w1 mixes the blocks.
             y = x.unflatten(-1, (left.shape[1], -1))
             if "w2" in held:
                 y = functional.linear(y, held["w2"])
@@ -130,6 +135,7 @@ class Kronecker(Change):
                 y = functional.linear(functional.linear(y, held["w2_b"]), held["w2_a"])
             y = functional.linear(y.transpose(-1, -2), left).transpose(-1, -2).flatten(-2)
             return torch.cat([y[..., begin:end] for begin, end in self.rows], -1) if self.rows else y
+        # The same for a convolution: the blocks of channels are a batch while w2 is applied.
         y = x.unflatten(1, (left.shape[1], -1)).flatten(0, 1)
         ones = (1,) * (x.ndim - 2)
         if "t2" in held:

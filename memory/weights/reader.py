@@ -1,9 +1,11 @@
-"""Reads weights from files into flat buffers: in parallel, in the order in which they lie, cast on the way.
+"""Reads weights from files into flat buffers: in parallel, in the order of the files, cast on the way.
 
-What is read where is a plan of extents, made without touching a file. Files are read by plain reads, never mapped: a
-page fault cannot be prefetched, cancelled or reported. What is read to stay in RAM (`read`) leaves the page cache as
-it was: what the user's programs have there stays, and nothing is added, which would be a second copy. What is read to
-pass through (`read_batch`) is wanted again in the next step, and is left to the cache.
+A plan of file extents tells which bytes go where; making it touches no file. Files are read by plain reads and never
+mapped: a page fault can be neither prefetched, nor cancelled, nor reported.
+
+Weights that are to stay in RAM (`read`) leave the page cache as it was. A second copy there would push out files of
+other programs. Weights that pass through staging buffers (`read_batch`) are wanted again in the next step, and are left
+in the cache.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ from . import direct
 from .hostbuffer import bytes_of
 from .stored import Stamp, Stored, check_unchanged, disk_number
 
-READERS = 4  # one alone does not keep an NVMe disk busy
-FILLERS = 8  # of RAM, by direct reads, which nothing reads ahead for
+READERS = 4  # threads that fill staging buffers: one does not keep an NVMe disk busy
+FILLERS = 8  # threads that fill RAM: direct reads have no read-ahead, so more of them must be under way
 BATCH_BYTES = 16 * 2**20
-CAST_BYTES = 2 * 2**20  # of each reader, beside the buffer that is filled
-_CAST_ELEMENTS = 2**15 - 2**10  # at once: for more, torch would start a team of threads in each reader
-_GAP_BYTES = 2**17  # that no weight is read from is read over rather than left out
-_LOOK_SECONDS = 0.2
+CAST_BYTES = 2 * 2**20  # buffer of each reader for bytes that must be cast
+_CAST_ELEMENTS = 2**15 - 2**10  # cast at once: from 2**15 on torch would start a team of threads in each reader
+_GAP_BYTES = 2**17  # bytes without weights up to this size are read over, in one direct read instead of two
+_LOOK_SECONDS = 0.2  # between calls of `look`, at most
 _CUT_SHORT = "{} is cut short: it ended while it was read. Download it again."
 
 
 @dataclass(frozen=True)
 class FileExtent:
-    """A run of elements: so many of type `stored` from byte `offset` of a file, to byte `at` of a buffer as `dtype`.
+    """A run of `count` elements in a file: of type `stored`, from byte `offset`.
 
-    With a `stamp` the file must still be the one that has it.
+    They go to byte `at` of a buffer, cast to `dtype`. If there is a `stamp`, the file must still have it.
     """
 
     path: Path
@@ -60,7 +62,7 @@ class FileExtent:
         return self.count * self.stored.itemsize
 
     def split(self, stored_bytes: int) -> Iterator[FileExtent]:
-        """Yield the same in extents of at most so many bytes to read."""
+        """Yield the same as extents of at most `stored_bytes` to read, and at least one element."""
         step = max(1, stored_bytes // self.stored.itemsize)
         for first in range(0, self.count, step):
             yield FileExtent(
@@ -74,25 +76,28 @@ class FileExtent:
             )
 
 
-Job = tuple[FileExtent, torch.Tensor]  # and the buffer that it goes to
-Look = Callable[[int], None]  # called now and then with the bytes read so far; what it raises ends the reading
+Job = tuple[FileExtent, torch.Tensor]  # an extent, and the flat buffer that it goes to
+Look = Callable[[int], None]  # called now and then with the bytes read so far; an error in it ends the reading
 
 
 def extent_of(stored: Stored, dtype: torch.dtype, at: int) -> FileExtent:
-    """Return a whole tensor, to byte `at` of a buffer. It lies in one run."""
+    """Return the extent of a whole tensor, which must be one run in its file, to byte `at` of a buffer."""
     (extent,) = extents_of(stored, dtype, at)
     return extent
 
 
 def extents_of(stored: Stored, dtype: torch.dtype, at: int) -> Iterator[FileExtent]:
-    """Yield a whole tensor, to byte `at` of a buffer: one extent for each run that it lies in."""
+    """Yield the extents of a whole tensor, one for each run in its file, to byte `at` of a buffer."""
     for offset, count in stored.runs or ((stored.offset, prod(stored.shape)),):
         yield FileExtent(stored.path, offset, count, stored.dtype, dtype, at, stored.stamp)
         at += count * dtype.itemsize
 
 
 def batches(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs in the order of the files, large ones split, small ones together: each batch is of one file."""
+    """Return the jobs in the order of the files, in batches of one file each and `BATCH_BYTES` at most.
+
+    Large jobs are split, small ones are put together.
+    """
     split = [(part, buffer) for extent, buffer in jobs for part in extent.split(BATCH_BYTES)]
     made: list[list[Job]] = []
     held = 0
@@ -106,10 +111,10 @@ def batches(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def chunks(batch: list[Job], room: int) -> list[list[Job]]:
-    """Split and join the jobs of a batch, so that each list lies in one direct read of at most `room` bytes."""
+    """Return the jobs of a batch in lists, each of which one direct read of at most `room` bytes covers."""
     made: list[list[Job]] = []
     begin = end = 0
-    most = room - 2 * direct.SECTOR_BYTES  # whole sectors around it are read as well
+    most = room - 2 * direct.SECTOR_BYTES  # a direct read begins and ends at whole sectors
     split = [(part, buffer) for extent, buffer in batch for part in extent.split(most)]
     for part, buffer in sorted(split, key=lambda job: job[0].offset):
         stop = part.offset + part.stored_bytes
@@ -129,9 +134,9 @@ def read_batch(batch: list[Job]) -> None:
 
 
 def fill_batch(batch: list[Job], room: int) -> bool:
-    """Read the jobs of one batch, past the page cache where it has not got them. Raises as `read_batch` does.
+    """Read the jobs of one batch, past the page cache unless it has them. Raises as `read_batch` does.
 
-    By way of `room` bytes of this thread's, as `direct.chunk_bytes` has it. Returns whether all came from the disk.
+    Uses a chunk of `room` bytes for this thread: see `direct.chunk_bytes`. Return whether all bytes came from the disk.
     """
     from_disk = True
     with _opened(batch) as file:
@@ -146,19 +151,23 @@ def fill_batch(batch: list[Job], room: int) -> bool:
                     _read_extent(file, extent, buffer, room)
                 else:
                     _put(held[extent.offset - begin :][: extent.stored_bytes], extent, buffer)
-            if not was_cached:  # what reads that were not direct have brought, or looking for it
+            if not was_cached:  # sampling the cache, or reads that could not be direct, have filled it
                 direct.forget(file, begin, end)
     return from_disk
 
 
 @contextmanager
 def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
+    """Open the file of a batch, and check before and after the block that it is unchanged.
+
+    An OSError becomes one that names the file, unless it tells that the system is out of RAM.
+    """
     path, stamp = batch[0][0].path, batch[0][0].stamp
     try:
         with torch.inference_mode(), path.open("rb", buffering=0) as file:
             check_unchanged(path, stamp, os.fstat(file.fileno()))
             yield file  # type: ignore[misc]
-            check_unchanged(path, stamp, os.fstat(file.fileno()))  # nor was it written to meanwhile
+            check_unchanged(path, stamp, os.fstat(file.fileno()))  # it may have been written to meanwhile
     except OSError as error:
         if is_out_of_ram(error):
             raise
@@ -166,10 +175,10 @@ def _opened(batch: list[Job]) -> Iterator[BinaryIO]:
 
 
 def read(jobs: Iterable[Job], look: Look = lambda read: None) -> None:
-    """Read all jobs, by several threads, which are gone when this returns or raises.
+    """Read all jobs in several threads, which have ended when this returns or raises.
 
-    `look` is called between batches with the bytes read so far; what it raises ends the reading. Raises OSError or
-    ValueError, in one line that names the file; what the buffers hold after an error is undefined.
+    `look` is called between batches with the bytes read so far; an error that it raises ends the reading. Raises
+    OSError or ValueError, in one line that names the file. After an error the content of the buffers is undefined.
     """
     reading = Reading([list(jobs)], look)
     try:
@@ -179,16 +188,16 @@ def read(jobs: Iterable[Job], look: Look = lambda read: None) -> None:
 
 
 class Reading:
-    """Jobs under way in several threads, group after group, while others use what has come already. `close` ends it.
+    """Jobs that several threads read, group after group, while others use the weights that are there already.
 
-    It begins with `begin`, or when somebody waits. `look` is called by who waits, with the bytes read so far; what it
-    raises goes to them.
+    It starts with `begin`, or when somebody waits. `look` is called in the thread that waits, with the bytes read so
+    far; an error that it raises goes there. `close` ends it.
     """
 
     def __init__(self, groups: Iterable[Sequence[Job]], look: Look = lambda read: None) -> None:
         self._look = look
         self._changed = threading.Condition()
-        self._left: Counter[int] = Counter()  # batches, by the address of the buffer that they go to
+        self._left: Counter[int] = Counter()  # address of a buffer -> batches that still have to fill it
         self._error: BaseException | None = None
         self._closed = False
         self._so_far = 0
@@ -199,11 +208,11 @@ class Reading:
             self._left.update(_buffers(batch))
         self._room = direct.chunk_bytes(sum(extent.stored_bytes for batch in work for extent, _ in batch))
         self._order = [(sum(extent.stored_bytes for extent, _ in batch), _buffers(batch)) for batch in work]
-        self._work = work  # until it begins
+        self._work = work  # empty once the threads have been started
         self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
 
     def begin(self) -> None:
-        """Start the threads, if they do not read yet."""
+        """Start the threads, if they have not been started."""
         with self._changed:
             work, self._work = self._work, []
             if not work or self._closed:
@@ -211,11 +220,11 @@ class Reading:
             self._start = time.perf_counter()
         for batch in work:
             self._pool.submit(self._fill, batch)
-        self._pool.shutdown(wait=False)  # the threads go when all is read
+        self._pool.shutdown(wait=False)  # the threads end when all is read
 
     @property
     def done(self) -> bool:
-        """Return whether nothing is being read any more, and nothing failed."""
+        """Return whether everything has been read. False for ever after an error."""
         return not self._left
 
     @property
@@ -225,7 +234,7 @@ class Reading:
 
     @property
     def failed(self) -> bool:
-        """Return whether something could not be read: what has not come does not come any more."""
+        """Return whether a read has failed. Weights that are not there by then will never be."""
         return self._error is not None
 
     @property
@@ -234,17 +243,17 @@ class Reading:
         return self._order
 
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether these have come, as far as they are read here."""
+        """Return whether these tensors have been read. True for tensors that are not read here."""
         return not self._left or not any(address_of(tensor) in self._left for tensor in tensors)
 
     def wait(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Wait until these have come, as far as they are read here, or everything has. Raises what the reading raised.
+        """Wait until these tensors have been read; by default, all. Raises the error of the reading.
 
-        RuntimeError if it was ended before.
+        RuntimeError if it was closed before.
         """
         self.begin()
         wanted = None if tensors is None else {address_of(tensor) for tensor in tensors}
-        seen, look = 0, self._look  # it is let go of when all has come
+        seen, look = 0, self._look  # `_fill` replaces it after the last batch
         while True:
             with self._changed:
                 if self._error:
@@ -261,7 +270,7 @@ class Reading:
             look(self._so_far)
 
     def close(self) -> None:
-        """End it, if it has not ended, and wait until no thread writes to a buffer any more."""
+        """End the reading, and wait until no thread writes to a buffer any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -269,6 +278,7 @@ class Reading:
         self._look = lambda read: None
 
     def _fill(self, batch: list[Job]) -> None:
+        """Read one batch, in a thread. After the last, note the speed of the disk."""
         try:
             if self._closed or self._error:
                 return
@@ -281,7 +291,7 @@ class Reading:
             return
         with self._changed:
             if not from_disk:
-                self._disks.add(None)  # the page cache
+                self._disks.add(None)  # from the page cache: the time tells nothing of the disk
             self._so_far += sum(extent.stored_bytes for extent, _ in batch)
             for address in _buffers(batch):
                 self._left[address] -= 1
@@ -290,13 +300,13 @@ class Reading:
             self._changed.notify_all()
             last = not self._left
         if last:
-            self._look = lambda read: None  # it may hold what the weights are of
+            self._look = lambda read: None  # it may refer to the unit, which should not live on through this reading
             only = self._disks.pop() if len(self._disks) == 1 else None
             observe_disk(self._so_far, time.perf_counter() - self._start, only)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the buffer begins that a tensor lies in."""
+    """Return the address of the buffer that a tensor is a view into."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -305,6 +315,7 @@ def _buffers(batch: list[Job]) -> set[int]:
 
 
 def _read_extent(file: BinaryIO, extent: FileExtent, buffer: torch.Tensor, room: int = CAST_BYTES) -> None:
+    """Read one extent to its place in the buffer, through a small buffer of `room` bytes if it must be cast."""
     file.seek(extent.offset)
     if extent.stored == extent.dtype:
         _read_exactly(file, bytes_of(buffer)[extent.at : extent.at + extent.stored_bytes], extent.path)
@@ -317,20 +328,20 @@ def _read_extent(file: BinaryIO, extent: FileExtent, buffer: torch.Tensor, room:
 
 
 def _put(source: memoryview, extent: FileExtent, buffer: torch.Tensor) -> None:
-    """Put the bytes of a extent where they belong. ValueError if they are not all there."""
+    """Put the bytes of an extent where they belong. ValueError if some are missing."""
     if len(source) < extent.stored_bytes:
         raise ValueError(_CUT_SHORT.format(extent.path))
     stored = torch.frombuffer(source, dtype=extent.stored, count=extent.count)
     target = buffer[extent.at : extent.at + extent.count * extent.dtype.itemsize].view(extent.dtype)
     if extent.stored == extent.dtype and stored.nbytes == target.nbytes:
-        ctypes.memmove(target.data_ptr(), stored.data_ptr(), stored.nbytes)  # others may run meanwhile
+        ctypes.memmove(target.data_ptr(), stored.data_ptr(), stored.nbytes)  # releases the GIL
         return
-    # In one call: with one for each, the readers would wait for each other's Python.
+    # One call for all: between many small ones the readers would compete for the GIL.
     torch._foreach_copy_(target.split(_CAST_ELEMENTS), stored.split(_CAST_ELEMENTS))
 
 
 def _read_exactly(file: BinaryIO, target: memoryview, path: Path) -> None:
-    while target:  # one read may bring less than all
+    while target:  # a read may return fewer bytes than asked for
         count = file.readinto(target)  # type: ignore[attr-defined]
         if not count:
             raise ValueError(_CUT_SHORT.format(path))

@@ -1,7 +1,7 @@
-"""The content of safetensors files by their headers: sizes, types, and whether a file is whole.
+"""The content of safetensors files by their headers: the places, shapes and types of tensors, and stamps of files.
 
-Pickled weights are refused, by name and by what they begin with. Reading a header costs a few kilobytes whatever the
-size of the file, and what it says is checked: nothing is ever allocated for what a file only claims to hold.
+Pickled weights are refused, by their name and by their first bytes. Reading a header costs a few kilobytes whatever the
+size of the file. Its numbers are checked before use: no memory is allocated for a size that a file only claims.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WHOLE_NUMBERS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# All that the format knows, by the bits of an element.
+# All types of the format -> bits of an element.
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32,
     "U64": 64, "C64": 64,
@@ -48,20 +48,20 @@ _BITS = {
 _PICKLES = (".bin", ".ckpt", ".pt", ".pt2", ".pth", ".pkl")
 _PICKLE_STARTS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch's zip archives first
 _MAX_HEADER_BYTES = 16 * 2**20
-_MAX_NUMBERS = 34  # of a tensor: two offsets and its sizes
+_MAX_NUMBERS = 34  # of one tensor: two offsets, and at most 32 sizes
 _WHOLE_BYTES = 4 * 2**20  # files up to this size are hashed whole
 _SAMPLE_BYTES, _SAMPLES = 64 * 1024, 16
 
 
-Stamp = tuple[int, int]  # bytes of a file, and when it was last written to
+Stamp = tuple[int, int]  # bytes of a file, and its modification time in ns
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in a file: contiguous, from `offset` bytes after the start of the file.
+    """The place of a tensor in a file: `shape` elements of `dtype`, from byte `offset` on.
 
-    `stamp` is the file's when its header was read. What does not lie in one run lies in several, which follow each
-    other in the tensor: `runs` has the offset of each, the first in `offset` too, and how many elements it has.
+    `stamp` is the file's when its header was read. A tensor that is not contiguous in the file has `runs`: the offset
+    and the number of elements of each run, in the order of the tensor. Its first offset is `offset` too.
     """
 
     path: Path
@@ -73,15 +73,15 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def find_weights(folder: Path) -> tuple[list[Path], str | None]:
-    """Return the safetensors files of one model folder, and their variant ("fp16") if they have no plain name.
+    """Return the safetensors files of a model folder, and their variant such as "fp16"; None for the plain name.
 
-    Raises FileNotFoundError when there are none, or when a shard that the index names is not there, and ValueError when
-    there are only pickled ones.
+    Raises FileNotFoundError if there are none, or a shard of the index is missing. Raises ValueError if there are only
+    pickled files.
     """
     incomplete = ""
     indexes = {path: _shards(path) for path in folder.glob("*.safetensors.index*.json")}
@@ -104,7 +104,7 @@ def find_weights(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index of weights names: plain names, of safetensors files beside it."""
+    """Return the files that an index names. ValueError if they are not safetensors files beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} is not an index of weights. Download it again.")
@@ -118,12 +118,12 @@ def _shards(index: Path) -> list[Path]:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise ValueError for a file that its name, or what it begins with, says to be a pickle."""
+    """Raise ValueError for a file whose name or first bytes are those of a pickle."""
     is_pickle = path.suffix.lower() in _PICKLES
     if not is_pickle and path.suffix == ".safetensors" and path.is_file():
         with path.open("rb") as file:
             start = file.read(8)
-        # Two bytes may begin a good header too, whose length is below that of a pickle's.
+        # A good header can begin with these two bytes. As a length they are then below the limit; a pickle's 8 are not.
         is_pickle = start.startswith(_PICKLE_STARTS) and int.from_bytes(start, "little") > _MAX_HEADER_BYTES
     if is_pickle:
         raise ValueError(
@@ -135,8 +135,8 @@ def refuse_pickle(path: Path) -> None:
 def read_header(path: Path) -> dict[str, Any]:
     """Return the tensors of a safetensors file: name -> {"dtype", "shape", "data_offsets"}.
 
-    They fill the rest of the file without gaps. Raises FileNotFoundError, or ValueError if the file is damaged, or
-    shorter than its header says, or something else.
+    They fill the rest of the file without gaps. Raises FileNotFoundError. Raises ValueError if the file is damaged, has
+    another size than its header tells, or is not safetensors.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. Put it back, or download it again.")
@@ -174,7 +174,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked_end(header: dict[str, Any]) -> int:
-    """Where the last tensor ends. Raises an error of some kind for entries that no writer makes."""
+    """Return the byte where the last tensor ends. Raises some error for entries that no writer makes."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         (begin, stop), shape = entry["data_offsets"], entry["shape"]
@@ -188,7 +188,7 @@ def _checked_end(header: dict[str, Any]) -> int:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
-    """Where every tensor of the files lies, by name; without those of types that torch does not know.
+    """Return the place of every tensor of the files, by name, but for types that torch does not have.
 
     Raises ValueError if a file is damaged or cut short.
     """
@@ -205,20 +205,20 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def check_unchanged(path: Path, stamp: Stamp | None, stat: os.stat_result | None = None) -> None:
-    """Raise ValueError for a file that is another than the one whose stamp that is. `stat` is of the file, if open."""
+    """Raise ValueError if a file no longer has the stamp. `stat` saves a call where the file is open."""
     now = stat or path.stat()
     if stamp not in (None, (now.st_size, now.st_mtime_ns)):
         raise ValueError(f"{path} was changed since the pipeline was opened. Open the pipeline again.")
 
 
 def stamps_of(files: Iterable[Path]) -> tuple[tuple[Path, Stamp], ...]:
-    """Return the files, wherever links to them lie, each with its stamp: what tells their content from any other."""
+    """Return the files with their links resolved, each with its stamp. Equal results mean equal content."""
     found = [(path.resolve(), path.stat()) for path in files]
     return tuple(sorted((path, (stat.st_size, stat.st_mtime_ns)) for path, stat in found))
 
 
 def disk_number(path: Path) -> int | None:
-    """Return the device number of the disk that a file lies on; None where it is gone."""
+    """Return the device number of the disk that a file is on; None if the file is gone."""
     try:
         return path.stat().st_dev
     except OSError:
@@ -226,7 +226,7 @@ def disk_number(path: Path) -> int | None:
 
 
 def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
-    """Return whether a file is there, and still the one whose stamp that is."""
+    """Return whether a file exists and still has the stamp."""
     try:
         stat = path.stat()
     except OSError:
@@ -235,7 +235,7 @@ def is_unchanged(path: Path, stamp: Stamp | None) -> bool:
 
 
 def stored_dtype(files: Iterable[Path]) -> torch.dtype:
-    """Return the floating type that most bytes of the files are stored in; float32 if they hold none."""
+    """Return the floating type of most bytes in the files; float32 if they have none."""
     counts: Counter[torch.dtype] = Counter()
     for path in files:
         for entry in read_header(path).values():
@@ -246,7 +246,7 @@ def stored_dtype(files: Iterable[Path]) -> torch.dtype:
 
 
 def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read the named tensors that the files hold, to the CPU."""
+    """Read the named tensors that the files have, to the CPU."""
     from safetensors import safe_open
 
     wanted, found = set(names), {}
@@ -260,7 +260,7 @@ def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch
 def file_identity(path: Path) -> str:
     """Return a digest that changes when the file does.
 
-    Files of up to 4 MB are read whole; of larger ones the size, the time and 16 places count, the header first.
+    It covers files of up to 4 MB whole. Of larger ones it covers the size, the time and 16 samples, the header first.
     """
     stat = path.stat()
     return _file_identity(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -1,4 +1,4 @@
-"""The structure of a module: the places of its weights, and its lists of blocks."""
+"""The structure of a module: references to its parameters and buffers, and its lists of blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import nn
 from ..codecs.codec import Codec
 from .encoding import Encoding, encoding_of
 
-BRANCH = "_branch_"  # what the names of a LoRA's tensors begin with, among the buffers of the module that it changes
-_SMALL_SHARE = 0.01  # lists below this part of a module's weights are not worth a gate at every call
+BRANCH = "_branch_"  # prefix of a LoRA's buffers in the module that it changes
+_SMALL_SHARE = 0.01  # of a module's weights: smaller lists are not worth a gate at every call
 
 
 @dataclass
 class ParameterRef:
-    """The place of one parameter or buffer: `holder[key]`, where holder is a module's `_parameters` or `_buffers`.
+    """A reference to one parameter or buffer: `holder[key]`, in a module's `_parameters` or `_buffers`.
 
-    `tensor` is the host's. Of an encoded parameter that is its bytes: the module holds `shown`, and what `here` of the
-    bytes is on the device.
+    `tensor` is the host's copy, which stays the truth. An encoded parameter has three tensors. `tensor` is its stored
+    bytes on the host, flat uint8. `shown` is the empty parameter on `meta` that the module holds. `here` is the copy of
+    the stored bytes on the device, while there is one.
     """
 
     holder: dict[str, Any]
@@ -32,26 +33,26 @@ class ParameterRef:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding of an encoded parameter."""
+        """The encoding of an encoded parameter; None for a plain one."""
         return encoding_of(self.shown) if self.shown is not None else None
 
     @property
     def codec(self) -> Codec | None:
-        """How an encoded parameter is stored."""
+        """The codec of an encoded parameter; None for a plain one."""
         return self.encoding.codec if self.encoding else None
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the parameter or buffer as the module's code sees it."""
+        """Bytes of the parameter or buffer as the module's code sees it, that is, dequantized."""
         return (self.tensor if self.shown is None else self.shown).nbytes
 
     @property
     def is_branch(self) -> bool:
-        """Return whether a LoRA has put it there: it divides nothing, and is in no file."""
+        """Return whether it belongs to a LoRA. Such a buffer is in no file, and does not change the weight groups."""
         return self.key.startswith(BRANCH)
 
     def set(self, tensor: torch.Tensor) -> None:
-        """Use a device's copy of the host's tensor."""
+        """Use `tensor`, a device copy of the host's tensor."""
         if self.shown is not None:
             self.here = tensor
             return
@@ -60,12 +61,12 @@ class ParameterRef:
         self.holder[self.key] = tensor
 
     def restore(self) -> None:
-        """Give the module back its tensor on the host."""
+        """Give the module its host tensor back, and forget the device copy."""
         self.holder[self.key] = self.tensor if self.shown is None else self.shown
         self.here = None
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Replace the host's tensor. A copy in use on a device stays so."""
+        """Replace the host's tensor, such as by a view into a flat buffer. A device copy in use stays in use."""
         if self.encoding:
             self.encoding.flat = tensor
         elif self.holder[self.key] is self.tensor:
@@ -74,13 +75,13 @@ class ParameterRef:
 
 
 def parameter_refs(module: nn.Module) -> Iterator[ParameterRef]:
-    """Every parameter and buffer of a module, tied ones as often as they are held."""
+    """Yield references to every parameter and buffer of a module; tied ones once for each holder."""
     for owner in module.modules():
         yield from own_refs(owner)
 
 
 def own_refs(module: nn.Module) -> Iterator[ParameterRef]:
-    """Yield the parameters and buffers that a module holds itself, without those of its children."""
+    """Yield references to the parameters and buffers that a module holds itself, without its children's."""
     for holder in (module._parameters, module._buffers):
         for key, tensor in holder.items():
             if tensor is not None and (encoding := encoding_of(tensor)):
@@ -90,9 +91,10 @@ def own_refs(module: nn.Module) -> Iterator[ParameterRef]:
 
 
 def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the lists of blocks of a module, at whatever depth, none inside another, in the order of the module.
+    """Return the paths and lists of a module's blocks, such as transformer blocks, in the order of the module.
 
-    A list counts if its members are called (so not lists of lists) and hold a part of the weights worth streaming.
+    Lists inside a list are left out. All members of a list must be modules that can be called, which lists are not. It
+    must have at least 1 % of the weights.
     """
     total = sum(p.nbytes for p in module.parameters())
     found: list[tuple[str, nn.ModuleList]] = []
@@ -106,5 +108,5 @@ def block_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return whether a module can be called, which lists of modules or of parameters cannot."""
+    """Return whether a module can be called; lists of modules or of parameters cannot."""
     return getattr(type(module), "forward", None) is not nn.Module.forward

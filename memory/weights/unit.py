@@ -1,7 +1,7 @@
-"""ManagedModel: one module whose weights move between the tiers disk, host and device.
+"""ManagedModel: one module whose weights move between disk, host and device. The project calls it a unit.
 
-The module object itself never goes away: on the disk tier its parameters are on `meta`, on the host tier they are (all
-or those of some groups) the CPU tensors that stay the truth, on the device tier they are (wholly or in part) copies.
+The module object itself stays. On the disk tier its parameters are on `meta`. On the host tier they are CPU tensors,
+all or those of some weight groups, which stay the truth. On the device tier they are, wholly or in part, device copies.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ if TYPE_CHECKING:
     from ..codecs.making import Maker
     from ..engine.placement import Placement
 
-# To be held while a module is built on `meta`: accelerate and the libraries' own loaders patch torch for the process.
+# Hold this while building a module on `meta`: accelerate and the libraries' loaders patch torch for the whole process.
 building = threading.RLock()
 
 
 class ManagedModel:
-    """A module, its role, where its weights are now, and how to read them again.
+    """A unit: a module, its role, where its weights are now, and how to read them again.
 
-    `build` returns the module's structure with parameters on `meta`; `read` returns a module of the same structure
-    with its weights on the CPU, and is None for a module that only exists in memory (it is then never dropped to
-    disk). Both are called when first needed. `label` tells units of several pipelines apart. `stored` tells where the
-    weights lie in the files, by name: if it names them all they are read from there, and `read` is not called.
-    With a `maker`, weights that are plain there are encoded when they are read, and cannot be run from disk, unless a
-    `made_file` keeps what is made. `key` says which model this is, so that whoever runs the same one gets this unit
-    (see `MemoryManager.claim`).
+    `build` returns the module's structure with parameters on `meta`. `read` returns a module of the same structure with
+    its weights on the CPU. It is None for a module that exists in memory only, which is never dropped. `stored` returns
+    the places of weights in files, by name. If it names them all they are read from there, and `read` is not called.
+    All three are called when they are first needed.
+
+    `label` tells units of several pipelines apart. `key` identifies the model, so that all pipelines that run it share
+    one unit (see `MemoryManager.claim`).
+
+    With a `maker`, plain weights are encoded when they are read. The unit can then not run from disk, unless a
+    `made_file` keeps the encoded weights.
     """
 
     def __init__(
@@ -66,32 +69,32 @@ class ManagedModel:
         self.role: Role = role
         self.label = label
         self.key = key
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # who has claimed it
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # pipelines that have claimed it
         self.placement: Placement | None = None
         self.pinned = False
         self.leases = 0
         self.last_use = 0
-        self.stages = 0  # that run it now, one within the other
-        self.calls = CallOrder()  # of the modules inside, as far as is known
-        self.batch_dims: Mapping[str, int] = {}  # arguments whose batch is not their first dimension
+        self.stages = 0  # stages that run it now, one inside the other
+        self.calls = CallOrder()  # as far as dry runs have seen the calls
+        self.batch_dims: Mapping[str, int] = {}  # argument -> its batch dimension, where it is not the first
         self._build = build
         self._read = read
         self._stored = stored
         self.maker: Maker | None = None  # these two are set before the module is first asked for
         self.made_file: Path | None = None
-        self._unmade: tuple[Callable[[], Mapping[str, Source]], Maker] | None = None  # while it runs from that file
+        self._unmade: tuple[Callable[[], Mapping[str, Source]], Maker] | None = None  # `_stored`, `maker` to return to
         self._module: nn.Module | None = None
         self._on_host = False
-        self._held: dict[int, int] = {}  # of the groups that are in RAM where not all is: their bytes
-        self._held_calls = CallOrder()  # by which it was divided into these
-        self._coming: frozenset[int] = frozenset()  # of them, what the reading brings
-        self.reading: Reading | None = None  # that brings the weights to RAM, as long as that is under way
+        self._held: dict[int, int] = {}  # group in RAM -> its bytes, where RAM does not hold all weights
+        self._held_calls = CallOrder()  # the calls that these groups were divided by
+        self._coming: frozenset[int] = frozenset()  # groups of `_held` that the reading brings
+        self.reading: Reading | None = None  # the reading to RAM that is under way
         self._adapters: ActiveAdapters = ()
-        self._size_bytes: int | None = None  # counted once: it is asked for often, of modules of thousands of parts
+        self._size_bytes: int | None = None  # cached: it is asked for often, and modules have thousands of parameters
 
     @classmethod
     def from_module(cls, name: str, role: Role, module: nn.Module) -> ManagedModel:
-        """Return a unit around a module that is already in memory, on the CPU."""
+        """Return a unit around a module that is in memory already, on the CPU."""
         unit = cls(name, role, build=lambda: module)
         unit.module.requires_grad_(False)
         unit._on_host = True
@@ -99,10 +102,10 @@ class ManagedModel:
 
     @property
     def module(self) -> nn.Module:
-        """The one module object of this unit, whatever its tier."""
+        """The one module object of this unit, on every tier. Built at the first call."""
         with building:
             if self._module is None:
-                stored = self._found() if self._stored else {}  # here: it may build the module too, under this lock
+                stored = self._found() if self._stored else {}  # here: in `_apart`'s thread it would wait for this lock
                 module = _apart(functools.partial(self._build_encoded, stored)).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
@@ -110,6 +113,7 @@ class ManagedModel:
         return self._module
 
     def _build_encoded(self, stored: Mapping[str, Source]) -> nn.Module:
+        """Build the module, and mark the parameters that are stored encoded or are to be encoded."""
         module = self._build()
         mark_encoded(module, stored)
         if self.maker:
@@ -117,7 +121,10 @@ class ManagedModel:
         return module
 
     def _found(self) -> Mapping[str, Source]:
-        """Where the weights lie: in the file of what was made of them, if there is one by now."""
+        """Return the places of the weights: in the `made_file` if it exists, else in the model's own files.
+
+        From then on the unit runs from the file that was found.
+        """
         stored = self._stored() if self._stored else {}
         if self.maker and self.made_file and (made := read_made(self.made_file, stored)) is not None:
             self._unmade = (lambda: stored), self.maker
@@ -126,9 +133,9 @@ class ManagedModel:
         return stored
 
     def check_made(self) -> None:
-        """Note that its `made_file` is used now; one that is gone, or another by now, is given up, and to be made anew.
+        """Note that the `made_file` is in use. If it is gone or was changed, return to the model's own files.
 
-        Not for a unit that is placed.
+        The file is then to be made anew. Not for a unit in place.
         """
         if self._unmade is None or self.made_file is None:
             return
@@ -151,17 +158,18 @@ class ManagedModel:
 
     @property
     def unmade_bytes(self) -> int:
-        """Bytes of its plain weights that are to be encoded into the `made_file`, as long as there is none."""
+        """Bytes of the plain weights that are to be encoded into the `made_file`; 0 if it exists or none is wanted."""
         module = self.module  # which looks for that file
         if not (self.maker and self.made_file and self._stored):
             return 0
         return sum(ref.plain_bytes for ref in parameter_refs(module) if ref.encoding and ref.encoding.maker)
 
     def keep_made(self, look: Look = lambda read: None) -> None:
-        """Encode its weights into its `made_file`, and run from there from now on. What RAM holds of it is given up.
+        """Encode the weights into the `made_file`, and run from there from now on. The host copy is dropped.
 
-        `look` is called with the bytes read so far; what it raises ends it, and leaves all as it was. Raises OSError,
-        in one line, where the disk has no room. RuntimeError for one that is in use.
+        `look` is called with the bytes read so far; an error that it raises ends the encoding. Raises OSError, in one
+        line, if the disk has no room. ValueError if the weights are not read from files as they are. RuntimeError for a
+        unit in place.
         """
         if not self.unmade_bytes or self.made_file is None or self._stored is None:
             return
@@ -185,7 +193,7 @@ class ManagedModel:
     def skeleton(self) -> nn.Module:
         """Return the structure once more, with parameters on `meta`, for a run on shapes.
 
-        RuntimeError for a unit made of a module, which there is only one of.
+        RuntimeError for a unit made of a module in memory, which cannot be built again.
         """
         if self._on_host and self._read is None:
             raise RuntimeError(f"{self.name} is a module in memory, and cannot be built once more.")
@@ -196,15 +204,13 @@ class ManagedModel:
         return module
 
     def _shapes(self) -> nn.Module:
+        """Build the structure with the branches of the active adapters."""
         module = self._build()
         attach_shapes(module, self._adapters)
         return module
 
     def double(self) -> nn.Module:
-        """Return a module that shares all parts of this one and answers as it does, for a run on shapes.
-
-        Its calls are set.
-        """
+        """Return a shallow copy of the module without wrappers of its `forward`, for a run on shapes."""
         double = copy.copy(self.module)
         vars(double).pop("forward", None)
         vars(double)["_runs_on"] = torch.device("meta")
@@ -212,14 +218,14 @@ class ManagedModel:
 
     @property
     def active_adapters(self) -> ActiveAdapters:
-        """The adapters that it runs with, each with its strength."""
+        """The adapters that the unit runs with, each with its strength."""
         return self._adapters
 
     def set_adapters(self, adapters: ActiveAdapters) -> None:
-        """Run with these adapters, which fit, and no others. Another strength is a number: nothing is moved.
+        """Run with these adapters, which must fit, and no others. A new strength alone moves nothing.
 
-        Their bytes count with the weights, and are in RAM for as long as they are active. RuntimeError for one that is
-        on the device, where they are others than before.
+        Their bytes count with the weights, and stay in RAM as long as they are active. RuntimeError if other adapters
+        are set while the unit is on the device.
         """
         if keys_of(adapters) != keys_of(self._adapters):
             if self.placement is not None:
@@ -234,7 +240,10 @@ class ManagedModel:
         self._adapters = tuple(adapters)
 
     def clear_adapters(self) -> None:
-        """Run with no adapters. May be called by the collector, in whatever thread: it waits for no lock."""
+        """Run with no adapters. The garbage collector may call this in any thread, so it takes no lock.
+
+        Does nothing for a unit in place.
+        """
         if self._adapters and self._module is not None and self.placement is None:
             left = self._size_bytes and self._size_bytes - self.branch_bytes
             detach(self._module)
@@ -242,7 +251,10 @@ class ManagedModel:
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """For dry runs as if it had none; the module itself keeps what it has. No other stage may run meanwhile."""
+        """Show dry runs the unit without adapters, until the block ends. No other stage may run meanwhile.
+
+        The module itself keeps its branches.
+        """
         adapters, self._adapters = self._adapters, ()
         try:
             yield
@@ -251,17 +263,17 @@ class ManagedModel:
 
     @property
     def branch_bytes(self) -> int:
-        """Bytes of its adapters."""
+        """Bytes of the active adapters."""
         return sum(adapter.nbytes for adapter, _ in self._adapters)
 
     def learn(self, seen: CallOrder) -> None:
-        """Note what a dry run saw of the calls inside; what was known of them before stays so."""
+        """Add the calls that a dry run saw to those known. The known order stays, and new paths come behind it."""
         known, there = self.calls, set(self.calls.order)
         order = (*known.order, *(path for path in seen.order if path not in there))
         self.calls = CallOrder(order, known.whole | seen.whole, known.outside | seen.outside, known.blocks)
 
     def runs_on(self, device: torch.device) -> None:
-        """Say where the module runs. Callers ask `module.device` where its inputs belong, wherever its weights are."""
+        """Set the device that `module.device` reports: callers send inputs there, wherever the weights are."""
         vars(self.module)["_runs_on"] = device
 
     @property
@@ -273,7 +285,7 @@ class ManagedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all weights and buffers; tied ones count once."""
+        """Bytes of all weights and buffers as they are held, adapters included; tied ones count once."""
         if self._size_bytes is None:
             self._size_bytes = sum({id(ref.tensor): ref.tensor.nbytes for ref in self._host_refs()}.values())
         return self._size_bytes
@@ -285,42 +297,47 @@ class ManagedModel:
 
     @property
     def host_bytes(self) -> int:
-        """RAM taken by weights now."""
+        """Bytes of RAM taken now, staging buffers of the placement included."""
         weights = self.size_bytes if self._on_host else sum(self._held.values())
         return weights + (self.placement.host_bytes if self.placement else 0)
 
     @property
     def disk(self) -> int | None:
-        """The device number of the disk that its weights are read from; None where no file is known, or it is gone."""
+        """The device number of the disk that the weights are read from; None if no file is known, or it is gone."""
         first = next(iter(self._stored().values()), None) if self._stored else None
         return None if first is None else disk_number(first.path)
 
     @property
     def in_ram(self) -> bool:
-        """Return whether RAM holds all the weights."""
+        """Return whether RAM holds all weights, or is being filled with all."""
         return self._on_host
 
     @property
     def held(self) -> frozenset[int]:
-        """Which of its groups RAM holds, where it does not hold all the weights, as it is divided now."""
+        """The numbers of the weight groups in RAM, or being read to it, where it does not hold all weights.
+
+        Empty if the module is divided by other calls now.
+        """
         return frozenset(self._held if self._held_calls == self.calls else ())
 
     @property
     def is_cached(self) -> bool:
-        """Return whether nobody who claimed it is left, so that it is only kept in case somebody does again."""
+        """Return whether all its claimants are gone, so that it is only kept in case somebody claims it again."""
         return self.key is not None and next(iter(self.owners), None) is None
 
     @property
     def reloadable(self) -> bool:
-        """Return whether the host copy may be dropped."""
+        """Return whether the host copy may be dropped, since it can be read again."""
         return self._read is not None
 
     def load(self, look: Look = lambda read: None, behind: bool = False) -> int:
-        """Bring the weights from disk to RAM if they are not there yet. Returns the bytes of files that takes.
+        """Bring all weights from disk to RAM. Return the bytes of files that are read; 0 if they are there already.
 
-        `look` is called meanwhile with the bytes read so far, 0 where that is not known. What it raises ends the
-        reading, and nothing of what was read stays. With `behind` this returns at once where it can; then the unit has
-        a `reading`, whose `wait` must be asked before weights are looked at.
+        `look` is called meanwhile with the bytes read so far, or 0 where they are not known. An error that it raises
+        ends the reading, and nothing read stays.
+
+        With `behind` this returns at once where it can, with a `reading` under way. Wait for that before weights are
+        used.
         """
         if self._on_host or self._read is None:
             if not behind:
@@ -334,13 +351,16 @@ class ManagedModel:
                 with building, torch.inference_mode(), Interruptible(look):
                     _adopt_tensors(self.module, self._read(), self.name)
         except BaseException as error:
-            release_frames(error)  # they hold what was read so far, and whoever shows the error holds them
+            release_frames(error)  # the traceback would keep the weights read so far in RAM
             raise
         self._is_in_ram()
         return coming
 
     def bytes_to_read(self, groups: Collection[int] | None = None) -> int:
-        """Bytes of files that `load` takes, or `hold` for these groups; of the weights where files do not tell."""
+        """Return the bytes of files that `load` would read, or `hold` for these groups.
+
+        The bytes of weights if the places in files are not known.
+        """
         if self._on_host or self._read is None:
             return 0
         missing = None if groups is None else set(groups) - self.held
@@ -348,9 +368,9 @@ class ManagedModel:
         return self.size_bytes - self.branch_bytes if told is None else told
 
     def read_ahead(self, look: Look = lambda read: None) -> int:
-        """Begin to bring the weights to RAM, as `load` does with `behind`. Returns the bytes that come.
+        """Begin to read all weights to RAM, and return the bytes of files that come.
 
-        0, and nothing is done, where they are there or only `load` can bring them.
+        0, and nothing is done, if they are there or only `load` can read them.
         """
         if self._on_host or self._read is None or self._stored is None or self.maker:
             return 0
@@ -362,12 +382,12 @@ class ManagedModel:
         return coming
 
     def _is_in_ram(self) -> None:
-        """Note that RAM holds all, or soon does."""
+        """Note that RAM holds all weights, or will when the reading ends."""
         self._on_host, self._size_bytes, self._held_calls = True, None, self.calls
         self._held.clear()
 
     def await_reading(self) -> None:
-        """Wait until all that is being read has come. Raises what the reading raised; then it is given up."""
+        """Wait until the reading has ended. Raises its error, after giving up the reading."""
         if self.reading is None:
             return
         try:
@@ -378,12 +398,12 @@ class ManagedModel:
         self.forget_reading()
 
     def forget_reading(self) -> None:
-        """Note that everything has come, if it has."""
+        """Forget the reading if it has ended well."""
         if self.reading and self.reading.done:
             self.reading = None
 
     def give_up_reading(self) -> None:
-        """End a reading that has not ended well, with all that it has brought. Not while the unit is placed."""
+        """Cancel a reading, with all that it has read. Does nothing if it has ended well, or the unit is in place."""
         self.forget_reading()
         if self.reading and self.placement is None:
             there = set(self._held) - self._coming
@@ -392,9 +412,10 @@ class ManagedModel:
             self.keep(there) if there else self.drop()
 
     def hold(self, groups: Collection[int], look: Look = lambda read: None, behind: bool = False) -> int:
-        """Bring just these of its groups to RAM, as `divide` numbers them, beside those that are there; as `load` does.
+        """Bring these weight groups to RAM, beside those that are there. Return the bytes of files that are read.
 
-        For a unit that has a `source`, and is not in RAM as a whole.
+        `groups` are numbers in the division by `calls`; `look` and `behind` are as in `load`. For units with a `source`
+        whose weights are not all in RAM.
         """
         if self._held and self._held_calls != self.calls:
             self.drop()
@@ -419,7 +440,11 @@ class ManagedModel:
         return coming
 
     def keep(self, groups: Collection[int]) -> int:
-        """Give up what is in RAM of it but these of its groups. Returns the bytes freed."""
+        """Drop everything in RAM but these weight groups. Return the bytes freed.
+
+        Everything is dropped if the division has changed, or a reading brings other groups. RuntimeError for a unit in
+        place.
+        """
         if not (self._on_host or self._held) or self._held_calls != self.calls or self.source() is None:
             return self.drop()
         self._refuse_if_placed()
@@ -435,24 +460,25 @@ class ManagedModel:
         return before - self.host_bytes
 
     def _groups(self) -> list[GroupWeights]:
+        """Return the weight groups of the module by the calls known now."""
         return divide(self.module, list(parameter_refs(self.module)), self.calls).groups
 
     def source(self) -> Mapping[str, Source] | None:
-        """Where the weights lie in files, for an engine to run from there without a `load`.
+        """Return the places of the weights in files, for an engine that runs from there.
 
-        None where only `load` can read them. Raises ValueError if a file is damaged.
+        None if only `load` can read them. Raises ValueError if a file is damaged.
         """
         stored = self._stored() if self._stored and not self.maker else {}
         return stored if stored and find_stored(self.module, stored) is not None else None
 
     def file_bytes(self) -> dict[int, int]:
-        """Return the bytes of files that each of the tensors takes that lie there, by the `id` of what it holds now."""
+        """Return the bytes of files of each tensor that has a place there, by the `id` of its host tensor."""
         stored = self._stored() if self._stored else {}
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(host_tensor(each)): file_bytes(at) for name, each in named if (at := stored.get(name)) is not None}
 
     def is_stale(self) -> bool:
-        """Return whether files that it is read from are others by now, or gone."""
+        """Return whether a file that it is read from has changed or is gone."""
         return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in self._places()})
 
     def _places(self) -> Collection[Source]:
@@ -462,9 +488,9 @@ class ManagedModel:
         return {at.stamp for at in self._places() if at.path == path}
 
     def drop(self, nbytes: int | None = None) -> int:
-        """Give the host copy up, or whole groups of it until so many bytes are free; they are read again when needed.
+        """Drop the host copy, or whole weight groups of it until `nbytes` are free. Return the bytes freed.
 
-        Returns the bytes freed.
+        They are read again when needed. 0 for a module that exists in memory only. RuntimeError for a unit in place.
         """
         if not (self._on_host or self._held) or self._read is None:
             return 0
@@ -482,7 +508,7 @@ class ManagedModel:
         return freed
 
     def _drop_some(self, nbytes: int) -> int:
-        """Drop some of a unit: first the weights in no group, then the last groups."""
+        """Drop `nbytes`: first the weights in no group, then groups from the last."""
         if self._held_calls != self.calls:
             return self.drop()
         divided, left = self._groups(), self.host_bytes - nbytes
@@ -498,7 +524,7 @@ class ManagedModel:
             raise RuntimeError(f"{self.name} is in use and cannot be dropped to disk.")
 
     def _leave(self, staying: list[ParameterRef]) -> None:
-        """Put all weights on `meta` but those in the `staying` places."""
+        """Put all weights on `meta` but those of the `staying` references and of adapters."""
         stay = {id(ref.tensor) for ref in staying}
         left: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for ref in list(parameter_refs(self.module)):
@@ -516,20 +542,26 @@ class ManagedModel:
 
 
 def _apart(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build in a thread of its own, where no mode of the caller holds: what a dry run makes on `meta` is its card's."""
+    """Build in a thread of its own, without the torch modes of the caller.
+
+    In a dry run these would take tensors made on `meta` for tensors of the simulated card.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build).result()
 
 
 @functools.cache
 def _located(cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls` with a `device` that is the unit's word, not that of the first parameter, which may be on `meta`."""
+    """Return a subclass of `cls` whose `device` is the one set by `runs_on`.
+
+    Diffusers' own is that of the first parameter, which may be on `meta`.
+    """
     device = property(lambda module: vars(module)["_runs_on"])
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, "device": device})
 
 
 def _without_weights(ref: ParameterRef) -> torch.Tensor:
-    """Return what stays of a tensor on the disk tier: a parameter's shape, a buffer's values in memory of their own."""
+    """Return the stand-in of a tensor on the disk tier: a parameter on `meta`, or a buffer in memory of its own."""
     tensor = ref.tensor
     with torch.inference_mode(False), torch.no_grad():
         if ref.shown is not None:
@@ -540,7 +572,7 @@ def _without_weights(ref: ParameterRef) -> torch.Tensor:
 
 
 def _adopt_tensors(module: nn.Module, source: nn.Module, name: str) -> None:
-    """Make `module` hold the very tensors of `source`."""
+    """Make `module` hold the tensors of `source`, not copies. ValueError if their structures differ."""
     ours, theirs = dict(module.named_modules()), dict(source.named_modules())
     for path, owner in theirs.items():
         target = ours.get(path)

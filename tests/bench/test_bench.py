@@ -98,18 +98,12 @@ def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
     for row in rows:
         assert row.model == "x"
         computing = row.compute_over_transfer * copying
-        reading = max(0, 1 - row.residency - row.ram_share) * whole / 3e9
-        assert row.bound_seconds == pytest.approx(max(computing, (1 - row.residency) * copying, reading))
-        assert row.over_bound == pytest.approx(row.step_seconds / row.bound_seconds)
-        assert row.over_larger_bound == pytest.approx(
-            row.step_seconds / max(row.bound_seconds, row.window_bound_seconds)
-        )
-        assert row.window_bound_seconds <= row.step_seconds * (1 + 1e-9)
-        # The ring has room for 10 MB: what it does not take of that may stay.
-        least = max(computing, ((1 - row.residency) * whole - 10 * 2**20) / 25e9, reading - 10 * 2**20 / 3e9)
-        assert least <= row.step_seconds * (1 + 1e-9)
-    half = [row for row in rows if (row.residency, row.compute_over_transfer) == (0.5, 0.25)]
-    assert half[-1].over_bound < 1  # half of the weights, where copies set the pace: the ring has room of its own
+        # Besides its share the device has 10 MB for the ring. RAM has its windows, which hold no weights.
+        missing = (1 - row.residency) * whole - 10 * 2**20
+        least = max(computing, missing / 25e9, (missing - row.ram_share * whole) / 3e9 if row.ram_share < 1 else 0)
+        assert least <= row.bound_seconds * (1 + 1e-6)
+        assert row.bound_seconds <= row.step_seconds * (1 + 1e-9)
+        assert row.over_bound == row.step_seconds / row.bound_seconds
     for ratio in published.RATIOS:
         for share in shares:
             found = (row for row in rows if (row.compute_over_transfer, row.ram_share) == (ratio, share))
@@ -140,9 +134,8 @@ def test_a_published_model_is_opened_from_its_config_alone(tmp_path: Path, capsy
     assert 100 < facts["groups"] < 600
     rows = found["rows"]
     names = ["model", "residency", "compute_over_transfer", "ram_share", "step_seconds", "bound_seconds", "over_bound"]
-    names += ["window_bound_seconds", "over_larger_bound"]
     assert [list(row) for row in rows] == [names] * 12
-    assert all(0.9 < row["over_bound"] < 1.2 for row in rows), rows
+    assert all(1 <= row["over_bound"] < 1.2 for row in rows), rows
     assert "NewBie-image-Exp0.1: T/bound at most" in said
 
 

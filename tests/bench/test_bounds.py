@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from ballast.bench.bounds import window_bound_seconds
+from ballast.bench.bounds import bound_seconds
 from ballast.memory.planning.solver import GroupLoad, Loads, least_bytes, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "seconds", "room"), CASES)
 def test_the_fastest_schedule_of_all_takes_as_long(sizes: list[int], seconds: list[int], room: int) -> None:
-    bound = window_bound_seconds(loads_of(sizes, [float(each) for each in seconds]), room)
+    bound = bound_seconds(loads_of(sizes, [float(each) for each in seconds]), room)
     assert bound == pytest.approx(min(fastest(sizes, seconds, room, steps) for steps in (1, 2)))
     assert bound > max(sum(seconds), sum(sizes) - room) or sizes == seconds
 
@@ -90,7 +90,7 @@ def test_the_fastest_schedule_of_all_takes_as_long(sizes: list[int], seconds: li
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=3), st.integers(0, 4))
 def test_no_schedule_is_faster_than_it_says_of_any_case(groups: list[tuple[int, int]], more: int) -> None:
     sizes, seconds = [size for size, _ in groups], [each for _, each in groups]
-    bound = window_bound_seconds(loads_of(sizes, [float(each) for each in seconds]), max(sizes) + more)
+    bound = bound_seconds(loads_of(sizes, [float(each) for each in seconds]), max(sizes) + more)
     assert bound <= fastest(sizes, seconds, max(sizes) + more, 1) + 1e-9
 
 
@@ -110,11 +110,11 @@ def test_what_the_solver_finds_is_never_faster(
         ram_bytes=None if ram_share is None else 3 * max(size for size, _ in groups) + int(ram_share * whole),
     )
     room = max(int(share * whole), least_bytes(loads.groups))
-    assert window_bound_seconds(loads, room) <= place(loads, room).seconds * (1 + 1e-9)
+    assert bound_seconds(loads, room) <= place(loads, room).seconds * (1 + 1e-9)
 
 
 def test_more_room_bounds_no_longer_step() -> None:
     loads = loads_of([3, 3, 1, 5, 2, 2], [4.0, 0.0, 9.0, 0.5, 0.0, 1.0])
-    bounds = [window_bound_seconds(loads, room) for room in range(6, 18)]
+    bounds = [bound_seconds(loads, room) for room in range(6, 18)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1] == pytest.approx(loads.compute_seconds)

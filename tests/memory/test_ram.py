@@ -13,7 +13,7 @@ from ballast.commands.doctor import examine
 from ballast.memory import manager, ram, simulated
 from ballast.memory.accelerator import Accelerator
 from ballast.memory.budget import spare_ram_bytes
-from ballast.memory.manager import _all_units
+from ballast.memory.registry import Registry
 from ballast.memory.sizes import format_bytes
 
 GB = 2**30
@@ -171,7 +171,7 @@ def test_memory_of_a_simulated_card_is_no_room_for_weights(
     monkeypatch.setattr(ram, "available_bytes", lambda: 18 * GB - sim.stats().allocated_bytes)
     sim.enable(total="4GB")
     budgets = [manager(device).budget for device in ("cpu", "sim")]
-    weights = sum(unit.host_bytes for unit in _all_units())
+    weights = sum(unit.host_bytes for unit in Registry.everyone())
     assert [budget.ram_bytes for budget in budgets] == [12 * GB + weights] * 2
     assert spare_ram_bytes() == 12 * GB
     held = torch.empty(2**20, dtype=torch.uint8, device="sim")

@@ -16,9 +16,9 @@ import tiny
 import torch
 from ballast.commands.main import main
 from ballast.memory import manager
+from ballast.memory.host_cache import HostCache
 from ballast.memory.manager import MemoryManager
 from ballast.memory.reports.timeline import Event
-from ballast.memory.residency import Residency
 from ballast.memory.weights import reader
 from ballast.memory.weights.reader import Job, Reading
 from ballast.memory.weights.structure import parameter_refs
@@ -132,9 +132,9 @@ def test_reading_hides_behind_computing(
     Without, each model is read when it is to run, beside its own first call at best.
     """
     seconds, made = {}, {}
-    read_ahead = Residency.read_ahead
+    read_ahead = HostCache.read_ahead
     for ahead in (False, True):
-        monkeypatch.setattr(Residency, "read_ahead", read_ahead if ahead else lambda residents: None)
+        monkeypatch.setattr(HostCache, "read_ahead", read_ahead if ahead else lambda cache: None)
         pipe = emptied(opened(tiny_folders, tmp_path / str(ahead)))
         sim.enable(total="4GB", disk_gbps=DISK, h2d_gbps=1.0, tflops=tflops)
         before = mgr.disk_bytes_read

@@ -70,7 +70,7 @@ def _armed(kind: str, point: _Point) -> Iterator[None]:
         elif kind == "allocation":
             patch.setattr(cards.card, "allocate", point.before(cards.card.allocate))
         elif kind == "read":
-            patch.setattr(reader, "_read_piece", point.before(reader._read_piece))
+            patch.setattr(reader, "_read_extent", point.before(reader._read_extent))
         elif kind == "block":  # what the host is asked at each block
             patch.setattr(host, "throw_if_interrupted", point.before(host.throw_if_interrupted))
         if kind == "copy":

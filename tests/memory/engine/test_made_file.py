@@ -160,7 +160,7 @@ def test_stopping_leaves_no_file_and_the_next_run_writes_it(
         if left:
             left[0] -= 1
 
-    monkeypatch.setattr("ballast.memory.host_loader.host.throw_if_interrupted", stop)
+    monkeypatch.setattr("ballast.memory.host_cache.host.throw_if_interrupted", stop)
     while left:
         with pytest.raises(KeyboardInterrupt):
             pipe.sample(cond, **SIZE)

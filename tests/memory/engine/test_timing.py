@@ -1,74 +1,92 @@
-"""The seconds of calls of units that are wholly on the device, on the clock of the simulated one."""
+"""The seconds of calls with all weights on the device, on the clock of the simulated one."""
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-from ballast.memory import ManagedModel
-from ballast.memory.engine.timing import CallTimes
+from ballast.memory.engine.engine import Engine
+from streamed_models import Blocks, nbytes, noise, resident_engine
 from torch import nn
-
-SIM = "sim:0"
 
 
 @pytest.fixture
-def unit(sim: ModuleType) -> ManagedModel:
+def module(sim: ModuleType) -> nn.Module:
     sim.enable(total="1GB", tflops=1e-6)
-    return ManagedModel.from_module("dit", "transformer", nn.Linear(8, 8))
+    return Blocks(3)
 
 
-def call(times: CallTimes[str], unit: ManagedModel, rows: int, failed: bool = False) -> float:
-    """A call, and the seconds that it takes."""
-    times.begins(unit, f"{rows} rows")
-    x = torch.ones(rows, 8).to(SIM)
+@pytest.fixture
+def engine(module: nn.Module) -> Iterator[Engine]:
+    engine = resident_engine(module)
+    engine.place()
+    yield engine
+    engine.remove()
+
+
+def call(engine: Engine, rows: int, failed: bool = False) -> tuple[bool, float]:
+    """Whether a call was timed, and the seconds that it takes."""
+    engine.complete()
+    timed = engine.time_call()
     before = torch.sim.current_stream().ready
     with torch.inference_mode():
-        x @ x.T
-    times.ended(unit, failed)
-    return torch.sim.current_stream().ready - before
+        engine.module(noise(rows))
+    engine.rest(failed)
+    return timed, torch.sim.current_stream().ready - before
 
 
-def test_the_call_after_the_first_is_timed_once(unit: ManagedModel) -> None:
-    times: CallTimes[str] = CallTimes(torch.device(SIM))
-    call(times, unit, 500)
+def test_the_call_after_the_first_is_timed_once(engine: Engine) -> None:
+    assert not call(engine, 500)[0], "it may have chosen kernels, and brought weights"
     torch.sim.synchronize()
-    assert times.take(unit) is None, "it may have chosen kernels"
-    call(times, unit, 300)
-    assert times.take(unit) is None, "the device is not done with it"
-    call(times, unit, 200)  # before anybody asked
+    timed, seconds = call(engine, 300)
+    assert timed and engine.take_seconds() is None, "the device is not done with it"
+    assert not call(engine, 200)[0], "nobody has asked for the last one"
     torch.sim.synchronize()
-    about, seconds = times.take(unit) or pytest.fail("it was timed")
-    assert about == "300 rows"
-    assert seconds == pytest.approx(2 * 300 * 300 * 8 / 1e6, rel=0.01)
-    assert times.take(unit) is None
+    measured = engine.take_seconds() or pytest.fail("it was timed")
+    assert sum(measured.seconds) + measured.before_seconds == pytest.approx(seconds, rel=0.01)
+    expected = [group.seconds for group in engine.layout.loads.groups]
+    assert [each / sum(measured.seconds) for each in measured.seconds] == pytest.approx(
+        [each / sum(expected) for each in expected]
+    )
+    assert engine.take_seconds() is None
 
 
-def test_calls_that_failed_compiled_or_left_tell_nothing(unit: ManagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    times: CallTimes[str] = CallTimes(torch.device(SIM))
-
+def test_calls_that_failed_compiled_or_left_tell_nothing(engine: Engine, module: nn.Module) -> None:
     def timed() -> bool:
         torch.sim.synchronize()
-        return times.take(unit) is not None
+        return engine.take_seconds() is not None
 
-    call(times, unit, 10)
-    call(times, unit, 10, failed=True)
+    call(engine, 10)
+    call(engine, 10, failed=True)
     assert not timed()
-    call(times, unit, 10)
+    call(engine, 10)
     assert not timed(), "the first since then"
-    call(times, unit, 10)
-    times.forget(unit)
+    call(engine, 10)
+    assert timed()
+    call(engine, 10)
+    assert engine.shrink(nbytes(module)) > 0
     assert not timed()
-    call(times, unit, 10)
-    assert not timed()
-    times.begins(unit, "compiling")
+    call(engine, 10)
+    assert not timed(), "it brought weights again"
+    engine.complete()
+    assert engine.time_call()
     torch._dynamo.reset()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    times.ended(unit, False)
+    engine.rest()
     assert not timed()
-    call(times, unit, 10)
+    call(engine, 10)
     assert timed()
-    gone = weakref.ref(unit)
-    assert len(times._timed) == 0 and gone() in times._warm
+
+
+def test_a_module_that_runs_on_the_cpu_is_not_timed(sim: ModuleType) -> None:
+    engine = Engine(Blocks(2), torch.device("cpu"))
+    engine.place()
+    for _ in range(2):
+        engine.complete()
+        assert not engine.time_call()
+        with torch.inference_mode():
+            engine.module(noise().cpu())
+        engine.rest()
+    engine.remove()

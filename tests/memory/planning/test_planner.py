@@ -202,7 +202,10 @@ def test_short_ram_means_disk_with_its_seconds() -> None:
     passing = plan.whole_bytes - plan.stay_bytes - plan.ring_bytes
     assert plan.read_bytes == pytest.approx(passing - (2 * GB - 3 * PIECE), abs=2 * plan.ring_bytes)
     assert plan.step_seconds == pytest.approx(2 * plan.read_bytes / 3e9, rel=0.02)
-    assert f"{plan.read_bytes / GB:.2f} GB are read from disk in each step, {plan.read_seconds:.1f} s" in plan.reason
+    assert plan.step_read_bytes == 2 * plan.read_bytes, "a step has two calls"
+    assert (
+        f"{plan.step_read_bytes / GB:.2f} GB are read from disk in each step, {plan.read_seconds:.1f} s" in plan.reason
+    )
     enough = planned("8GB", ram="4GB", from_disk=True)
     assert enough.from_disk and not enough.read_bytes, "what stays on the device needs no copy in RAM"
     assert enough.step_seconds == planned("8GB").step_seconds

@@ -180,8 +180,8 @@ def test_nothing_compiled_keeps_weights() -> None:
         placement = placed(module, CPU)
         output(module, arguments)
         assert placement._ring is not None
-        views = [view for place in placement._ring.places for *_, view in place._views or ()]
-        kept = [weakref.ref(tensor) for tensor in (*views, *(place.memory for place in placement._ring.places))]
+        views = [view for place in placement._ring.slots for *_, view in place._views or ()]
+        kept = [weakref.ref(tensor) for tensor in (*views, *(place.memory for place in placement._ring.slots))]
         placement.remove()
     kept += [weakref.ref(block) for block in members(module)]
     del views, placement, module
