@@ -353,7 +353,7 @@ class Plan(Candidate):
 
 
 def least_call_seconds(sizes: UnitSizes, work: UnitForecast, rates: Rates, measured: Measured | None) -> float:
-    """Return what a call computes if nothing is dequantized: of several pictures at once none takes less for each."""
+    """Return the seconds that a call computes beside dequantizing, or less. No batch takes less for a picture."""
     if not work.modules:
         return 0.0
     loads = measured_loads(sizes.loads(work, rates), measured)

@@ -276,7 +276,7 @@ class RunPlan:
         return f"{words}. For this budget the best batch is {self.best.pictures}: {seconds(self.best.seconds)} each."
 
     def disk_words(self) -> str:
-        """Return what the run reads from disk, with what RAM holds by now; "" where that is nothing."""
+        """Return the words for the bytes that the run reads from disk, "" where it reads nothing."""
         return f" It reads {format_bytes(self.disk_bytes)} from disk." if self.disk_bytes else ""
 
     def basis(self) -> str:
