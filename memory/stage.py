@@ -18,7 +18,7 @@ from .host.flags import host_flags
 from .planning.fit import sizes_of
 from .planning.forecast import Forecast
 from .planning.measured import Overhead
-from .planning.oom_fallback import Attempt, describe, next_attempt, next_share
+from .planning.oom_fallback import Fallback, describe, next_fallback, next_share
 from .planning.runplan import StagePlan
 from .probe import card_of, known_rates
 from .ram import give_back_heap
@@ -59,7 +59,7 @@ def run_stage(
             found = forecast.units.get(unit.name) if forecast else None
             if found:
                 unit.learn(found.call_order)
-            attempt = Attempt(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
+            attempt = Fallback(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
             doing = Workload(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
@@ -128,7 +128,7 @@ class _Calls:
         self.placement: str | None = None  # chosen at the first call, and kept for the others
         self.pace = Pace(manager.device) if manager.accelerator.pages_silently else None
         self.slow: float | None = None  # seconds of the call for which the share was last lowered
-        self.usual: Attempt | None = None  # the attempt before any share was lowered for slowness
+        self.usual: Fallback | None = None  # the attempt before any share was lowered for slowness
 
     def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Run a call of the unit's module, in place of its `forward`.
@@ -205,7 +205,7 @@ class _Calls:
         self.placement = None
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> Fallback:
         """The way in which calls are tried now."""
         return self.manager.work.of(self.unit).attempt
 
@@ -227,7 +227,7 @@ class _Calls:
         manager.evict(unit)
         if self.pace:
             self.pace.forget()
-        lower = next_attempt(attempt, sizes.least_streamed_bytes < sizes.resident_bytes, batch)
+        lower = next_fallback(attempt, sizes.least_streamed_bytes < sizes.resident_bytes, batch)
         if lower is None:
             how, activations = describe(attempt), format_bytes(manager.work.working_bytes(unit))
             raise DoesNotFitError(

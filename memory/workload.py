@@ -11,7 +11,7 @@ from .planning import learned
 from .planning.fit import Demand, sizes_of
 from .planning.forecast import UnitForecast
 from .planning.measured import Measured, Overhead, differs, measured_loads
-from .planning.oom_fallback import Attempt, is_slow
+from .planning.oom_fallback import Fallback, is_slow
 from .planning.solver import Loads
 from .rates import ASSUMED, Rates
 from .weights.unit import ManagedModel
@@ -32,7 +32,7 @@ class Workload:
 
     kind: Hashable = None
     forecast: UnitForecast | None = None
-    attempt: Attempt = field(default_factory=Attempt)
+    attempt: Fallback = field(default_factory=Fallback)
     rates: Rates = ASSUMED
     card: str = ""
     measured: Measured | None = None
@@ -89,7 +89,7 @@ class WorkloadStats:
         """Set the workload of a unit back to that of an outer stage, after an inner one."""
         self._now[unit] = work
 
-    def retry(self, unit: ManagedModel, attempt: Attempt) -> None:
+    def retry(self, unit: ManagedModel, attempt: Fallback) -> None:
         """Try the calls of a unit in another way from now on."""
         self._now[unit] = replace(self.of(unit), attempt=attempt)
 
@@ -107,7 +107,7 @@ class WorkloadStats:
         work, seen = self.of(unit), self._seen.get(unit, _Seen())
         if work.forecast is None:
             return seen.most.get(work.kind, 0)
-        expected = work.forecast.with_decoding(sizes_of(unit).decoding_beside())
+        expected = work.forecast.with_dequantizing(sizes_of(unit).dequantizing_beside())
         peak_bytes = expected.peak_bytes + max(seen.above.get(work.kind, 0), work.overhead.workspace_bytes)
         return max(0, peak_bytes - held_bytes)
 
@@ -122,7 +122,7 @@ class WorkloadStats:
         if work.forecast and work.kind not in seen.most:
             # A call below its forecast must not lower it: some forecasts are upper bounds, such as those for any
             # routing of a mixture of experts.
-            first = work.forecast.with_decoding(sizes_of(unit).decoding_beside(decoded))
+            first = work.forecast.with_dequantizing(sizes_of(unit).dequantizing_beside(decoded))
             seen.above[work.kind] = max(0, held_bytes + measured_bytes - first.live_bytes - first.first_bytes)
         seen.most[work.kind] = max(seen.most.get(work.kind, 0), measured_bytes)
 

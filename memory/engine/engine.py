@@ -28,7 +28,7 @@ from .deferred_uploads import DeferredUploads
 from .event_timer import EventTimer
 from .order import Order
 from .pending_reads import NOTHING, PendingReads
-from .placement import Placement, decode_for_good, outside_inference
+from .placement import Placement, keep_dequantized, outside_inference
 from .ring import Ring, RingSlot, State, WeightGroup
 from .weight_source import WeightSource
 
@@ -357,7 +357,7 @@ class Engine(Placement):
         """
         self._move(self._rest)
         self._source.begin()
-        self.resident_bytes += decode_for_good(self._rest) - nbytes_of([ref for ref, _ in encoded(self._rest)])
+        self.resident_bytes += keep_dequantized(self._rest) - nbytes_of([ref for ref, _ in encoded(self._rest)])
 
     # The gates at each call
 
@@ -415,6 +415,7 @@ class Engine(Placement):
             if group.slot:
                 self._source.prepare([group])
                 self._source.await_ram(group.hosts)
+                self._order.forget()  # it may come through the staging buffers from now on
             else:
                 self._come([group])  # it is too large for the ring
 
@@ -569,7 +570,7 @@ class Engine(Placement):
     def _dequantize(self, group: WeightGroup) -> None:
         """Keep a resident group dequantized. On an error it is evicted."""
         try:
-            decode_for_good(group.refs)
+            keep_dequantized(group.refs)
         except BaseException:
             self._give_up(group)
             raise

@@ -202,7 +202,7 @@ class Placement:
         return self._workspace.holds(tensor)
 
 
-def decode_for_good(refs: Sequence[ParameterRef]) -> int:
+def keep_dequantized(refs: Sequence[ParameterRef]) -> int:
     """Dequantize encoded parameters that are on the device, and keep them so. Return the bytes of the plain tensors.
 
     Each of `refs` that is encoded must have its stored bytes there (`ParameterRef.here`). They are let go of.
@@ -229,7 +229,7 @@ class Cpu(Placement):
     def _place(self) -> None:
         for ref, _ in encoded(self.host_refs):
             ref.here = ref.tensor
-        self._decoded_bytes = decode_for_good(self._rest)
+        self._decoded_bytes = keep_dequantized(self._rest)
         self._tables = [table for table in self._tables if encoded(table.refs)]
         self._place_tables()
         self._decode_calls()

@@ -23,7 +23,7 @@ A module that runs from disk skips step 4: its groups are read into the staging 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -93,7 +93,6 @@ class WeightGroup(GroupWeights):
     slot: RingSlot | None = None
     owed: list[tuple[ParameterRef, torch.Tensor]] = field(default_factory=list)  # device memory without weights yet
     arrived: Any = None  # event: AWAITED: the memory is free to be written; COMING: the copies are done
-    undo: list[Callable[[], Any]] = field(default_factory=list)
 
     def become(self, state: State) -> None:
         """Change the state. Raise AssertionError for a change that `_NEXT` does not list."""

@@ -24,8 +24,8 @@ from ..simulated.tensor import SimTensor, wrap
 from ..weights.groups import CallOrder, divide
 from ..weights.structure import parameter_refs
 from ..weights.unit import ManagedModel
-from .call_blocks import Call, Given, KnownCalls, kind_of
 from .forecast import Forecast, HeldBytes, ModuleOperations, Operations, UnitForecast
+from .known_calls import Call, Given, KnownCalls, kind_of
 from .modules import ModuleWatch, done_by
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # replacements of methods, by the names of class and method

@@ -92,7 +92,7 @@ class UnitForecast:
         """
         return self.calls > self.turns
 
-    def with_decoding(self, decoding: HeldBytes) -> UnitForecast:
+    def with_dequantizing(self, decoding: HeldBytes) -> UnitForecast:
         """Return the same forecast with temporary bytes added at the call of each module in `decoding`.
 
         The path "" stands for the unit's own call. A path that `held` does not know counts as held at the peak.

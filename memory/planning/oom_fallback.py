@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Fallback:
     """The way in which a call is tried.
 
     `strategy` is a placement or "auto". With `alone` all other units are evicted first. Of the groups that could stay
@@ -33,7 +33,7 @@ _SLOW = 2.0  # multiple of the planned seconds above which a call does more than
 _HELPS = 0.8  # share of the earlier seconds that a call may take at most, for a lower share to count as a help
 
 
-def next_attempt(attempt: Attempt, streams: bool, batch: int) -> Attempt | None:
+def next_fallback(attempt: Fallback, streams: bool, batch: int) -> Fallback | None:
     """Return the attempt to make after one that ran out of memory; None when nothing is left to give up.
 
     `streams` tells whether the unit can be streamed. `batch` is the number of parts that its call could be run in.
@@ -71,7 +71,7 @@ def _less(share: float) -> float:
     return share / 2 if share > _LEAST_SHARE else 0.0
 
 
-def describe(attempt: Attempt) -> str:
+def describe(attempt: Fallback) -> str:
     """Return an attempt in words, for a message."""
     if attempt.share == 1:
         how = "with everything else gone"

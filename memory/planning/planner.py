@@ -17,9 +17,9 @@ from ..rates import SLOWEST_DISK_BYTES_PER_SECOND, Rates
 from ..sizes import format_bytes
 from ..vocabulary import PlacementName
 from ..weights.reader import BATCH_BYTES
-from .decoded import moment_bytes
 from .first_call import Beside, first_call_seconds
 from .forecast import HeldBytes, Operations, UnitForecast
+from .kept_dequantized import moment_bytes
 from .measured import Measured, Overhead, measured_loads
 from .ring_offsets import WINDOWS
 from .solver import GroupLoad, Layout, Loads, least_bytes, place
@@ -100,7 +100,7 @@ class UnitSizes:
         more = sum(max(0, p.plain_bytes - p.held_bytes) for p in self.groups if p.codecs)
         return self.resident_bytes + more + max((moment_bytes(group.codecs) for group in self.groups), default=0)
 
-    def decoding_beside(self, dequantized: Collection[int] = ()) -> HeldBytes:
+    def dequantizing_beside(self, dequantized: Collection[int] = ()) -> HeldBytes:
         """Return `decoding` for a unit of which just the groups in `dequantized` are kept so."""
         most, done = dict(self.decoding).get("", 0), {path for i in dequantized for path in self.groups[i].paths}
         # Weights outside the groups are dequantized before any group is copied: the room of the groups is still free.
@@ -111,8 +111,11 @@ class UnitSizes:
     def _spared_bytes(self, work: UnitForecast) -> int:
         """Return the working memory that calls save if all groups are kept dequantized, in bytes."""
         of_groups = {path for group in self.groups for path in group.paths}
-        others = tuple(each for each in self.decoding_beside() if each[0] not in of_groups)
-        return work.with_decoding(self.decoding_beside()).working_bytes - work.with_decoding(others).working_bytes
+        others = tuple(each for each in self.dequantizing_beside() if each[0] not in of_groups)
+        return (
+            work.with_dequantizing(self.dequantizing_beside()).working_bytes
+            - work.with_dequantizing(others).working_bytes
+        )
 
     def outside_bytes(self, placement: PlacementName) -> int:
         """Return the bytes on the device beside the called groups. For a resident unit they include the idle groups."""
@@ -436,7 +439,7 @@ def make_plan(
     compute += sum(group.decode_seconds(rates) for group in sizes.groups)
     overhead = overhead or Overhead()
     tensor_bytes = overhead.tensors_within(budget_bytes)
-    bare, work = work, overhead.on(work.with_decoding(sizes.decoding_beside()))
+    bare, work = work, overhead.on(work.with_dequantizing(sizes.dequantizing_beside()))
     if loads is not forecast:
         compute = loads.compute_seconds
     loads = replace(loads, ram_bytes=ram_bytes if streams_from_disk else None)
@@ -451,7 +454,7 @@ def make_plan(
             seconds = compute - sum(loads.groups[i].decode_seconds for i in found.dequantized)
             still_encoded = any(p.codecs for i, p in enumerate(sizes.groups) if i not in found.dequantized)
             left = room - outside - found.device_bytes if still_encoded else 0
-            beside = overhead.on(bare.with_decoding(sizes.decoding_beside(found.dequantized)))
+            beside = overhead.on(bare.with_dequantizing(sizes.dequantizing_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             # The first call has all weights as stored: groups are dequantized to stay only when it has ended.
             first_bytes = candidate.stay_bytes + outside - sizes.fixed_bytes + candidate.ring_bytes + work.peak_bytes
@@ -686,7 +689,7 @@ def _reason(
         if not asked and sizes.resident_bytes + chosen.driver_bytes - chosen.weights_bytes <= budget_bytes:
             why = f"{whole} of weights fit {budget} only as they are stored, which is slower"
         stay, passing = chosen.stay_bytes, chosen.whole_bytes - chosen.stay_bytes
-        more = f" (and {format_bytes(chosen.decoded_bytes)} more, decoded for good)" if chosen.decoded_bytes else ""
+        more = f" (and {format_bytes(chosen.decoded_bytes)} more, kept dequantized)" if chosen.decoded_bytes else ""
         reason = (
             f"{why}: {format_bytes(stay)} stay{more}, {format_bytes(passing)} pass through a ring of "
             f"{format_bytes(chosen.ring_bytes)}, and {cost}"

@@ -32,7 +32,7 @@ from typing import Protocol
 import numpy as np
 
 from ..vocabulary import PlacementName
-from .decoded import Decoded, decoded_within, decoding_order, dequantized
+from .kept_dequantized import KeptDequantized, dequantized, dequantized_within, dequantizing_order
 from .ring_offsets import offsets, overwritten, step_seconds
 from .tiers import Sets, disk_choices, paid, spread, windows_bytes
 
@@ -101,7 +101,7 @@ class Loads:
     @functools.cached_property
     def all_dequantized_bytes(self) -> int:
         """Extra bytes on the device when all encoded groups are kept dequantized."""
-        return dequantized(self.groups, decoding_order(self.groups)).more_bytes
+        return dequantized(self.groups, dequantizing_order(self.groups)).more_bytes
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -217,10 +217,10 @@ def _fastest(loads: Loads, room_bytes: int, placement: PlacementName, ring_bytes
     found = [*stay, *streamed]
     passing = [choice.streamed for _, choice in found]
     rooms = [room - ring - choice.held_bytes for ring, choice in found]
-    decoded = decoded_within(groups, passing, rooms)
+    decoded = dequantized_within(groups, passing, rooms)
     # With everything dequantized no call needs a workspace, whose bytes are then free for weights.
     if stay and loads.all_dequantized_bytes <= rooms[0] + loads.spared_bytes:
-        decoded[0] = dequantized(groups, decoding_order(groups))
+        decoded[0] = dequantized(groups, dequantizing_order(groups))
     options: list[tuple[float, int, int, _Option]] = []
     for one, kept in zip(found, decoded, strict=True):
         option = _Option(*one, kept)
@@ -269,7 +269,7 @@ class _Option:
 
     ring_bytes: int
     choice: _Choice
-    decoded: Decoded
+    decoded: KeptDequantized
 
     @property
     def copied_bytes(self) -> int:

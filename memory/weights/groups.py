@@ -17,9 +17,9 @@ from .structure import ParameterRef, block_lists, is_called, own_refs, parameter
 WHOLE_MODULES = ["MultiheadAttention", "VectorQuantizer"]
 
 LARGE_BYTES = 16 * 2**20  # of a group: larger copies are no faster
-_MOST_PIECES = 512  # groups of a large model, about: each costs the host some microseconds a call
+_MOST_GROUPS = 512  # groups of a large model, about: each costs the host some microseconds a call
 _TOO_MANY = 560  # groups
-_LEAST_PIECES = 32  # groups of a small model
+_LEAST_GROUPS = 32  # groups of a small model
 _OWN_SHARE = 0.05  # of a module's weights: with more of its own, beside its children's, it is not divided further
 
 
@@ -151,7 +151,7 @@ def largest_run_bytes(total_bytes: int) -> int:
 
     16 MB for 0.5 to 8 GB of weights; 1/32 of less, 1/512 of more. A module that is larger is a group alone.
     """
-    return max(total_bytes // _MOST_PIECES, min(LARGE_BYTES, total_bytes // _LEAST_PIECES), 1)
+    return max(total_bytes // _MOST_GROUPS, min(LARGE_BYTES, total_bytes // _LEAST_GROUPS), 1)
 
 
 def unique(own: Sequence[ParameterRef]) -> list[torch.Tensor]:

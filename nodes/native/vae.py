@@ -42,7 +42,7 @@ class _StripesError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Decoded:
+class KeptDequantized:
     """Frames [F,H,W,C] in 0..1, float32 on the CPU, and a summary for the node."""
 
     images: torch.Tensor
@@ -54,7 +54,7 @@ def is_vae(thing: Any) -> bool:
     return all(hasattr(thing, name) for name in ("first_stage_model", "decode", "process_output"))
 
 
-def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
+def decode_native(vae: Any, latents: torch.Tensor) -> KeptDequantized:
     """Pictures or the frames of videos: whole, in exact stripes where that does not fit, in the VAE's own tiles if
     memory runs out all the same, then on the CPU. The summary says which, of those that are done.
 
@@ -82,7 +82,7 @@ def _check_fit(vae: Any, latents: torch.Tensor, error: Exception) -> None:
         check_fit(latents, whose, takes, dimensions + 2, advice)
 
 
-def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
+def _decode_native(vae: Any, latents: torch.Tensor) -> KeptDequantized:
     if vae.first_stage_model is None:
         raise ValueError("this VAE has no weights: the checkpoint holds none. Load one with Load VAE.")
     check_latents(latents)
@@ -118,7 +118,7 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
         raise ValueError(f"this VAE makes {list(images.shape)}, which are no pictures. Use the node for its kind.")
     name = type(vae.first_stage_model).__name__
     said = [f"{name} in float32 on {device}, now gone", *ways, f"{time.monotonic() - started:.1f} s"]
-    return Decoded(images.flatten(0, -4), "; ".join(said))
+    return KeptDequantized(images.flatten(0, -4), "; ".join(said))
 
 
 def _mixes_pictures(module: nn.Module) -> bool:

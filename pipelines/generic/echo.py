@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ...memory.planning.call_blocks import kind_of
 from ...memory.planning.dry_run import StandIns, lay_stand_ins, lay_weights
+from ...memory.planning.known_calls import kind_of
 from ...memory.simulated.dry import DEVICE, dry_card
 from ...memory.simulated.tensor import SimTensor
 from ...memory.weights.batch import BatchDims, batch_of, in_parts, joined

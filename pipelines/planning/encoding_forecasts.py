@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.planning.call_blocks import KnownCalls
 from ...memory.planning.dry_run import dry_run_known
 from ...memory.planning.forecast import Forecast
+from ...memory.planning.known_calls import KnownCalls
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning
 from ..sampling.loras import branches

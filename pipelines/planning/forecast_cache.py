@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.files import read_json, write_cache
-from ...memory.planning.call_blocks import KnownCalls
 from ...memory.planning.forecast import Forecast
+from ...memory.planning.known_calls import KnownCalls
 from ...memory.striped import StripedForecast
 
 MAX_ENTRIES = 1000

@@ -230,7 +230,7 @@ def plan_stage(
     room = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
     rooms = {}  # for the weights of all units, while each of them runs
     for each, work in forecast.units.items():
-        takes = overheads[each].on(work.with_decoding(sizes_of(named[each]).decoding_beside())).peak_bytes
+        takes = overheads[each].on(work.with_dequantizing(sizes_of(named[each]).dequantizing_beside())).peak_bytes
         rooms[each] = overheads[each].tensors_within(budget_bytes) - takes
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
     held = (

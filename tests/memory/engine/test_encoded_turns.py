@@ -105,7 +105,7 @@ def test_budgets_host_calls_and_interrupts(bench: Bench, sim: ModuleType, runs: 
 def test_compiled_blocks_give_the_same_from_as_many_graphs(
     how: str, tiny_folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Decoded outside of what is compiled, wherever the blocks come."""
+    """KeptDequantized outside of what is compiled, wherever the blocks come."""
     pair, found, counts = Pair(tiny_folders("flux"), ["transformer"], how, tmp_path), [], []
     for encoded in (False, True):
         torch._dynamo.reset()

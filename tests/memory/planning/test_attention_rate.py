@@ -13,10 +13,10 @@ import torch
 from ballast.commands.plan import _named_rates
 from ballast.memory import ManagedModel, probe
 from ballast.memory.planning.batches import scaled
-from ballast.memory.planning.call_blocks import KnownCalls
 from ballast.memory.planning.dry_run import dry_run, dry_run_known
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
+from ballast.memory.planning.known_calls import KnownCalls
 from ballast.memory.planning.planner import Plan, make_plan
 from ballast.memory.planning.runplan import RunPlan
 from ballast.memory.rates import ASSUMED, Rates

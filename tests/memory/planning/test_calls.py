@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ballast.memory.planning.call_blocks import KnownCalls
 from ballast.memory.planning.dry_run import dry_run_known
 from ballast.memory.planning.forecast import Forecast
+from ballast.memory.planning.known_calls import KnownCalls
 from ballast.memory.weights.unit import ManagedModel
 from torch import nn
 

@@ -196,5 +196,5 @@ def test_what_is_held_when_each_module_is_called() -> None:
 )
 def test_decoding_counts_where_it_is_above_the_peak(decoding: Any, first: int, working: int) -> None:
     work = UnitForecast(10, 100, 80, 2, Operations(1.0), held=(("a", 50), ("b", 90)))
-    found = work.with_decoding(decoding)
+    found = work.with_dequantizing(decoding)
     assert (found.live_bytes, found.first_bytes, found.working_bytes) == (10, first, working)

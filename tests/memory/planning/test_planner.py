@@ -15,9 +15,9 @@ import torch
 from ballast.memory import ManagedModel
 from ballast.memory.codecs.gguf import TYPES, codec_of
 from ballast.memory.planning.batches import best_batch, scaled
-from ballast.memory.planning.decoded import moment_bytes
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
+from ballast.memory.planning.kept_dequantized import moment_bytes
 from ballast.memory.planning.planner import GroupSize, Plan, UnitSizes, least_call_seconds, make_plan
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
 from ballast.memory.rates import Rates
@@ -76,7 +76,7 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     assert {plan.placement for plan in fits} == {"streamed", "resident"}
     (stored,) = (other for other in fits[0].rejected if other.placement == "resident")
     assert fits[0].step_seconds < 0.9 * stored.step_seconds and "as slow" in stored.why_not
-    assert "decoded for good" in fits[0].reason and "only as they are stored" in fits[0].reason
+    assert "kept dequantized" in fits[0].reason and "only as they are stored" in fits[0].reason
     # The run chooses what was planned.
     demand = Demand("dit", sizes, sizes.loads(WORK, rates), WORK.peak_bytes, has_forecast=True)
     for plan in plans:

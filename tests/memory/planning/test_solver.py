@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ballast.memory.planning import solver
-from ballast.memory.planning.decoded import decoding_order
+from ballast.memory.planning.kept_dequantized import dequantizing_order
 from ballast.memory.planning.ring_offsets import WINDOWS, offsets, overwritten, step_seconds
 from ballast.memory.planning.solver import RINGS, GroupLoad, Layout, Loads, least_bytes, least_ring_bytes, place
 from ballast.memory.planning.tiers import disk_choices, held_in_ram, spread, windows_bytes
@@ -224,7 +224,7 @@ def test_as_good_as_all_choices_with_decoding(
 ) -> None:
     """Of what streams through which ring. Of what stays, those are dequantized that save most for their bytes."""
     loads = encoded_loads(groups)
-    count, order = len(loads.groups), decoding_order(loads.groups)
+    count, order = len(loads.groups), dequantizing_order(loads.groups)
     room = max(int(share * sum(group.held_bytes for group in loads.groups)), least_bytes(loads.groups))
     best = float("inf")
     for passes in itertools.product((False, True), repeat=count):

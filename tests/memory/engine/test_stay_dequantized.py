@@ -15,7 +15,7 @@ from ballast.memory import manager, simulated
 from ballast.memory.engine.engine import Engine
 from ballast.memory.engine.ring import State
 from ballast.memory.errors import is_out_of_memory
-from ballast.memory.planning.decoded import moment_bytes
+from ballast.memory.planning.kept_dequantized import moment_bytes
 from ballast.memory.planning.measured import Measured
 from ballast.memory.planning.solver import GroupLoad, Loads
 from ballast.memory.simulated import card

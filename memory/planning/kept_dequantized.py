@@ -29,7 +29,7 @@ class DecodingLoad(Protocol):
 
 
 @dataclass(frozen=True)
-class Decoded:
+class KeptDequantized:
     """Groups that are kept dequantized.
 
     `more_bytes` is what they take beyond their stored form. It includes the bytes that one of them takes temporarily
@@ -49,7 +49,7 @@ def moment_bytes(codecs: Iterable[Codec]) -> int:
     return max((part_spans(codec)[1] + codec.workspace_bytes for codec in codecs), default=0)
 
 
-def decoding_order(groups: Sequence[DecodingLoad]) -> tuple[int, ...]:
+def dequantizing_order(groups: Sequence[DecodingLoad]) -> tuple[int, ...]:
     """Return the encoded groups, those first that save the most seconds for each extra byte.
 
     Groups of equal worth are spread evenly over a call.
@@ -63,7 +63,7 @@ def decoding_order(groups: Sequence[DecodingLoad]) -> tuple[int, ...]:
     return tuple(i for worth in sorted(alike, reverse=True) for i in spread(alike[worth], seconds))
 
 
-def dequantized(groups: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decoded:
+def dequantized(groups: Sequence[DecodingLoad], chosen: Sequence[int]) -> KeptDequantized:
     """Return the cost and gain of keeping the groups `chosen` dequantized, made one by one in call order."""
     # Backwards: while a group is made, the extra bytes of the later ones are still free, and serve as its workspace.
     most = later = 0
@@ -71,19 +71,19 @@ def dequantized(groups: Sequence[DecodingLoad], chosen: Sequence[int]) -> Decode
         most = max(most, groups[i].moment_bytes - later)
         later += max(0, groups[i].more_bytes)
     seconds = sum(groups[i].decode_seconds for i in chosen)
-    return Decoded(tuple(sorted(chosen)), later + most, seconds)
+    return KeptDequantized(tuple(sorted(chosen)), later + most, seconds)
 
 
-def decoded_within(
+def dequantized_within(
     groups: Sequence[DecodingLoad], streamed: Sequence[tuple[int, ...]], rooms: Sequence[int]
-) -> list[Decoded]:
+) -> list[KeptDequantized]:
     """Return for each set of streamed groups the other groups to keep dequantized, within the bytes of its room.
 
     More room keeps a superset: a group that is dequantized in less room is so in more, too.
     """
-    order = np.array(decoding_order(groups), int)
+    order = np.array(dequantizing_order(groups), int)
     if not order.size:
-        return [Decoded()] * len(streamed)
+        return [KeptDequantized()] * len(streamed)
     stays = np.ones((len(streamed), len(groups)), bool)
     for i, passing in enumerate(streamed):
         stays[i, list(passing)] = False

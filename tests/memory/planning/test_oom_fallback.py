@@ -14,7 +14,7 @@ import tiny
 import torch
 from ballast.memory import DoesNotFitError, ManagedModel, manager, speeds
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
-from ballast.memory.planning.oom_fallback import Attempt, describe, next_attempt
+from ballast.memory.planning.oom_fallback import Fallback, describe, next_fallback
 from ballast.memory.weights.batch import batch_of, in_parts, joined
 from torch import nn
 
@@ -23,9 +23,9 @@ BATCHED = ["sd3", "hidream", "pixart_sigma", "sana", "auraflow", "ltx", "cogvide
 
 
 def test_order_of_what_is_given_up() -> None:
-    attempt: Attempt | None = Attempt()
+    attempt: Fallback | None = Fallback()
     seen = []
-    while attempt := next_attempt(attempt, streams=True, batch=2):
+    while attempt := next_fallback(attempt, streams=True, batch=2):
         seen.append((attempt.alone, attempt.strategy, attempt.share, attempt.parts))
     assert seen == [
         (True, "auto", 1.0, 1),
@@ -34,9 +34,9 @@ def test_order_of_what_is_given_up() -> None:
         (True, "streamed", 0.0, 1),
         (True, "streamed", 0.0, 2),
     ]
-    assert next_attempt(Attempt(alone=True), streams=False, batch=1) is None
-    assert next_attempt(Attempt("leafwise", True, 0.0), streams=True, batch=1) is None
-    assert describe(Attempt("streamed", True, 0.25)) == "with 25% of the weights that could stay"
+    assert next_fallback(Fallback(alone=True), streams=False, batch=1) is None
+    assert next_fallback(Fallback("leafwise", True, 0.0), streams=True, batch=1) is None
+    assert describe(Fallback("streamed", True, 0.25)) == "with 25% of the weights that could stay"
 
 
 def captured(name: str, folder: Path) -> tuple[Any, Any, list[tuple[tuple, dict]]]:
@@ -129,13 +129,13 @@ def test_each_rung_is_reached_and_gives_the_same(sim: ModuleType, caplog: pytest
     with torch.inference_mode():
         expected = module(x, scale)
     work = UnitForecast(live_bytes=x.nbytes, working_bytes=1, first_bytes=1, calls=1, operations=Operations(1.0))
-    reached: list[Attempt | None] = []
+    reached: list[Fallback | None] = []
     for total in range(5 * x.nbytes + 9 * BLOCK, x.nbytes, -BLOCK):
         sim.enable(total=total)
         speeds._groups.clear()  # what a run was seen to take, and the next would go by
         speeds._groups_file().unlink(missing_ok=True)
         unit = ManagedModel.from_module("dit", "transformer", module)
-        attempt: Attempt | None = None
+        attempt: Fallback | None = None
         try:
             with manager("sim").stage("sample", [unit], forecast=Forecast(0, {"dit": work})):
                 result = unit.module(x.to("sim"), scale.to("sim")).cpu()
@@ -146,7 +146,7 @@ def test_each_rung_is_reached_and_gives_the_same(sim: ModuleType, caplog: pytest
         assert sim.stats().allocated_bytes == 0
         if attempt not in reached:
             reached.append(attempt)
-    assert reached[0] == Attempt()
+    assert reached[0] == Fallback()
     assert reached[-1] is None
     rungs = [(attempt.strategy, attempt.share, attempt.parts) for attempt in reached if attempt]
     assert {("streamed", 0.5, 1), ("streamed", 0.0, 2)} <= set(rungs), rungs
