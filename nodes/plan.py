@@ -184,4 +184,4 @@ def _lines(plans: list[RunPlan]) -> str:
     """Summarise plans in short lines: the page draws a proportional font in a narrow node."""
     one = plans[0]
     lines = [f"{one.model}, {one.work}, {one.steps} steps", *(plan.brief() for plan in plans)]
-    return "\n".join(lines if len(plans) > 1 else [*lines, one.reason, one.batch_words()])
+    return "\n".join(lines if len(plans) > 1 else [*lines, one.reason, f"{one.batch_words()}{one.disk_words()}"])

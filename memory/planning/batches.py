@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .forecast import Forecast, UnitForecast
@@ -16,20 +17,30 @@ _GAIN = 1.05  # a batch that takes up to 1.05 times the least seconds is as good
 def best_batch(stage_of: Callable[[int], StagePlan]) -> BestBatch | None:
     """Return the smallest batch whose seconds for each picture are within 5 % of the least; None if no batch fits.
 
-    `stage_of` takes a number of pictures and returns the plan of sampling them at once. Larger batches than the first
-    that does not fit are not tried.
+    `stage_of` takes a number of pictures and returns the plan of sampling them at once, which takes the solver a while.
+    Larger batches than the first that does not fit are not tried. Nor are those that cannot change the result: no batch
+    takes less time for a picture than one picture alone computes.
     """
     each: dict[int, float] = {}
+    least = math.inf
     for pictures in _SIZES:
         stage = stage_of(pictures)
         if not all(plan.fits for plan in stage.units):
             break
         each[pictures] = stage.seconds / pictures
+        least = min(least, stage.computing_seconds / pictures)
+        if _smallest(each, min(each.values())) == _smallest(each, least):
+            break
     if not each:
         return None
-    least = min(each.values())
-    found = next(pictures for pictures, seconds in each.items() if seconds <= _GAIN * least)
+    found = _smallest(each, min(each.values()))
+    assert found is not None
     return BestBatch(found, each[found])
+
+
+def _smallest(each: Mapping[int, float], least: float) -> int | None:
+    """Return the first batch of `each` that takes hardly longer than `least` seconds a picture; None if none does."""
+    return next((pictures for pictures, seconds in each.items() if seconds <= _GAIN * least), None)
 
 
 def scaled(forecast: Forecast, pictures: int) -> Forecast:

@@ -355,6 +355,16 @@ class Plan(Candidate):
         return tuple(i for i in range(self.groups) if i not in set(self.streamed))
 
 
+def least_call_seconds(sizes: UnitSizes, work: UnitForecast, rates: Rates, measured: Measured | None) -> float:
+    """Return the seconds that a call computes beside dequantizing, or less. No batch takes less for a picture."""
+    if not work.modules:
+        return 0.0
+    loads = measured_loads(sizes.loads(work, rates), measured)
+    each = zip(loads.groups, sizes.groups, strict=True)
+    least = loads.before_seconds + sum(max(0.0, load.seconds - group.decode_seconds(rates)) for load, group in each)
+    return least if measured else min(least, work.operations.seconds(rates, sizes.dtype) / max(1, work.calls))
+
+
 def comparable(seconds: float) -> float:
     """Return `seconds` rounded to nine digits, so that the order of a sum does not decide between equal candidates."""
     return float(f"{seconds:.9g}")
@@ -394,6 +404,7 @@ def make_plan(
     ram_bytes: int,
     *,
     steps: int = 1,
+    times: float = 1.0,
     strategy: str = "auto",
     by_user: bool = True,
     idle_bytes: int = 0,
@@ -409,8 +420,8 @@ def make_plan(
 
     - `by_user` tells that the user named the strategy. The reason then says so.
     - `budget_bytes` is the most that the driver may count, `ram_bytes` the most that weights may take in RAM.
-    - `steps` are the sampling steps that the calls of `work` belong to. `idle_bytes` is what the stage holds before the
-      first call.
+    - `steps` are the sampling steps that the calls of `work` belong to. The calls come `times` times in the stage, such
+      as 7 times for a forecast of 4 steps out of 28. `idle_bytes` is what the stage holds before the first call.
     - `there` names the groups that are in RAM already and need not be read, None for all weights.
     - With `from_disk` the weights can be streamed from their files. With `whole_in_ram` RAM must hold all of them.
     - `measured` seconds of the groups replace those from operations and rates. `overhead` are the bytes beside tensors.
@@ -456,7 +467,8 @@ def make_plan(
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
             kept = None if held is None else sizes.ram_groups(found, min(ram_bytes, free_ram_bytes))
-            read, windows = sizes.disk_bytes(found, kept, there, work.calls), window_bytes(sizes, placement)
+            calls, windows = max(1, round(times * work.calls)), window_bytes(sizes, placement)
+            read = sizes.disk_bytes(found, kept, there, calls)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
             first = first_call_seconds(by_group, found, sizes.beside(held, None if whole_in_ram else there))
             first += compute - seconds  # groups kept dequantized are dequantized once more, after their first call

@@ -24,8 +24,8 @@ _ROLES = {"encode": "text_encoder", "sample": "transformer", "decode": "vae"}
 class StagePlan:
     """The plan of one stage: the plans of its units, in the order of their first calls.
 
-    `idle_bytes` is what the stage holds on the device before them. All calls together make `steps` steps. Seconds are
-    for `rates`.
+    `idle_bytes` is what the stage holds on the device before them. All calls together make `steps` steps, and compute
+    for `computing_seconds` at least. Seconds are for `rates`.
     """
 
     name: str
@@ -34,6 +34,7 @@ class StagePlan:
     note: str = ""
     steps: int = 1
     rates: Rates = ASSUMED
+    computing_seconds: float = 0.0
 
     @property
     def peak_vram_bytes(self) -> int:
@@ -239,7 +240,7 @@ class RunPlan:
         if len(others) > 1:
             parts.append(format_table(others))
         bound = f" No step in this placement is faster than {seconds(self.bound_seconds)}." * self.is_timed
-        return "\n\n".join([*parts, self.batch_words(), f"{self.basis()}{bound}"])
+        return "\n\n".join([*parts, f"{self.batch_words()}{self.disk_words()}", f"{self.basis()}{bound}"])
 
     def _time(self, value: float) -> str:
         return seconds(value) if self.is_timed or (self.on_cpu and value) else "-"
@@ -273,6 +274,10 @@ class RunPlan:
         if self.best is None or self.best.pictures == 1:
             return f"{words}. For this budget the best batch is 1."
         return f"{words}. For this budget the best batch is {self.best.pictures}: {seconds(self.best.seconds)} each."
+
+    def disk_words(self) -> str:
+        """Return the words for the bytes that the run reads from disk, "" where it reads nothing."""
+        return f" It reads {format_bytes(self.disk_bytes)} from disk." if self.disk_bytes else ""
 
     def basis(self) -> str:
         """Return the rates that the seconds are based on, and the caveat, as sentences."""
@@ -339,10 +344,10 @@ def _charted(plan: RunPlan) -> charts.Plan:
 def compare(plans: Sequence[RunPlan]) -> str:
     """Return a table of plans of the same run for several budgets, and the reason of each in one line."""
     rows: list[tuple[str, ...]] = [
-        ("budget", "placement", "peak VRAM", "RAM", "per step", "first step", "total", "best batch", "fits")
+        ("budget", "placement", "peak VRAM", "RAM", "disk", "per step", "first step", "total", "best batch", "fits")
     ]
     for plan in plans:
-        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes))
+        sizes = map(format_bytes, (plan.peak_vram_bytes, plan.ram_bytes, plan.disk_bytes))
         times = map(plan._time, (plan.step_seconds, plan.first_step_seconds, plan.total_seconds))
         budget, fits = format_bytes(plan.budget_bytes), "yes" if plan.fits else "NO"
         best = str(plan.best.pictures if plan.best else 1) if plan.is_timed and plan.samples else "-"

@@ -16,7 +16,7 @@ from ...memory.planning.batches import best_batch, scaled
 from ...memory.planning.fit import ram_left, reads_groups, sizes_of, turns_of
 from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
-from ...memory.planning.planner import Plan, make_plan, plan_on_cpu
+from ...memory.planning.planner import Plan, least_call_seconds, make_plan, plan_on_cpu
 from ...memory.planning.ram_state import RamState, ram_of
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.planning.turns import beside_each_other
@@ -258,6 +258,7 @@ def plan_stage(
             budget_bytes,
             room[unit],
             steps=forecast.steps,
+            times=steps / forecast.steps,
             strategy=strategy,
             by_user=by_user,
             idle_bytes=forecast.idle_bytes,
@@ -287,7 +288,13 @@ def plan_stage(
         others = sum(held[other] for other in held if other != each)
         if names:
             plans[each] = plans[each].taking_turns(names, others - left.get(each, 0), forecast.idle_bytes)
-    return StagePlan(name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=rates)
+    computing = sum(
+        work.calls * steps / forecast.steps * least_call_seconds(sizes_of(named[each]), work, rates, known[each])
+        for each, work in forecast.units.items()
+    )
+    return StagePlan(
+        name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=rates, computing_seconds=computing
+    )
 
 
 def _plan_vae(

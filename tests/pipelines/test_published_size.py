@@ -122,7 +122,6 @@ def test_planned_is_what_ran(name: str, folders: Callable[[str], Path], sim: Mod
     for i, prompt in enumerate(PROMPTS):
         begun = time.perf_counter()
         cond = pipe.encode(prompt, **case.text)
-        there = pipe.denoisers[0].host_bytes
         plan = pipe.plan(cond=cond, vram=case.vram, **case.run)
         calls = [on.disk_bytes_read]
 
@@ -140,12 +139,15 @@ def test_planned_is_what_ran(name: str, folders: Callable[[str], Path], sim: Mod
             {
                 "name": f"{name}, prompt {i + 1}", "planned_bytes": unit.peak_vram_bytes,
                 "peak_bytes": sampled.peak_bytes, "ram_bytes": max(held), "first_bytes": steps[0],
-                "first_planned_bytes": pipe.denoisers[0].size_bytes - there, "step_bytes": sum(later) / len(later),
-                "step_planned_bytes": unit.read_bytes, "seconds": time.perf_counter() - begun,
+                "first_planned_bytes": unit.disk_bytes - len(later) * unit.step_read_bytes,
+                "step_bytes": sum(later) / len(later),
+                "step_planned_bytes": unit.step_read_bytes, "seconds": time.perf_counter() - begun,
             }
         )  # fmt: skip
         report.say(report.table({key: key for key in rows[0]}, rows))
         assert sampled.peak_bytes == pytest.approx(unit.peak_vram_bytes, rel=NEAR)
+        size_bytes = pipe.denoisers[0].size_bytes
+        assert steps[0] == pytest.approx(rows[-1]["first_planned_bytes"], rel=READ_NEAR, abs=NEAR * size_bytes)
         assert max(held) <= ram
         assert sim.stats().allocated_bytes == 0
     again = on.disk_bytes_read

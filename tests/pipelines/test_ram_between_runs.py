@@ -15,6 +15,7 @@ import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
+from ballast.memory.sizes import format_bytes
 
 Folders = Callable[[str], Path]
 
@@ -89,6 +90,22 @@ def test_encoders_whose_prompt_is_known_leave_ram_to_what_runs_again(
     for number in range(2):
         run(f"boat {number}", number)
     assert all(unit.in_ram for unit in encoders) or name != "flux", "they stay where each prompt is new"
+
+
+def test_all_steps_and_all_parts_of_a_batch_are_read(runs: Callable[[str, float], Runs]) -> None:
+    """A dry run is of 4 steps, for one part; the stage has more."""
+    run, mgr = runs("flux", 0.5), manager("sim")
+    cond = run.pipe.encode("a boat in parts")
+    ram = run.pipe.ram_bytes
+    for steps, batch in ((4, 1), (9, 1), (4, 4)):
+        given = {**run.given, "cond": cond, "steps": steps}
+        least = run.pipe.plan(**given, vram=1000).stages[-2].peak_vram_bytes
+        pipe = run.pipe.within(vram=least + least // 50, ram=ram)
+        plan, begun = pipe.plan(**given, batch=batch), mgr.disk_bytes_read
+        pipe.sample(**given, batch=batch)
+        assert plan.samples and (plan.at_once < batch or batch == 1)
+        assert plan.stages[-2].disk_bytes == pytest.approx(mgr.disk_bytes_read - begun, rel=0.005)
+        assert f"It reads {format_bytes(plan.disk_bytes)} from disk." in str(plan)
 
 
 def test_second_run_reads_nothing_where_the_transformer_fits(runs: Callable[[str, float], Runs]) -> None:

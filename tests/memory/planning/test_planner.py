@@ -18,7 +18,7 @@ from ballast.memory.planning.batches import best_batch, scaled
 from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.kept_dequantized import moment_bytes
-from ballast.memory.planning.planner import GroupSize, Plan, UnitSizes, make_plan
+from ballast.memory.planning.planner import GroupSize, Plan, UnitSizes, least_call_seconds, make_plan
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
@@ -292,6 +292,30 @@ def test_first_step_of_a_run_brings_all_that_samples() -> None:
     run = RunPlan("wan", "cuda", "", 28, 8 * GB, RATES, (stage,))
     assert run.first_step_seconds == one.first_step_seconds + other.first_step_seconds
     assert run.total_seconds == pytest.approx(run.first_step_seconds + 27 * run.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("speed", "encoded", "plans"), [(0.05, False, 1), (0.2, False, 6), (1.0, False, 8), (0.2, True, 8)]
+)
+def test_best_batch_plans_no_more_than_decides_it(speed: float, encoded: bool, plans: int) -> None:
+    """It is that of all batches: on a slow card computing decides, on a fast one copying, or dequantizing."""
+    codecs = (codec_of(Q4_K, (4096, 16384), torch.bfloat16),) if encoded else ()
+    sizes = replace(SIZES, groups=tuple(replace(p, codecs=codecs, plain_bytes=2 * PIECE) for p in SIZES.groups))
+    rates = replace(RATES, operations_per_second=speed * RATES.operations_per_second)
+    asked: list[int] = []
+
+    def stage(pictures: int) -> StagePlan:
+        asked.append(pictures)
+        work = scaled(Forecast(0, {"dit": WORK}), pictures).units["dit"]
+        plan = make_plan("dit", sizes, work, rates, parse_bytes("8GB"), parse_bytes("64GB"), steps=28)
+        return StagePlan("sample", (plan,), steps=28, rates=rates)
+
+    least = WORK.calls * least_call_seconds(sizes, WORK, rates, None)
+    expected = best_batch(stage)
+    assert len(asked) == 8 and expected is not None
+    asked.clear()
+    assert best_batch(lambda pictures: replace(stage(pictures), computing_seconds=pictures * least)) == expected
+    assert len(asked) == plans
 
 
 def test_best_batch_is_none_where_one_picture_does_not_fit() -> None:

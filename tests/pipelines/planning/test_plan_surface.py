@@ -125,6 +125,7 @@ def test_several_budgets_are_a_table_and_one_picture(
         "placement",
         "peak VRAM",
         "RAM",
+        "disk",
         "per step",
         "first step",
         "total",
@@ -236,6 +237,7 @@ def test_budget_that_nothing_fits_is_drawn_too(tiny_folders: Folders) -> None:
     assert pixels(plans[0].picture(640, 300), COLOURS["vae"]) > 30
     assert "DOES NOT FIT" in plans[0].brief()
     said = compare(plans)
+    assert said.count(format_bytes(plans[1].disk_bytes)) and plans[1].disk_bytes
     assert "NO" in said and "Nothing fits 10.0 KB" in said
     assert "text_encoder: Nothing fits" in plans[0].reason, "not the transformer alone"
 
