@@ -116,7 +116,7 @@ def test_room_is_given_up_when_no_copy_comes_to_it_any_more(tmp_path: Path, monk
     assert copying.query()
     torch.empty(ALL, dtype=torch.uint8, device=SIM).zero_()
     disk.allow(2 * COUNT)
-    assert not arrivals.send_before(groups[2], None) or groups[1] not in arrivals._owing
+    assert not arrivals.send_before(groups[2], None) or groups[1] not in arrivals._pending
     unit.await_reading()
     placement.complete()
     torch.testing.assert_close(run(placement.module, noise()).cpu(), expected())

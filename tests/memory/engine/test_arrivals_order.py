@@ -129,7 +129,7 @@ def test_what_the_windows_are_read_for(tmp_path: Path) -> None:
     arrivals, groups = placement._uploads, placement._groups
     with torch.no_grad():
         for i in (10, 3, 6, 2):
-            arrivals.expect(groups[i])
+            arrivals.allocate(groups[i])
 
     def found(upcoming: list[int], now: int | None) -> list[int]:
         current = None if now is None else groups[now]
