@@ -5,7 +5,7 @@ byte by byte, copies are counted, and a virtual clock (see `card`) says how long
 stated rates. What a test may rely on, and what not:
 
 - Sizes are exact bytes of storages: no rounding, and no workspace, fragmentation or context of a driver but what
-  `enable` is told of (see `Overhead`).
+  `enable` is told of (see `CardOverhead`).
 - Values are the CPU's. Kernels run at once, in the order of the calls, on whatever stream. So do copies, and only the
   clock and `Stats.hazards` know of streams; `enable(copies=...)` makes copies as late as a real card may (see `lazy`).
 - To an eager card a non-blocking copy is asynchronous whether its RAM is pinned or not.
@@ -37,11 +37,11 @@ from . import clock as clock
 from . import kernels as kernels
 from . import lazy
 from .attention import never
-from .card import Overhead, Stats, Transfer
+from .card import CardOverhead, Stats, Transfer
 from .clock import Event, Stream
 
 __all__ = [
-    "DEVICE_TYPE", "Event", "Overhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
+    "DEVICE_TYPE", "Event", "CardOverhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
     "ram_taken", "reset_stats", "stats", "supported", "take_interval_peak", "watch",
 ]  # fmt: skip
 
@@ -95,7 +95,7 @@ def enable(
     fused_attention: bool = True,
     pages_above: int | str | None = None,
     unified: bool = False,
-    overhead: Overhead | None = None,
+    overhead: CardOverhead | None = None,
     copies: lazy.Mode = "eager",
     tells_free: bool = True,
     unknown_types: Iterable[torch.dtype] = (),

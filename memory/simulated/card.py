@@ -46,7 +46,7 @@ class Stats:
     are how long the copy engines were busy, `attention_seconds` how long kernels of attention ran, `product_seconds`
     the others. `hazards` counts operations that touched a storage before work queued on another stream was done with
     it, or with one freed before it was made, whose bytes it may have: on a real card, a data race. `total_bytes` is 0
-    without a cap. `driver_peak_bytes` is the most that the driver counted: tensors and the card's `Overhead`.
+    without a cap. `driver_peak_bytes` is the most that the driver counted: tensors and the card's `CardOverhead`.
     """
 
     allocated_bytes: int
@@ -72,7 +72,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Overhead:
+class CardOverhead:
     """The memory of a card beyond tensors, and its computing time beyond its stated rate.
 
     The driver counts `context_bytes` from the start, `library_bytes` from the first large kernel on, and the
@@ -136,7 +136,7 @@ class Card:
         self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
         self.fail_in = 0
         self.timed = False
-        self.overhead = Overhead()
+        self.overhead = CardOverhead()
         self._library = 0  # of its bytes, those that are there
         self._allocated = self._peak = self._interval_peak = 0
         self._pool = self._pool_peak = self._interval_pool = self._driver_peak = 0
@@ -154,18 +154,18 @@ class Card:
         flops: float | None,
         disk: float | None = None,
         slot: int = 0,
-        overhead: Overhead | None = None,
+        overhead: CardOverhead | None = None,
         attention_flops: float | None = None,
     ) -> None:
         """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew.
 
         Attention goes by `flops` where it has no rate of its own.
         """
-        self.overhead, self._library = overhead or Overhead(), 0
+        self.overhead, self._library = overhead or CardOverhead(), 0
         self.total_bytes, self.reserved_bytes, self.flops, self.disk, self.slot = total, reserved, flops, disk, slot
         self.attention_flops = attention_flops
         self._rates = {"h2d": h2d, "d2h": d2h}
-        self.timed = self.timed or flops is not None or self.overhead != Overhead()
+        self.timed = self.timed or flops is not None or self.overhead != CardOverhead()
         self.empty_pool()
         self.reset()
 
@@ -350,7 +350,7 @@ class Card:
     ) -> None:
         """Put a kernel of so many operations on a stream. Raises torch.OutOfMemoryError for its workspace."""
         with self.lock:
-            if kind != "other" and self.overhead != Overhead():
+            if kind != "other" and self.overhead != CardOverhead():
                 self._settle()
                 self._library = self.overhead.library_bytes
                 self._hold(self.overhead.workspace_bytes)
@@ -419,3 +419,8 @@ def span_of(tensor: Any) -> Span:
 
 
 card = Card(None)  # the one in use; `dry_card` puts another in its place for a while
+
+
+def current_card() -> Card:
+    """Return the card in use. Do not keep it: `dry_card` puts another in its place for a while."""
+    return card
