@@ -31,12 +31,12 @@ from .running_variance import MeanVariance
 #
 # [Note: Stripe exactness]
 # There are no seams: each stripe is made with its whole halo, from the same values as without stripes. What differs
-# from the whole is float32 rounding. No equal bits are promised against the whole, since kernels choose vector width
-# and order of summation by shape; two runs with the same budget on the same device do give equal bits.
+# from the whole is rounding. No equal bits are promised, since kernels choose vector width and order of summation by
+# shape. Bits do not depend on when copies are made: `test_late_copies` compares them on the simulated card.
 #
 # Stock kernels run on stripes, with three exceptions that compute the same in another order:
-# - group norm merges the mean and variance of stripes in float64 (`layers`, `running_variance`), since a sum
-#   over many stripes in float32 would lose digits. Tests: mean within 1e-6, variance within 1e-5, relative.
+# - group norm merges the mean and variance of stripes in float64 (`layers`, `running_variance`), since a sum over many
+#   stripes in float32 would lose digits. Tests: mean within 1e-6, variance within 1e-5, relative.
 # - a float32 3 x 3 convolution after a twofold upsampling sums taps into 2 x 2 kernels (`enlarged`), in 4/9 of the
 #   operations. Measured on a CPU: 1.5e-6 where values reach 2.8.
 # - attention with a mask, without a fused kernel, or over keys that do not fit is an online softmax in float32.
