@@ -90,7 +90,7 @@ def _row(
     seconds = meter.steady(lambda: codec.decode(there, out), rounds, 1)
     return {
         "name": name,
-        "bits": codec.stored_bytes * 8 / codec.count,
+        "bits": codec.encoded_bytes * 8 / codec.count,
         "encoded_gbps": encoding and codec.decoded_bytes / encoding / 1e9,
         "decoded_gbps": codec.decoded_bytes / seconds / 1e9,
         "seconds": seconds,

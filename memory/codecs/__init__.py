@@ -1,1 +1,1 @@
-"""How the bytes of a weight are stored, and made into a plain tensor on the device."""
+"""Codecs: how the bytes of one weight are encoded, and decoded into a plain tensor on the device."""

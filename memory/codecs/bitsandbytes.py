@@ -1,8 +1,8 @@
-"""Files that bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes) has quantised, recognised by their headers.
+"""Files quantized by bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes), recognized by their headers.
 
-Layers of 4 bits have a note of JSON beside them, `quant_state.bitsandbytes__nf4` or `__fp4`; those of LLM.int8
-(arXiv 2208.07339) have `SCB`, the largest value of each row. That library also rounds what goes into an int8 layer;
-here its weights are decoded, and the layer computes as any other.
+4-bit layers have a JSON note beside them, `quant_state.bitsandbytes__nf4` or `__fp4`. LLM.int8 layers (arXiv
+2208.07339) have `SCB`, the largest absolute value of each row. bitsandbytes also rounds the inputs of an int8 layer to
+int8. Here the weights are decoded, and the layer computes in its own dtype.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SIGNS = (_LARGEST_OF_ROWS, _SCALES)
 
 @dataclass(frozen=True)
 class LlmInt8(Scaled):
-    """Integers times the largest value of their row, over 127."""
+    """int8 values times `SCB` of their row, divided by 127."""
 
     name: ClassVar[str] = "int8 of bitsandbytes"
     chunk_bytes: ClassVar[int] = 0
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the scales."""
+        """Bytes of a chunk's intermediates, and of the scales in float32."""
         return super().workspace_bytes + 4 * self.scales
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -41,9 +41,10 @@ class LlmInt8(Scaled):
 
 
 def layers(header: Header, notes: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, Recognised]:
-    """Return the quantised weights of a file, by name, which become `dtype`.
+    """Return the quantized weights of a file by name, to be decoded to `dtype`.
 
-    Raises ValueError in one line that names them.
+    `notes` are the bytes of the tensors whose names end in `NOTES`. Raises ValueError in one line that begins with the
+    name of the weight or note that is damaged or not supported.
     """
     found = {}
     for name in header:

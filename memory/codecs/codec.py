@@ -1,7 +1,8 @@
-"""The base of all codecs: the bytes that a weight is stored as, the cost of decoding, and the call that decodes.
+"""The base class of all codecs: the encoded parts of a weight, its sizes in bytes, and the call that decodes it.
 
-A codec is plain data about one weight, known from a file's header or when the weight is encoded: its stored bytes may
-then lie anywhere. It imports no other room, holds no tensor, and no tensor subclass is made or met.
+A codec is plain, frozen data about one weight. It is known from a file's header, or made when the weight is encoded.
+It holds no tensor: the encoded bytes may lie on disk, in RAM or on the device. Decoding takes and gives plain tensors,
+never a tensor subclass. This module imports nothing else of Ballast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-# Decoded at once: what a chunk needs beside its result stays in the cache of most cards.
+# Weights decoded at once. The intermediates of a chunk, at most 10 MB, stay in the cache of most cards.
 CHUNK_WEIGHTS = 2**20
 
 C = TypeVar("C", bound="Codec")
@@ -24,7 +25,7 @@ C = TypeVar("C", bound="Codec")
 
 @dataclass(frozen=True)
 class Part:
-    """One of the flat tensors that a weight is stored as: so many elements of a type."""
+    """One of the flat tensors that a weight is encoded as: `count` elements of `dtype`."""
 
     name: str
     dtype: torch.dtype
@@ -32,68 +33,71 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
+        """Bytes of this part."""
         return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """How one weight of a shape is stored, and the type that it is decoded to.
+    """The encoding of one weight of `shape`, and the `dtype` that it is decoded to.
 
-    Decoding is work of the device alone for every codec here: all counts are known on the host before, nothing is
-    copied to the device for it, and the host never waits for a result.
+    Invariant of all codecs: decoding is work of the device alone. All counts are known on the host beforehand, nothing
+    is copied to the device, and the host never waits for a result. So it can be queued on a stream.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: ClassVar[str]
-    chunk_bytes: ClassVar[int] = 0  # that decoding holds for each weight of a chunk, beside `parts` and `out`
+    chunk_bytes: ClassVar[int] = 0  # of intermediates for each weight of a chunk, beside `parts` and `out`
 
     @property
     def count(self) -> int:
-        """Weights."""
+        """Number of weights."""
         return prod(self.shape)
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """Return the stored parts, in the order in which `decode` takes them."""
+        """The encoded parts, in the order in which `decode` takes them."""
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of all parts: what lies in RAM and crosses the bus."""
+    def encoded_bytes(self) -> int:
+        """Bytes of all parts, which lie in RAM and cross the bus."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of the plain tensor."""
+        """Bytes of the decoded, plain tensor."""
         return self.count * self.dtype.itemsize
 
     @property
     def workspace_bytes(self) -> int:
-        """The most that decoding holds on the device at once, beside the parts and the result."""
+        """Peak bytes of the intermediates of `decode` on the device, beside the parts and the result."""
         return min(self.count, CHUNK_WEIGHTS) * self.chunk_bytes
 
     @property
     def alike(self) -> Codec:
-        """One that decoding costs as much, and the same for all weights of this shape: to be priced once."""
+        """A codec with the same decoding cost, equal for all weights of this shape: `cost_of` caches by it."""
         return self
 
     @property
     def row_parts(self) -> tuple[int, ...] | None:
-        """Elements of each part that are of one row, 0 of a part that is of all rows; None if rows do not lie apart."""
+        """Elements of each part that belong to one row, 0 for a part shared by all rows.
+
+        None if the rows are not separable, as where a block holds weights of two rows.
+        """
         return None
 
     def of_rows(self: C, rows: int) -> C:
-        """Return the codec of so many of the rows. ValueError where rows do not lie apart."""
+        """Return the codec of a weight with `rows` rows. Raises ValueError if `row_parts` is None."""
         if self.row_parts is None:
             raise ValueError(f"{self.name} of {self.shape} has no rows that lie apart.")
         return replace(self, shape=(rows, *self.shape[1:]))
 
     def taken(self: C, begin: int, end: int) -> tuple[C, tuple[slice, ...]]:
-        """Return the codec of the rows from `begin` to `end`, and which elements of each part are theirs.
+        """Return the codec of the rows from `begin` up to `end`, and the slice of each part that holds them.
 
-        ValueError where these rows do not lie apart from the others.
+        Raises ValueError if these rows are not separable from the others.
         """
         if self.row_parts is None or not 0 <= begin < end <= self.shape[0]:
             raise ValueError(f"{self.name} of {self.shape} has no rows {begin} to {end} that lie apart.")
@@ -102,10 +106,10 @@ class Codec(ABC):
         return self.of_rows(end - begin), tuple(taken)
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write the weight into `out`, a contiguous tensor of `shape` (or as many elements) and `dtype`.
+        """Decode the weight into `out`, a contiguous tensor of `count` elements of `dtype`.
 
-        `parts` are flat and contiguous, on the device of `out`. Raises ValueError, before anything is written, if they
-        or `out` are not as this codec says.
+        `parts` are contiguous and on the device of `out`. Raises ValueError, before anything is written, if dtype,
+        number of elements, layout or device of a part or of `out` is another.
         """
         given = [(part.dtype, part.numel()) for part in parts]
         if given != [(part.dtype, part.count) for part in self.parts]:
@@ -121,12 +125,12 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Return the same with flat tensors that were checked, and at least one weight."""
+        """Decode into `out`, as `decode` does. All tensors are flat and checked, and there is at least one weight."""
 
     def fitted(self: C, shape: tuple[int, ...], dtype: torch.dtype) -> C:
-        """Return the same stored bytes as a parameter of a module takes them.
+        """Return the codec of the same encoded bytes for a module's parameter of this shape and dtype.
 
-        ValueError if they are not that parameter's.
+        Raises ValueError if a weight of that shape would be encoded as other parts.
         """
         with suppress(ValueError):
             fitted = replace(self, shape=tuple(shape), dtype=dtype)
@@ -135,11 +139,11 @@ class Codec(ABC):
         raise ValueError(f"{self.name} of {self.shape} does not hold a weight of {tuple(shape)}.")
 
 
-Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # what encoding gives: the codec, and its parts
+Encoded = tuple[Codec, tuple[torch.Tensor, ...]]  # the result of encoding: the codec, and its parts
 
 
 def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield a matrix in parts of at most a chunk: some whole rows, or some of one row."""
+    """Yield the slices (rows, columns) of a matrix in tiles of at most a chunk: whole rows, or a part of one row."""
     high = max(1, CHUNK_WEIGHTS // columns)
     wide = min(columns, CHUNK_WEIGHTS)
     for row in range(0, rows, high):
@@ -148,48 +152,53 @@ def tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def chunks(count: int, step: int = CHUNK_WEIGHTS) -> Iterator[slice]:
-    """Yield slices over `count` elements, a step at a time."""
+    """Yield slices over `count` elements, `step` at a time. The last one may be shorter."""
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
 
 
 def pair_table(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Combine two tables of 16 entries to one of 256, so that one lookup decodes two weights: [256, 2] of their type.
+    """Combine two tables of 16 entries into one for a whole byte, so that one lookup decodes two weights.
 
-    At each byte it has the entry of the first at the byte's low half, and that of the second at its high half.
+    The result is [256, 2] of their dtype. Entry `b` holds `first[b & 15]` and `second[b >> 4]`.
     """
     return torch.stack((first.expand(16, 16), second[:, None].expand(16, 16)), dim=-1).reshape(256, 2)
 
 
 def table_of(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return a multiple of 8 int8 values as a tensor on a device, by fills.
+    """Return `values` as an int8 tensor on a device. Their number is a multiple of 8.
 
-    To copy a list there makes the host wait.
+    It is made by fills of 8 bytes each: to copy a list to the device makes the host wait.
     """
     eights = struct.unpack(f"<{len(values) // 8}q", struct.pack(f"<{len(values)}b", *values))
     return torch.cat([torch.full((1,), eight, dtype=torch.int64, device=device) for eight in eights]).view(torch.int8)
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """Values in float32, exact. On a device without float8, MPS, by their bytes and a table."""
+    """Return the values in float32, which is exact.
+
+    A device without float8 kernels, such as MPS, looks float8 bytes up in a table.
+    """
     try:
         return values.to(torch.float32)
-    except (RuntimeError, TypeError):  # if it is memory that has run out, it will again
+    except (RuntimeError, TypeError):  # out of memory comes here too, and is raised again below
         if values.dtype not in _FLOAT8:
             raise
     table = _values_of(values.dtype, values.device)
     flat = values.view(torch.uint8).reshape(-1)
     made = torch.empty(len(flat), dtype=torch.float32, device=values.device)
-    for some in chunks(len(flat), -(-len(flat) // 8) or 1):  # indices are as large as values
+    for some in chunks(
+        len(flat), -(-len(flat) // 8) or 1
+    ):  # an eighth at a time: the int32 indices take as much as the result
         made[some] = table.index_select(0, flat[some].to(torch.int32))
     return made.view(values.shape)
 
 
-_FLOAT8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits of the mantissa
+_FLOAT8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # mantissa bits
 
 
 def _values_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the value of each byte in float32, [256]. Made by integers, since a device may flush what is subnormal."""
+    """Return the value of each float8 byte, float32 [256]. By integer operations: a device may flush subnormals."""
     bits = _FLOAT8[dtype]
     bias, codes = 2 ** (6 - bits) - 1, torch.arange(256, dtype=torch.int32, device=device)
     mantissa, exponent = codes & (2**bits - 1), (codes & 127) >> bits

@@ -1,9 +1,9 @@
-"""Quantised safetensors, recognised from the header alone: which codec each weight has, and where its parts are named.
+"""ComfyUI's quantized safetensors: the codec of each weight and the names of its parts, from the header alone.
 
-The layouts are ComfyUI's (QUANTIZATION.md in its repository): a layer's `weight` with `weight_scale`, and what it is
-told by a tensor `comfy_quant` beside it or by `_quantization_metadata` in the header; before that `scale_weight`, in
-files that hold a tensor `scaled_fp8`. What one of these marks as scaled has a scale for each matrix of fp8:
-one without is refused. Files without any mark or scale hold fp8 that was cast, which is read as it is.
+The layouts are those of QUANTIZATION.md in ComfyUI's repository. A layer has `weight` and `weight_scale`; its format is
+named by a tensor `comfy_quant` beside it, or by `_quantization_metadata` in the header. Older files have `scale_weight`
+and a tensor `scaled_fp8`. In a model marked as scaled, an fp8 matrix without a scale is refused. Files without any mark
+or scale hold fp8 that was cast, which is read as it is.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ METADATA = "_quantization_metadata"
 NOTE = ".comfy_quant"
 
 _WEIGHT_SCALES = ("weight_scale", "scale_weight")
-MARK = "scaled_fp8"  # the end of the name of a tensor that says nothing else
-# The models that a whole pipeline's file holds, each of which may be scaled or not.
+MARK = "scaled_fp8"  # last part of the name of a tensor that marks a model as scaled
+# Prefixes of the models in a file of a whole pipeline. Each of these may be scaled or not.
 _PART = re.compile(
     r"(?:(?:model\.)?diffusion_model|transformer|vae|first_stage_model|cond_stage_model|conditioner"
     r"|text_encoders?\.\w+)\."
 )
 SCALES = tuple(f".{end}" for end in _WEIGHT_SCALES)
-_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # that the metadata of some writers leaves out
+_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # omitted by some writers in the metadata
 
 
 def layers(
     header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes], dtype: torch.dtype
 ) -> dict[str, Recognised]:
-    """Return the quantised weights of a file, by name, which become `dtype`.
+    """Return the quantized weights of a file by name, to be decoded to `dtype`.
 
-    Raises ValueError in one line that names them.
+    `notes` are the bytes of the tensors whose names end in `NOTE`. Raises ValueError in one line that begins with the
+    name of the weight or note that is damaged or not supported.
     """
     told = _told(header, metadata, notes)
     _check_scaled(header, told)
@@ -47,7 +48,10 @@ def layers(
 
 
 def _told(header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-    """Return what is told of each quantised layer: by the metadata, by its note, or by its having a scale."""
+    """Return the configuration of each quantized layer by name: from the metadata, its note, or its having a scale.
+
+    Raises ValueError if two of these contradict each other.
+    """
     told: dict[str, dict[str, Any]] = {}
     for layer, config in _of_metadata(header, metadata.get(METADATA)):
         told[layer] = config
@@ -66,7 +70,7 @@ def _told(header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes
 
 
 def _check_scaled(header: Header, told: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError for a matrix of fp8 without a scale in a model that a mark, or others of it, tell is scaled."""
+    """Raise ValueError for an fp8 matrix without a scale in a model with a mark or with other scaled matrices."""
     marks = tuple(name.removesuffix(MARK) for name in header if name.rpartition(".")[2] == MARK)
     scaled = {_part(layer) for layer in told if header.get(f"{layer}.weight", {}).get("dtype") in FP8}
     for name, entry in header.items():
@@ -81,7 +85,7 @@ def _check_scaled(header: Header, told: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def _part(name: str) -> str:
-    """Return the prefix of the model that a name belongs to."""
+    """Return the prefix of the model that a name belongs to, "" if there is none."""
     found = _PART.match(name)
     return found[0] if found else ""
 
@@ -100,7 +104,7 @@ def _of_metadata(header: Header, text: str | None) -> Iterator[tuple[str, dict[s
 
 
 def _layer(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtype) -> Recognised:
-    """Return a quantised weight, all of whose parts are there and of the sizes that its codec says."""
+    """Return the codec and sources of `layer.weight`. Raises ValueError if a part is missing or of another size."""
     name, kind = f"{layer}.weight", config.get("format")
     if name not in header:
         raise ValueError(f"{name}: it is told to be {kind}, and is not there. Download the file again.")

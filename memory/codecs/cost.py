@@ -1,4 +1,7 @@
-"""The cost of decoding on a device: the eager decoder's kernels and the bytes of each, counted on shapes."""
+"""The cost of decoding on a device: the kernels of the eager decoder and the bytes of each.
+
+They are counted by running `Codec.decode` on `meta` tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from .codec import Codec
 
-_OVERWRITING = ("copy_", "fill_")  # which do not read what they write to
-_SCATTERED = ("index_copy_",)  # which touch no more of it than they are given
+_OVERWRITING = ("copy_", "fill_")  # operators that do not read their target
+_SCATTERED = ("index_copy_",)  # operators that write only the given elements of their target
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Kernels by the bytes that each reads and writes: (bytes, how many)."""
+    """Kernels of one decoding: pairs (bytes that a kernel reads and writes, number of such kernels)."""
 
     kernels: tuple[tuple[int, int], ...]
 
@@ -29,16 +32,17 @@ class Cost:
         return sum(nbytes * count for nbytes, count in self.kernels)
 
     def seconds(self, bytes_per_second: float, least_seconds: float = 4e-6) -> float:
-        """Return the time on a device of that memory bandwidth, on which no kernel takes less than `least_seconds`.
+        """Return the seconds on a device with a memory bandwidth of `bytes_per_second`.
 
-        An upper bound: what one kernel leaves in the cache for the next is counted as read from memory.
+        Every kernel takes at least `least_seconds`, about the time to launch it. The result is an upper bound: data
+        that one kernel leaves in the cache for the next are counted as read from memory.
         """
         return sum(max(nbytes / bytes_per_second, least_seconds) * count for nbytes, count in self.kernels)
 
 
 @lru_cache(maxsize=1024)
 def cost_of(codec: Codec) -> Cost:
-    """Return what decoding a weight once costs. Nothing is allocated for it."""
+    """Return the cost of decoding one weight once. It is computed on `meta`: no memory is allocated."""
     with torch.inference_mode(False), torch.no_grad():  # in inference mode a cast looks like a view
         parts = [torch.empty(part.count, dtype=part.dtype, device="meta") for part in codec.parts]
         out = torch.empty(codec.shape, dtype=codec.dtype, device="meta")
@@ -64,6 +68,6 @@ class _Counting(TorchDispatchMode):
 
 
 def _bytes_of(values: Any) -> int:
-    """Bytes of all tensors; of one that is expanded only those that there are."""
+    """Return the bytes of all tensors among `values`. An expanded tensor counts as the bytes of its storage."""
     tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)

@@ -1,9 +1,9 @@
-"""bf16 without loss in 12 bits: the exponents of a trained tensor are few, and 15 of them stand for nearly all.
+"""Lossless bf16 in about 12 bits: 15 exponents cover nearly all weights of a trained tensor.
 
-Each weight is a byte of sign and mantissa, and a code of 4 bits for its exponent, two in a byte; code 15 says that the
-weight lies apart, whole, with its place. Exponents carry some 2.6 bits of information (DFloat11, arXiv 2504.11651,
-which codes them by Huffman; ZipNN, arXiv 2411.05239): 4 bits of fixed length cost a little more, and decode without
-looking at what comes before. Binade (PyPI) uses the same code at run time.
+A weight is one byte of sign and mantissa, and a code of 4 bits for its exponent, two codes a byte. Code 15 marks an
+outlier: such a weight is stored whole in a list, with its index. Exponents carry some 2.6 bits of information
+(DFloat11, arXiv 2504.11651, which uses Huffman codes; ZipNN, arXiv 2411.05239). Codes of a fixed 4 bits cost a little
+more, but each decodes independently of those before it. Binade (PyPI) uses the same code at run time.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from . import raw
 from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, pair_table
 from .raw import Raw
 
-CODES = 15  # the 16th is of what lies apart
-_APART_BYTES = 6  # of a weight that lies apart: its place and its value
-_SIGN_AND_MANTISSA = 0x807F - 2**16  # of 16 bits, as torch's int16 has them
+CODES = 15  # the 16th code marks outliers
+_APART_BYTES = 6  # of an outlier: an index of 4 bytes and a value of 2
+_SIGN_AND_MANTISSA = 0x807F - 2**16  # the mask 0x807F as a signed int16
 
-_ENCODED_AT_ONCE = 2**18  # about a core's cache, and long enough for threads not to wait for each other's Python
-_SAMPLES, _SAMPLE = 256, 2**12  # runs of a large tensor in which its exponents are counted
-_LARGEST = 2**31 - 1  # places are of 32 bits
-_PLANNED_APART = 0.002
+_ENCODED_AT_ONCE = 2**18  # weights: about a core's cache, yet numpy calls long enough to make the GIL no bottleneck
+_SAMPLES, _SAMPLE = 256, 2**12  # a large tensor's exponents are counted in 256 runs of 4096 weights
+_LARGEST = 2**31 - 1  # weights: indices have 32 bits
+_PLANNED_APART = 0.002  # share of outliers assumed before a weight is known
 
 
 @dataclass(frozen=True)
 class Exact12(Codec):
-    """bf16 with `apart` weights that have none of the 15 exponents; the last of an odd number is always one."""
+    """bf16 with `apart` outliers. The last weight of an odd number is always stored as an outlier."""
 
     apart: int
     name: ClassVar[str] = "exact12"
-    chunk_bytes: ClassVar[int] = 2  # two weights' index of 32 bits, then a sign and a mantissa widened to 16
+    chunk_bytes: ClassVar[int] = 2  # an index of 4 bytes for two weights, then sign and mantissa in 2 bytes each
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Signs and mantissas, codes, the exponents they stand for, and what lies apart."""
+        """Signs with mantissas, codes, the table of exponents, and the indices and values of the outliers."""
         pairs = self.count // 2
         return (
             Part("mantissas", torch.uint8, 2 * pairs),
@@ -53,12 +53,12 @@ class Exact12(Codec):
 
     @property
     def alike(self) -> Codec:
-        """As many weights apart as are planned, whose number is another for each tensor."""
+        """The codec with the planned number of outliers, since the real one differs from tensor to tensor."""
         return planned(self.shape, self.dtype)
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the table of pairs with what it is made of."""
+        """Bytes of a chunk's intermediates, and of the table of pairs with its inputs."""
         return super().workspace_bytes + 4096
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -76,20 +76,21 @@ class Exact12(Codec):
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """About what `encode` makes of a trained weight, of which nothing is known yet: 12.1 bits, or raw.
+    """Return the approximate codec that `encode` makes of a trained weight: 12.1 bits a weight, or raw.
 
-    Measured are 12.00 to 12.10 bits, with up to 2 weights of a thousand apart, in convolutions and transformers.
+    Measured in convolutions and transformers: 12.00 to 12.10 bits, with up to 0.2 % outliers.
     """
     count = prod(shape)
     codec = Exact12(shape, torch.bfloat16, ceil(_PLANNED_APART * count))
-    shrinks = dtype == torch.bfloat16 and codec.stored_bytes < codec.decoded_bytes
+    shrinks = dtype == torch.bfloat16 and codec.encoded_bytes < codec.decoded_bytes
     return codec if shrinks and count <= _LARGEST else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:
-    """Return a weight on the CPU as this codec stores it; raw if it is not of bf16, or would not shrink.
+    """Encode a weight on the CPU. The result is raw if the weight is not bf16, or would not shrink.
 
-    Any bits come back as they are. `threads` share the work; what calls this from several threads leaves it at 1.
+    Every bit pattern is restored, NaN payloads included. `threads` share the work. A caller that encodes weights in
+    several threads leaves it at 1.
     """
     flat = weight.detach().reshape(-1)
     if flat.dtype != torch.bfloat16 or not 2 <= flat.numel() <= _LARGEST:
@@ -105,7 +106,7 @@ def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:
     kept = [places for places in found if places is not None]
     places = np.concatenate([*kept, np.arange(encoder.even, flat.numel())])
     codec = Exact12(tuple(weight.shape), torch.bfloat16, len(places))
-    if len(kept) < len(found) or codec.stored_bytes >= codec.decoded_bytes:
+    if len(kept) < len(found) or codec.encoded_bytes >= codec.decoded_bytes:
         return raw.encode(weight)
     values = encoder.bits[places].view(np.int16)
     stored = (encoder.mantissas, encoder.codes, encoder.exponents, places.astype(np.int32), values)
@@ -113,9 +114,9 @@ def encode(weight: torch.Tensor, threads: int = 1) -> Encoded:
 
 
 class _Encoder:
-    """Fills mantissas and codes, by a table of all pairs of exponents.
+    """Fills `mantissas` and `codes`, by a table of the codes of all pairs of exponents.
 
-    In numpy: on pieces that stay in the cache its calls cost a third of torch's, and never start threads of their own.
+    It uses numpy: on pieces that stay in the cache its calls cost a third of torch's, and start no threads.
     """
 
     def __init__(self, bits: np.ndarray) -> None:
@@ -130,14 +131,14 @@ class _Encoder:
         self._pairs = (codes[:, None] << 4 | codes).ravel()
 
     def encode(self, span: slice) -> np.ndarray | None:
-        """Encode a span of even bounds: the places of what lies apart, or None if it is too much to be worth it."""
+        """Encode a span of even bounds. Return the indices of its outliers, or None if they are too many to shrink."""
         found, (one, other) = np.empty(_ENCODED_AT_ONCE, np.uint8), np.empty((2, _ENCODED_AT_ONCE), np.uint16)
         apart, count = [np.empty(0, np.int64)], 0
         for begin in range(span.start, span.stop, _ENCODED_AT_ONCE):
             end = min(begin + _ENCODED_AT_ONCE, span.stop)
             bits, codes = self.bits[begin:end], self.codes[begin // 2 : end // 2]
             exponents, high, low = (each[: end - begin] for each in (found, one, other))
-            # Into a byte goes the lower one of 16 bits.
+            # A cast from uint16 to uint8 keeps the low byte: here the exponent, without the sign above it.
             np.right_shift(bits, 7, out=exponents, casting="unsafe")
             np.bitwise_and(bits, 0x807F, out=low)
             np.right_shift(low, 8, out=high)
@@ -153,9 +154,9 @@ class _Encoder:
 
 
 def _commonest(bits: np.ndarray) -> np.ndarray:
-    """Return the 15 commonest exponents [16, the last unused].
+    """Return the 15 commonest exponents, uint8 [16], of which the last is unused.
 
-    Of all weights, or in a large tensor of runs all over it.
+    In a large tensor they are counted in samples spread over all of it.
     """
     if len(bits) > 2 * _SAMPLES * _SAMPLE:
         starts = [run * (len(bits) - _SAMPLE) // (_SAMPLES - 1) for run in range(_SAMPLES)]

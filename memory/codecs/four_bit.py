@@ -1,7 +1,7 @@
-"""Weights of 4 bits in flat blocks with a scale each, as bitsandbytes stores them: nf4 (arXiv 2305.14314) and fp4.
+"""bitsandbytes' 4-bit weights in flat blocks with a scale each: nf4 (arXiv 2305.14314) and fp4.
 
-The values of the 16 codes lie in the file. With "double quantization" the scales are codes too, of 8 bits, in blocks of
-256 with a scale each, and an offset for all. Decoding is computed in float32, as bitsandbytes does, and rounded once.
+The file holds the values of the 16 codes. With "double quantization" the scales are 8-bit codes too, in blocks of 256
+with a scale each, and one offset for all. Decoding computes in float32, as bitsandbytes does, and rounds once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # sizes of blocks, in weigh
 
 @dataclass(frozen=True)
 class FourBit(Codec):
-    """Two codes a byte, the first in its high half; `block` weights have a scale. `offset` None: scales are plain."""
+    """Two codes a byte, the first in the high half, and a scale for each `block` weights.
+
+    `offset` is that of double-quantized scales; None means float32 scales. Raises ValueError for an unknown block size.
+    """
 
     block: int
     offset: float | None = None
@@ -34,12 +37,12 @@ class FourBit(Codec):
 
     @property
     def blocks(self) -> int:
-        """Scales."""
+        """Number of blocks, and so of scales."""
         return -(-self.count // self.block)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The codes, the scales of blocks, the 16 values; of scales that are codes their scales and 256 values."""
+        """Codes, scales of blocks, 16 values; with double quantization also the scales' own scales and 256 values."""
         plain = self.offset is None
         scales = Part("absmax", torch.float32 if plain else torch.uint8, self.blocks)
         first = (Part("weight", torch.uint8, -(-self.count // 2)), scales, Part("quant_map", torch.float32, 16))
@@ -48,11 +51,15 @@ class FourBit(Codec):
 
     @property
     def alike(self) -> FourBit:
-        """Whatever the offset is."""
+        """The same codec with an offset of 0, since decoding costs the same with any."""
         return self if self.offset is None else replace(self, offset=0.0)
 
     def taken(self, begin: int, end: int) -> tuple[FourBit, tuple[slice, ...]]:
-        """Rows that begin where a block does, and where a block of scales does. Raises as for any codec."""
+        """Return what `Codec.taken` does.
+
+        Row `begin` must start a block, and a block of scales if these are codes. `end` must start a block, or be the
+        number of rows.
+        """
         row = prod(self.shape[1:])
         lot = self.block * (1 if self.offset is None else NESTED_BLOCK)
         rows = self.shape[0] if self.shape else 0
@@ -64,7 +71,7 @@ class FourBit(Codec):
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, with its scales where these are codes, and the table of pairs."""
+        """Bytes of a chunk's intermediates, of its scales if they are codes, and of the table of pairs."""
         scales = 0 if self.offset is None else min(self.blocks, CHUNK_WEIGHTS // self.block)
         return super().workspace_bytes + scales * 12 + 4096
 
@@ -88,7 +95,7 @@ class FourBit(Codec):
                 torch.mul(plain[whole:count], scales[-1:], out=result[whole:])
 
     def _scales(self, parts: Sequence[torch.Tensor], begin: int, end: int) -> torch.Tensor:
-        """Return the scales of the blocks from `begin`, with which a block of scales begins, to `end`, in float32."""
+        """Return the scales of blocks `begin` to `end` in float32. `begin` is the first of a block of scales."""
         scales = parts[1][begin:end]
         if self.offset is None:
             return scales

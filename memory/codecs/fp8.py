@@ -1,7 +1,7 @@
-"""Weights of 8-bit floats, e4m3 or e5m2 (arXiv 2209.05433), with a scale for each row, or one for all.
+"""Weights in 8-bit floats, e4m3 or e5m2 (arXiv 2209.05433), with a scale for each row, or one for all.
 
-Made at load from plain weights, or found in files: `float8_e4m3fn` and `float8_e5m2` of ComfyUI, and the older
-`scaled_fp8`. Fp8 without scales is raw.
+They are encoded at load from plain weights, or found in files: `float8_e4m3fn` and `float8_e5m2` of ComfyUI, and the
+older `scaled_fp8`. Fp8 without scales is `Raw`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LARGEST = 448  # of e4m3
 
 @dataclass(frozen=True)
 class Fp8(Scaled):
-    """Floats of 8 bits times scales."""
+    """8-bit floats times scales."""
 
     name: ClassVar[str] = "fp8"
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """Return what `encode` makes of a weight whose values are finite.
+    """Return the codec that `encode` gives a weight of finite values.
 
-    A scale for each row, or raw where that is no gain.
+    It has a scale for each row, or is raw if that would not make the weight smaller.
     """
     gains = scaled.gains(shape, dtype)
     return Fp8(shape, dtype, torch.float8_e4m3fn, shape[0]) if gains else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """Return a weight on the CPU in e4m3 with a scale for each row, by which its largest value is 448."""
+    """Encode a weight on the CPU in e4m3. Each row is scaled so that its largest absolute value becomes 448."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.to(torch.float8_e4m3fn))

@@ -1,8 +1,8 @@
-"""Block types of GGUF, the format of llama.cpp: blocks of 32 or 256 weights of a row, each with scales of its own.
+"""Block types of GGUF, the format of llama.cpp: blocks of 32 or 256 weights of a row, each with its own scales.
 
-The layouts are those of ggml-quants (github.com/ggml-org/llama.cpp) and of the package `gguf`, whose numbers decoding
-gives bit for bit in float32: it is computed there, and rounded once to the type of the result. diffusers computes in
-the float16 of the scales where it is not told otherwise.
+The layouts are those of ggml-quants (github.com/ggml-org/llama.cpp) and of the package `gguf`. Decoding computes in
+float32, where it equals that package bit for bit, and rounds once to the dtype of the result. By default diffusers
+computes in the float16 of the scales instead.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ Decoder = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BlockType(NamedTuple):
-    """A type by its name: weights and bytes of a block, and what decodes blocks [n, bytes] to float32 [n, weights]."""
+    """One GGUF type: weights and bytes of a block, and its decoder.
+
+    `decode` takes uint8 [n, nbytes] and returns float32 [n, weights].
+    """
 
     name: str
     weights: int
     nbytes: int
-    decode: Decoder | None = None  # None: not one of those that are decoded here
-    plain: torch.dtype | None = None  # of a type that torch has itself
-    chunk_bytes: float = 5  # that decoding holds for each weight of a chunk
+    decode: Decoder | None = None  # None: not decoded by Ballast, or a plain type
+    plain: torch.dtype | None = None  # the dtype, if torch has the type itself
+    chunk_bytes: float = 5  # of intermediates for each weight of a chunk
 
 
-# By their numbers in files.
+# By the type numbers of GGUF files (`ggml_type`).
 TYPES = {
     0: BlockType("F32", 1, 4, plain=torch.float32),
     1: BlockType("F16", 1, 2, plain=torch.float16),
@@ -74,7 +77,7 @@ _BY_NAME = {kind.name: kind for kind in TYPES.values()}
 
 @dataclass(frozen=True)
 class Gguf(Codec):
-    """Blocks of one type, one after another."""
+    """A weight in consecutive blocks of one type; `kind` is the name of the type, such as "Q4_K"."""
 
     kind: str
     name: ClassVar[str] = "gguf"
@@ -87,27 +90,27 @@ class Gguf(Codec):
 
     @property
     def row_parts(self) -> tuple[int, ...] | None:
-        """The bytes of a row; None where a block holds weights of several, as those of small convolutions."""
+        """Bytes of a row; None if a block holds weights of several rows, as in small convolutions."""
         kind, row = _BY_NAME[self.kind], self.count // max(1, self.shape[0])
         return None if row % kind.weights else (row // kind.weights * kind.nbytes,)
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the shifts and tables."""
+        """Bytes of a chunk's intermediates, of the shifts and of the tables."""
         return ceil(min(self.count, CHUNK_WEIGHTS) * _BY_NAME[self.kind].chunk_bytes) + 512
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         kind = _BY_NAME[self.kind]
-        assert kind.decode is not None  # `codec_of` has seen to it
+        assert kind.decode is not None  # `codec_of` refuses such types
         blocks, result = parts[0].view(-1, kind.nbytes), out.view(-1, kind.weights)
         for some in chunks(len(blocks), CHUNK_WEIGHTS // kind.weights):
             result[some] = kind.decode(blocks[some])
 
 
 def codec_of(kind: BlockType, shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """Return the codec of a weight of a type, as `dtype` (plain tensors keep their own).
+    """Return the codec of a weight of type `kind`, decoded to `dtype`. Plain types keep their own dtype.
 
-    ValueError if there is none.
+    Raises ValueError if Ballast does not decode the type, or if `shape` is not made of whole blocks.
     """
     if kind.plain is not None:
         return Raw(shape, kind.plain, kind.plain)

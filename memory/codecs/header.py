@@ -12,7 +12,7 @@ import torch
 
 from .codec import Codec
 
-Header = Mapping[str, Mapping[str, Any]]  # name -> {"dtype", "shape", ...}, as safetensors has them
+Header = Mapping[str, Mapping[str, Any]]  # name -> {"dtype", "shape", ...}, as in a safetensors header
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -23,14 +23,14 @@ _SCALES = {name: dtype for name, dtype in FLOATS.items() if name != "F64"}
 
 @dataclass(frozen=True)
 class Recognised:
-    """A weight: its codec, and the names of the stored tensors that are the codec's parts, in their order."""
+    """One weight: its codec, and the names of the stored tensors that are its parts, in the codec's order."""
 
     codec: Codec
     sources: tuple[str, ...]
 
 
 def matched(header: Header, name: str, codec: Codec, sources: tuple[str, ...]) -> Recognised:
-    """Return a weight whose stored tensors are of the sizes that its codec says. ValueError, which names it, if not."""
+    """Return the recognized weight. Raises ValueError, naming it, if a source has other bytes than the codec's part."""
     for part, source in zip(codec.parts, sources, strict=True):
         if (held := _nbytes(header[source])) != part.nbytes:
             raise ValueError(
@@ -40,7 +40,7 @@ def matched(header: Header, name: str, codec: Codec, sources: tuple[str, ...]) -
 
 
 def parse(name: str, text: bytes) -> dict[str, Any]:
-    """Return the JSON object that a note or the metadata holds. ValueError, which names it, for anything else."""
+    """Return the JSON object in the bytes of a note or of metadata. Raises ValueError, naming `name`, if it is none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -51,13 +51,13 @@ def parse(name: str, text: bytes) -> dict[str, Any]:
 
 
 def expect(entry: Mapping[str, Any], *kinds: str) -> None:
-    """ValueError for a tensor of another type than one of these."""
+    """Raise ValueError if a tensor's dtype is none of `kinds`."""
     if entry["dtype"] not in kinds:
         raise ValueError(f"it or its scale is stored as {entry['dtype']} where that format has {kinds[0]}.")
 
 
 def count_of_scales(scale: Mapping[str, Any]) -> int:
-    """Return how many scales there are: one, or one for each row. ValueError where they run along another dimension."""
+    """Return the number of scales: 1, or one for each row. Raises ValueError if they run along another dimension."""
     shape = tuple(scale["shape"])
     if any(size != 1 for size in shape[1:]):
         raise ValueError(f"its scale is of shape {list(shape)}, which is not one for each row.")
@@ -65,7 +65,7 @@ def count_of_scales(scale: Mapping[str, Any]) -> int:
 
 
 def scale_type(scale: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of a tensor of scales. ValueError for one that scales are not stored in."""
+    """Return the dtype of a tensor of scales. Raises ValueError for other types than F32, F16 and BF16."""
     if scale["dtype"] not in _SCALES:
         raise ValueError(f"its scale is stored as {scale['dtype']}.")
     return _SCALES[scale["dtype"]]

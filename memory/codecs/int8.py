@@ -1,8 +1,8 @@
-"""Weights of 8-bit integers: a scale for each row, or one for all.
+"""Weights in 8-bit integers, with a scale for each row, or one for all.
 
-Made at load from plain weights, or found in files: `int8_tensorwise` of ComfyUI, whose scale may be of rows all the
-same. Its variant "convrot" (grouped Hadamard, as in QuaRot, arXiv 2404.00456) turns each group of columns by an
-orthogonal matrix before rounding, which spreads outliers over the group; here it is turned back.
+They are encoded at load from plain weights, or found in files: `int8_tensorwise` of ComfyUI, which despite its name may
+have a scale for each row. Its variant "convrot" (grouped Hadamard, as in QuaRot, arXiv 2404.00456) multiplies each
+group of columns by an orthogonal matrix before rounding, which spreads outliers over the group. Decoding undoes that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class Int8(Scaled):
-    """Integers times scales: one kernel, which widens the integers as it reads them."""
+    """int8 values times scales. Decoding is one kernel, which converts the integers as it reads them."""
 
     name: ClassVar[str] = "int8"
     chunk_bytes: ClassVar[int] = 0
@@ -31,10 +31,11 @@ class Int8(Scaled):
 
 @dataclass(frozen=True)
 class RotatedInt8(Scaled):
-    """Integers times scales, turned by a regular Hadamard matrix in groups of `group` columns, a power of 4.
+    """int8 values times scales, rotated by a regular Hadamard matrix in groups of `group` columns, a power of 4.
 
-    Turning the integers is exact in float32, and in TF32 as well: they and the matrix have few bits, and so have their
-    sums. Only the product with the scale is rounded, where Kitchen rounds before it turns.
+    Rotating the integers is exact in float32, and in TF32 as well: they and the entries of the matrix have few bits,
+    and so have their sums. Only the product with the scale is rounded. Kitchen rounds before it rotates. Raises
+    ValueError if the columns are not whole groups.
     """
 
     group: int = 256
@@ -48,7 +49,7 @@ class RotatedInt8(Scaled):
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the matrix with what it is made of."""
+        """Bytes of a chunk's intermediates, of the scales, and of the matrix with its inputs."""
         return super().workspace_bytes + 12 * self.group**2 + 4 * self.scales
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -60,14 +61,14 @@ class RotatedInt8(Scaled):
 
 
 def is_group(size: int) -> bool:
-    """Return whether there is a regular Hadamard matrix as Kitchen makes it: of 4, 16, 64, 256, 1024 or 4096."""
+    """Return whether Kitchen makes a regular Hadamard matrix of that size: 4, 16, 64, 256, 1024 or 4096."""
     return size in (4, 16, 64, 256, 1024, 4096)
 
 
 def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Return a regular, symmetric Hadamard matrix of ones and minus ones, float32.
+    """Return a regular, symmetric Hadamard matrix of 1 and -1, float32 [size, size].
 
-    Its square is `size` times the identity.
+    Its square is `size` times the identity, so that divided by `sqrt(size)` it is its own inverse.
     """
     four = 1 - 2 * torch.eye(4, device=device).flip(0)
     matrix = four
@@ -77,14 +78,14 @@ def _hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 
 def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Codec:
-    """Return what `encode` makes of a weight whose values are finite.
+    """Return the codec that `encode` gives a weight of finite values.
 
-    A scale for each row, or raw where that is no gain.
+    It has a scale for each row, or is raw if that would not make the weight smaller.
     """
     return Int8(shape, dtype, torch.int8, shape[0]) if scaled.gains(shape, dtype) else Raw(shape, dtype, dtype)
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """Return a weight on the CPU with a scale for each row, by which its largest value is 127."""
+    """Encode a weight on the CPU. Each row is scaled so that its largest absolute value becomes 127."""
     made = planned(tuple(weight.shape), weight.dtype)
     return scaled.encode(weight, made, LARGEST, lambda values: values.round_().to(torch.int8))

@@ -1,7 +1,7 @@
-"""Quantised safetensors in any layout that is known: the codec of every weight, from the header and small notes alone.
+"""The codec of every weight of a safetensors file in any known layout, from the header and small notes alone.
 
-Other tools' layouts are refused by what only they write, and so is any weight of 8 bits of which nothing tells how it
-was made: a wrong guess would be seen in no picture but a bad one.
+Layouts of other tools are refused, by names that only they write. So is an 8-bit weight whose format is stated nowhere:
+a wrong guess would raise no error and give a bad picture.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from . import bitsandbytes, comfy, torchao
 from .header import FP8, PLAIN, Header, Recognised
 from .raw import Raw
 
-NOTES = (comfy.NOTE, *bitsandbytes.NOTES)  # ends of the names of tensors that tell how others are stored
+NOTES = (comfy.NOTE, *bitsandbytes.NOTES)  # ends of the names of tensors that describe how others are stored
 MAX_NOTE_BYTES = 4096
 
 _SIGNS = (*comfy.SCALES, comfy.NOTE, *bitsandbytes.SIGNS, *torchao.SIGNS)
 _OF_ACTIVATIONS = (".input_scale", ".scale_input")
-_STRANGERS = {  # by the ends of names that only they write
+_STRANGERS = {  # layouts that are refused, by the ends of names that only their tools write
     ".weight_scale_inv": "scaled by blocks of rows and columns",
     ".pre_quant_scale": "smoothed by scales of the activations",
     ".qweight": "packed by GPTQ, AWQ or Nunchaku",
@@ -29,10 +29,10 @@ _STRANGERS = {  # by the ends of names that only they write
 
 
 def is_encoded(header: Header) -> bool:
-    """Return whether a file holds weights in another form than plain tensors of 16 bits and more."""
+    """Return whether a file holds encoded weights, and not only plain tensors of 16 bits or more."""
     if any(name.endswith(_SIGNS) for name in header):
         return True
-    # Of bytes only weights tell it: models hold masks, places and their tokenizer as such too.
+    # int8 counts only in weights: models also hold masks, positions and their tokenizer as bytes.
     kinds = {name: entry["dtype"] for name, entry in header.items()}
     return any(kind in FP8 or (kind in ("I8", "U8") and name.endswith(".weight")) for name, kind in kinds.items())
 
@@ -40,11 +40,11 @@ def is_encoded(header: Header) -> bool:
 def recognise(
     header: Header, metadata: Mapping[str, str], notes: Mapping[str, bytes], dtype: torch.dtype
 ) -> dict[str, Recognised]:
-    """Return the codec of every weight of a file, by name; scales and notes are no weights.
+    """Return the codec of every weight of a file by name. Scales and notes are not weights.
 
-    `notes` are the bytes of the tensors that end in `NOTES`. Quantised weights become `dtype`, plain ones keep their
-    own. Raises ValueError, one line that begins with the weight's name, for what is damaged, contradicts itself, or is
-    not known for sure.
+    `notes` are the bytes of the tensors whose names end in `NOTES`. Quantized weights are decoded to `dtype`, plain
+    ones keep their own. Raises ValueError, one line that begins with a tensor's name, for a file that is damaged or
+    contradictory, or whose format is not certain.
     """
     for name in header:
         for end, what in _STRANGERS.items():

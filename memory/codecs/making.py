@@ -1,4 +1,4 @@
-"""Codecs that plain weights are encoded by at load, where that is asked for, by the word that asks."""
+"""The codecs that can encode plain weights at load, by the value of the `weights` option."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .codec import Codec, Encoded
 
 
 class Maker(NamedTuple):
-    """The approximate stored form of a weight of a shape and a type, and the call that stores one.
+    """The codec planned for a weight of a shape and dtype, the call that encodes one, and the error in words.
 
-    `quality` says in words how far its values are from the plain ones: the root mean square of the difference, as a
-    share of that of the values, of Gaussian weights and of ones with outliers (Student's t of 4 degrees).
+    `quality` is the root mean square of the error, relative to that of the weights: for Gaussian weights, and for
+    weights with outliers (Student's t with 4 degrees of freedom).
     """
 
     planned: Callable[[tuple[int, ...], torch.dtype], Codec]
@@ -31,9 +31,9 @@ MAKERS = {
 
 
 def maker_of(weights: str) -> Maker | None:
-    """Return the maker that a word asks for; None for "auto", which leaves weights as they are.
+    """Return the maker named by `weights`, or None for "auto", which leaves weights as they are.
 
-    ValueError for another.
+    Raises ValueError for an unknown name.
     """
     if weights != "auto" and weights not in MAKERS:
         raise ValueError(f"unknown weights {weights!r}. Use auto, {', '.join(MAKERS)}.")

@@ -1,9 +1,9 @@
-"""mxfp8 and nvfp4: small floats with a scale for each block of a row, as NVIDIA's Blackwell multiplies them.
+"""mxfp8 and nvfp4: small floats with a scale for each block of a row, the native formats of NVIDIA's Blackwell.
 
-The formats are those of the OCP Microscaling specification and of NVFP4; files have them as Kitchen (PyPI
-comfy-kitchen) writes them: matrices padded to whole blocks of rows and columns, and the scales in the order of cuBLAS,
-128 rows by 4 columns after each other. Blocks are decoded in float32 and rounded once, where Kitchen rounds the
-scales of nvfp4 to the type of the result first.
+The formats are those of the OCP Microscaling specification and of NVFP4, in files as Kitchen (PyPI comfy-kitchen)
+writes them. Matrices are padded to whole blocks of rows and columns. The scales are in cuBLAS order: consecutive tiles
+of 128 rows by 4 columns. Decoding computes in float32 and rounds once. Kitchen first rounds the scales of nvfp4 to the
+dtype of the result.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .codec import CHUNK_WEIGHTS, Codec, Part, chunks, pair_table, table_of, wid
 
 M = TypeVar("M", bound="_Microscaled")
 
-_TILE_ROWS, _TILE_COLUMNS = 128, 4  # of scales that lie together
+_TILE_ROWS, _TILE_COLUMNS = 128, 4  # of a tile of scales
 
-_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of e2m1, twice as large
+_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of e2m1 times 2, to be integers
 
 
 @dataclass(frozen=True)
 class _Microscaled(Codec):
-    """A matrix in blocks of `block` columns, padded to `padding` rows and columns."""
+    """A matrix in blocks of `block` columns, padded to multiples of `padding` rows and columns."""
 
     block: ClassVar[int]
     padding: ClassVar[int]
@@ -37,18 +37,18 @@ class _Microscaled(Codec):
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Rows and columns as they are stored."""
+        """Rows and columns as stored, padding included."""
         rows, columns = (-(-size // self.padding) * self.padding for size in self.shape)
         return rows, columns
 
     @property
     def scales(self) -> int:
-        """Scales as they are stored, in whole tiles."""
+        """Number of scales as stored, in whole tiles."""
         rows, columns = self.padded
         return -(-rows // _TILE_ROWS) * _TILE_ROWS * -(-columns // (self.block * _TILE_COLUMNS)) * _TILE_COLUMNS
 
     def taken(self: M, begin: int, end: int) -> tuple[M, tuple[slice, ...]]:
-        """Rows in whole tiles of scales: the others are mixed with theirs. Raises as for any codec."""
+        """Return what `Codec.taken` does. A tile mixes the scales of 128 rows, so only whole tiles are separable."""
         if not 0 <= begin < end <= self.shape[0] or begin % _TILE_ROWS or (end % _TILE_ROWS and end < self.shape[0]):
             raise ValueError(f"{self.name} of {self.shape} has no rows {begin} to {end} that lie apart.")
         codec = replace(self, shape=(end - begin, self.shape[1]))
@@ -63,7 +63,7 @@ class _Microscaled(Codec):
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, which has at least 128 rows."""
+        """Bytes of a chunk's intermediates. A chunk has at least 128 rows."""
         return min(self.padded[0], self._rows_at_once) * self.padded[1] * self.chunk_bytes + 4096
 
     @property
@@ -79,9 +79,9 @@ class _Microscaled(Codec):
             result[some] = self._scaled(values[some], tiles, parts)[:, : self.shape[1]]
 
     def _scaled(self, values: torch.Tensor, tiles: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return padded rows in float32, scaled. The first row is one of the first tile's."""
+        """Return padded rows in float32, scaled. `tiles` are their scales; the first row begins the first tile."""
         rows, columns = len(values), self.padded[1]
-        # Row 32 j + i of a tile lies at [i, j].
+        # Within a tile, [i, j] holds the 4 scales of row 32 j + i.
         straight = tiles.permute(0, 3, 2, 1, 4).reshape(len(tiles) * _TILE_ROWS, -1)
         chunk = self._widened(values).view(rows, -1, self.block)
         chunk *= self._scale(straight[:rows, : columns // self.block], parts).unsqueeze(-1)
@@ -89,16 +89,16 @@ class _Microscaled(Codec):
 
     @abstractmethod
     def _widened(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of stored values in float32, before they are scaled."""
+        """Return rows of stored values in float32, not yet scaled."""
 
     @abstractmethod
     def _scale(self, scales: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scales of blocks, of which these are the bytes, in float32."""
+        """Return the scales of blocks in float32. `scales` are their bytes."""
 
 
 @dataclass(frozen=True)
 class Mxfp8(_Microscaled):
-    """e4m3 in blocks of 32, whose scales are powers of two, stored as their exponents."""
+    """e4m3 in blocks of 32. Scales are powers of two, stored as 8-bit exponents."""
 
     name: ClassVar[str] = "mxfp8"
     chunk_bytes: ClassVar[int] = 5
@@ -107,7 +107,7 @@ class Mxfp8(_Microscaled):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The padded values, then the scales."""
+        """The padded values and the scales."""
         rows, columns = self.padded
         return Part("weight", torch.float8_e4m3fn, rows * columns), Part("scale", torch.uint8, self.scales)
 
@@ -120,7 +120,7 @@ class Mxfp8(_Microscaled):
 
 @dataclass(frozen=True)
 class Nvfp4(_Microscaled):
-    """e2m1, two in a byte, the first in its high half, in blocks of 16 with scales of e4m3, and one scale for all."""
+    """e2m1 in blocks of 16 with e4m3 scales, and one float32 scale for all. The first of two codes is the high half."""
 
     name: ClassVar[str] = "nvfp4"
     chunk_bytes: ClassVar[int] = 7
@@ -129,7 +129,7 @@ class Nvfp4(_Microscaled):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The padded values, the scales of blocks, and the scale of all."""
+        """The padded values, the scales of blocks, and the scale of the matrix."""
         rows, columns = self.padded
         return (
             Part("weight", torch.uint8, rows * columns // 2),

@@ -1,4 +1,4 @@
-"""Weights stored as they are: plain tensors of any type that torch knows, cast on the way where that is asked for."""
+"""Weights stored as plain tensors of any torch dtype. Decoding copies them, with a cast if `dtype` differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .codec import Codec, Encoded, Part, chunks, widened
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """One plain tensor of type `stored`."""
+    """One plain tensor of dtype `stored`."""
 
     stored: torch.dtype
     name: ClassVar[str] = "raw"
@@ -25,7 +25,7 @@ class Raw(Codec):
 
     @property
     def row_parts(self) -> tuple[int, ...] | None:
-        """The values of a row."""
+        """Elements of a row."""
         return (self.count // self.shape[0],) if self.shape and self.shape[0] else None
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -39,5 +39,5 @@ class Raw(Codec):
 
 
 def encode(weight: torch.Tensor) -> Encoded:
-    """Return a plain weight as what a codec would store of it: itself, flat."""
+    """Return a plain weight as an encoded one: its only part is the weight itself, flat."""
     return Raw(tuple(weight.shape), weight.dtype, weight.dtype), (weight.detach().reshape(-1),)

@@ -1,7 +1,7 @@
-"""Weights of 8 bits times scales: what int8 and fp8 have in common. One scale for all, or one for each row.
+"""The common base of int8 and fp8: 8-bit values times one scale for all, or one for each row.
 
-The product is taken in float32 and rounded once. Kitchen (PyPI comfy-kitchen) rounds the scale of fp8 to the type of
-the result first, which costs up to two units in the last place of bf16; in float32 both give the same bits.
+The product is computed in float32 and rounded once. Kitchen (PyPI comfy-kitchen) first rounds the scale of fp8 to the
+dtype of the result, which costs up to two units in the last place of bf16. In float32 both give the same bits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .codec import CHUNK_WEIGHTS, Codec, Encoded, Part, chunks, tiles, widened
 
 S = TypeVar("S", bound="Scaled")
 
-_LEAST_SCALE = 1e-30  # of a row of zeros
+_LEAST_SCALE = 1e-30  # the scale of a row of zeros
 
 
 @dataclass(frozen=True)
 class Scaled(Codec):
-    """A matrix [rows, columns], all dimensions but the first taken together, with `scales` scales: 1, or `rows`."""
+    """A matrix [rows, columns], with all dimensions but the first flattened, and 1 or `rows` scales."""
 
     stored: torch.dtype
     scales: int
@@ -36,26 +36,26 @@ class Scaled(Codec):
 
     @property
     def rows(self) -> int:
-        """Rows, as scales count them."""
+        """Size of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The values, then their scales."""
+        """The values and their scales."""
         return Part("weight", self.stored, self.count), Part("scale", self.scale_type, self.scales)
 
     @property
     def row_parts(self) -> tuple[int, ...] | None:
-        """The values of a row, and its scale where it has one."""
+        """Elements of a row, and 1 scale, or 0 if one scale is shared by all rows."""
         return (self.count // self.rows, int(self.scales > 1)) if self.shape and self.rows > 1 else None
 
     def of_rows(self: S, rows: int) -> S:
-        """Return the codec of `rows` of the rows, with their scales."""
+        """Return the codec of a weight with `rows` rows, with as many scales if each row has its own."""
         return replace(self, shape=(rows, *self.shape[1:]), scales=rows if self.scales > 1 else 1)
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the scales if they are widened."""
+        """Bytes of a chunk's intermediates, and of the scales if they are converted to float32."""
         return super().workspace_bytes + (0 if self.scale_type == torch.float32 else 4 * self.scales)
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -64,13 +64,13 @@ class Scaled(Codec):
         scales = parts[1].to(torch.float32).view(-1, 1)
         for tile in tiles(*values.shape):
             tile_values = values[tile]
-            if tile_values.is_floating_point():  # torch promotes integers by itself, and fp8 never
+            if tile_values.is_floating_point():  # torch.mul converts integers itself, but not fp8
                 tile_values = widened(tile_values)
             torch.mul(tile_values, scales[tile[0]], out=result[tile])
 
 
 def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether 8 bits and a scale a row make a weight smaller: a floating matrix, or one of more dimensions."""
+    """Return whether 8 bits a weight and a float32 scale a row are fewer bytes. Only floats of 2 or more dimensions."""
     count = prod(shape)
     return dtype.is_floating_point and len(shape) > 1 and count + 4 * shape[0] < count * dtype.itemsize
 
@@ -78,10 +78,10 @@ def gains(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def encode(
     weight: torch.Tensor, planned: Codec, largest: float, quantize: Callable[[torch.Tensor], torch.Tensor]
 ) -> Encoded:
-    """Encode a weight on the CPU as planned: each row is divided by its scale, so that its largest value is `largest`.
+    """Encode a weight on the CPU as `planned`. Each row is scaled so that its largest absolute value is `largest`.
 
-    Raw where that is planned, or where a value is not finite. `quantize` takes a float32 tensor, which it may change,
-    to what is stored.
+    The result is raw if that is planned, or if a value is not finite. `quantize` converts a float32 tensor, which it
+    may overwrite, to the stored dtype.
     """
     if not isinstance(planned, Scaled):
         return raw.encode(weight)

@@ -1,8 +1,8 @@
-"""Files that torchao (github.com/pytorch/ao) has quantised, as diffusers and transformers save them in safetensors.
+"""Files quantized by torchao (github.com/pytorch/ao), as diffusers and transformers save them in safetensors.
 
-A weight lies in flat parts whose names begin with an underscore, `_weight_qdata` and the others; the header's metadata
-tell by the weight's name which kind of tensor they make. Rows of int8 and fp8 with a scale each, or one for all.
-Where torchao would also round what goes into a layer, its weights are decoded, and the layer computes as any other.
+The parts of a weight have names with an underscore, such as `_weight_qdata`. The header's metadata name the tensor
+class under the weight's own name. Supported are int8 and fp8 with a scale for each row, or one for all. Where torchao
+would also round the inputs of a layer, here the weights are decoded, and the layer computes in its own dtype.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _KINDS = {"Int8Tensor": ("qdata", "scale", "zero_point"), "Float8Tensor": ("qdat
 
 @dataclass(frozen=True)
 class ShiftedInt8(Scaled):
-    """Integers less the zero point of their row, times its scale."""
+    """int8 values minus the zero point of their row, times its scale."""
 
     name: ClassVar[str] = "int8 of torchao"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The values, their scales and their zero points."""
+        """The values, their scales and their int8 zero points."""
         return (*super().parts, Part("zero_point", torch.int8, self.scales))
 
     @property
     def row_parts(self) -> tuple[int, ...] | None:
-        """The values of a row, its scale and its zero point where it has one."""
+        """Elements of a row, its scale and its zero point: 1 of each, or 0 if shared by all rows."""
         rows = super().row_parts
         return rows and (*rows, rows[1])
 
     @property
     def workspace_bytes(self) -> int:
-        """That of a chunk, and the zero points as they are taken off."""
+        """Bytes of a chunk's intermediates, and of the zero points in float32."""
         return super().workspace_bytes + 4 * self.scales
 
     def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -56,9 +56,9 @@ class ShiftedInt8(Scaled):
 
 
 def layers(header: Header, metadata: Mapping[str, str], dtype: torch.dtype) -> dict[str, Recognised]:
-    """Return the quantised weights of a file, by name, which become `dtype`.
+    """Return the quantized weights of a file by name, to be decoded to `dtype`.
 
-    Raises ValueError in one line that names them.
+    Raises ValueError in one line that begins with the name of the weight that is damaged or not supported.
     """
     found = {}
     for part in header:

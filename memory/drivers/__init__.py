@@ -1,1 +1,1 @@
-"""The figures of card drivers, asked of their own libraries."""
+"""Queries to the libraries of device drivers."""

@@ -1,4 +1,4 @@
-"""The memory that NVIDIA's driver counts for this process on a card, by its library (NVML)."""
+"""The device memory of a process as NVIDIA's driver counts it, from its library NVML."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import sys
 
 _LIBRARY = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
-_MOST = 256  # processes on a card
-_NOT_TOLD = 2**64 - 1  # as under Windows
+_MOST = 256  # processes on one card that are read
+_NOT_TOLD = 2**64 - 1  # `NVML_VALUE_NOT_AVAILABLE`, the answer under Windows
 
 
 class _Process(ctypes.Structure):
@@ -23,10 +23,10 @@ class _Process(ctypes.Structure):
 
 
 def used_bytes(uuid: str, pid: int | None = None, library: str = _LIBRARY) -> int | None:
-    """Bytes of the card of a UUID that a process has, by default this one: tensors, context, libraries.
+    """Return the bytes that a process has on the card `uuid`: tensors, context and libraries.
 
-    None where that is not told: without the library, under Windows, and in a container that has numbers of its own
-    for processes.
+    `pid` is by default this process. Returns None if the figure is not available: without the library, under Windows,
+    and in a container with its own process ids.
     """
     try:
         nvml = ctypes.CDLL(library)
@@ -41,7 +41,7 @@ def used_bytes(uuid: str, pid: int | None = None, library: str = _LIBRARY) -> in
             return None
         if nvml.nvmlDeviceGetComputeRunningProcesses_v3(card, ctypes.byref(count), found) != 0:
             return None
-    except AttributeError:  # a library without one of these
+    except AttributeError:  # an old library without one of these functions
         return None
     finally:
         nvml.nvmlShutdown()

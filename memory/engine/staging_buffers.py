@@ -20,7 +20,7 @@ from ..host import management as host
 from ..planning.ring_offsets import WINDOWS
 from ..weights import hostbuffer
 from ..weights.encoding import Source, extents
-from ..weights.reader import BATCH_BYTES, READERS, FileExtent, batches, extents_of, read_batch
+from ..weights.reader import BATCH_BYTES, STAGING_THREADS, FileExtent, batches, extents_of, read_batch
 from ..weights.stored import Stored
 from .ring import RingSlot, WeightGroup
 from .streams import Queues
@@ -99,7 +99,8 @@ class StagingBuffers:
         self._closed = False
         self._coming: list[WeightGroup] = []
         self._due: deque[RingSlot] = deque()  # slots whose copies wait for a read, or for the slots before them
-        self._pool = ThreadPoolExecutor(READERS, "ballast-reader")  # starts work in the order of `submit`
+        # It starts work in the order of `submit`.
+        self._pool = ThreadPoolExecutor(STAGING_THREADS, "ballast-reader-staging")
 
     @property
     def held_bytes(self) -> int:

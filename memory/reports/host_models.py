@@ -1,4 +1,4 @@
-"""The host's own models, as reports and the timeline tell of them beside ours."""
+"""The host's own models, in the form in which reports and the timeline list ours."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .timeline import OnDevice
 
 
 def host_models_on(device: torch.device) -> tuple[OnDevice, ...]:
-    """Return the host's models that are on a device now, in the order of their roles and names."""
+    """Return the host's models with bytes on `device` now, sorted by role and name."""
     found = [model for model in host.known_models(device) if model.bytes]
     found.sort(key=lambda model: (model.role, model.name))
     return tuple(OnDevice(_name(model), model.role, model.bytes, host.page_bytes(model.patcher)) for model in found)
 
 
 def host_model_reports(device: torch.device) -> tuple[UnitReport, ...]:
-    """Return the state of each of the host's models that runs on a device, whether it is there now or in RAM."""
+    """Return the state of each of the host's models whose device is `device`, on it or in RAM."""
     return tuple(_reported(model) for model in host.known_models(device))
 
 

@@ -1,4 +1,4 @@
-"""Stages that are not ours: what a node of the host does with VRAM, as far as it can be seen from outside."""
+"""Records of the host's own nodes: their use of VRAM, as observed from outside."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from ..vocabulary import Tier
 from .timeline import Event, StageRecord, Timeline, UnitRecord
 
-_ROUNDED = 0.01  # of the bytes on a device, by its allocator
+_ROUNDED = 0.01  # share of the bytes on a device by which an allocator rounds
 
 
 class Observation:
-    """One node of the host while it runs: look at it now and then, and finish it when it is done.
+    """The record of one node of the host while it runs. Call `look` now and then, and `finish` when it is done.
 
-    It goes into the timeline if weights came to the device or anything was computed there, and no stage of ours ran
-    meanwhile, which tells more.
+    It goes into the timeline if weights came to the device or memory beside weights was used there. It does not if one
+    of our stages ran meanwhile, since that stage's own record says more.
     """
 
     def __init__(self, timeline: Timeline, name: str, run: str, budget_bytes: int) -> None:
         self._timeline = timeline
         self._stage = StageRecord(name, time.perf_counter(), {}, budget_bytes=budget_bytes, run=run)
         timeline.target_bytes = 0
-        timeline.moment()  # from which on the peak counts
+        timeline.moment()  # starts the peak anew
         self._stage.events.append(timeline.moment())
 
     def look(self) -> None:
-        """Note what is on the device now, and the peak since the last look."""
+        """Note the weights on the device now, and the peak since the last look."""
         if not self._timeline.is_in_stage:
             self._stage.events.append(self._timeline.moment())
 
     def finish(self) -> None:
-        """Close the record, and keep it if it tells something."""
+        """Close the record, and add it to the timeline under the conditions of the class."""
         if self._timeline.stages and self._timeline.stages[-1].started > self._stage.started:
             return
         self.look()
@@ -43,12 +43,12 @@ class Observation:
         stage.units = _records(stage.events)
         stage.budget_bytes = self._timeline.target_bytes or stage.budget_bytes
         held = [sum(resident.bytes for resident in event.residents) for event in stage.events]
-        # What a node let go of as it began counts for no moment but that.
+        # Weights that left between two looks are not counted as work at the second.
         beside = max(
             _most(event) - max(before, now)
             for event, before, now in zip(stage.events[1:], held, held[1:], strict=False)
         )
-        gave_way = 0 < held[-1] < held[0]  # as a model does whose budget was lowered
+        gave_way = 0 < held[-1] < held[0]  # such as a model whose budget was lowered
         worked = gave_way or beside > _ROUNDED * stage.peak_bytes
         if worked or any(unit.bytes_in for unit in stage.units.values()):
             self._timeline.stages.append(stage)
@@ -59,7 +59,7 @@ def _most(event: Event) -> int:
 
 
 def _records(events: Sequence[Event]) -> dict[str, UnitRecord]:
-    """Return what became of each model that was on the device."""
+    """Return a record of each model that was on the device: its tiers before and after, and the bytes it brought in."""
     held = [{resident.name: resident.bytes for resident in event.residents} for event in events]
     found = {}
     for name in dict.fromkeys(name for each in held for name in each):

@@ -12,7 +12,7 @@ from ..weights.unit import ManagedModel
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit: where it is, and its bytes."""
+    """The state of one unit: its tier, placement and bytes."""
 
     name: str
     label: str
@@ -24,7 +24,7 @@ class UnitReport:
     host_bytes: int
     leased: bool
     pinned: bool
-    cached: bool = False  # nobody refers to it
+    cached: bool = False  # no pipeline refers to it
     pinned_bytes: int = 0  # of those in RAM
 
     @classmethod
@@ -58,17 +58,17 @@ class Report:
     disk_bytes_read: int
     device_bytes_in: int
     units: tuple[UnitReport, ...]
-    guests: tuple[UnitReport, ...] = ()  # models of the host
-    driver_bytes: int = 0  # what the driver counts for this process, as far as it tells
+    guests: tuple[UnitReport, ...] = ()  # host models (ComfyUI's own)
+    driver_bytes: int = 0  # bytes that the driver counts for this process; 0 if unknown
 
     @property
     def resident_bytes(self) -> int:
-        """Weights on the device."""
+        """Bytes of Ballast's weights on the device."""
         return sum(unit.resident_bytes for unit in self.units)
 
     @property
     def host_bytes(self) -> int:
-        """Weights in RAM."""
+        """Bytes of Ballast's weights in RAM."""
         return sum(unit.host_bytes for unit in self.units)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The history of one device's memory: events, a record of each stage, and the picture drawn from them."""
+"""The history of one device's memory: events, a record of each stage, and the table and picture made from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_STAGES = 64
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A model's weights on the device at one moment. Of its `bytes` torch does not count `uncounted_bytes`."""
+    """A model's weights on the device at one moment: `bytes`, of which torch's allocator misses `uncounted_bytes`."""
 
     name: str
     role: Role
@@ -45,10 +45,11 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Event:
-    """One moment. `peak_bytes` is the highest allocation since the event before it, `other_bytes` what is not ours.
+    """The state of the device at one moment, and the bytes of what happened.
 
-    While something is read, `bytes` of its files have been, of `total_bytes`. Of what is not ours `guests` are models
-    of the host. For the peak the allocator had `reserved_peak_bytes` of the driver.
+    `peak_bytes` is the highest allocation since the event before, `reserved_peak_bytes` that of the allocator's pool.
+    `other_bytes` of `allocated_bytes` are not ours; `guests` are the host's models among these. While files are read,
+    `bytes` of `total_bytes` have come so far.
     """
 
     seconds: float
@@ -64,9 +65,9 @@ class Event:
     total_bytes: int = 0
 
     def own_peak_bytes(self, before: Event) -> int:
-        """Return the most of ours since the event before.
+        """Return the peak of our own bytes since the event `before`.
 
-        Others only leave meanwhile: they never come while a stage runs.
+        The bytes of others then are subtracted: while a stage runs, these only leave.
         """
         return max(self.peak_bytes - before.other_bytes, self.allocated_bytes - self.other_bytes, 0)
 
@@ -87,12 +88,11 @@ class UnitRecord:
 
 @dataclass
 class StageRecord:
-    """One stage: its units, its peak in bytes, how long it took, and what was planned, if it was.
+    """One stage: its units, peaks in bytes, seconds, and its plan if there was one.
 
-    `own_peak_bytes` is the peak of its own units and their work, which is what a plan is made for; `other_bytes` is
-    what other models held then. The driver counted `driver_bytes` at most: what the allocator had of it,
-    `reserved_peak_bytes`, and `outside_bytes` besides. `run` tells the stages of one run, such as a prompt of ComfyUI,
-    from those of another.
+    `own_peak_bytes` is the peak of its own units and their work, which its plan forecasts; `other_bytes` were held by
+    other models then. The driver counted `driver_bytes` at most: the allocator's pool, `reserved_peak_bytes`, and
+    `outside_bytes` beside it. `run` is equal for all stages of one run, such as a prompt of ComfyUI.
     """
 
     name: str
@@ -110,27 +110,27 @@ class StageRecord:
     outcome: str = ""  # "interrupted" or "failed"; empty for a stage that ended well
     planned: StagePlan | None = None
     ram_is_short: bool = False
-    strategy: str = ""  # that was asked for
+    strategy: str = ""  # as requested
     events: list[Event] = field(default_factory=list)
 
     @property
     def overhead(self) -> Overhead:
-        """The memory that it took beyond tensors."""
+        """The memory that the stage took beyond tensors."""
         spare = max(0, self.reserved_peak_bytes - self.peak_bytes)
         return Overhead(spare_bytes=spare, at_bytes=self.peak_bytes, outside_bytes=self.outside_bytes)
 
     @property
     def driver_bytes(self) -> int:
-        """The most that the driver counted for this process, as far as it tells."""
+        """Peak bytes that the driver counted for this process; those of torch alone if the driver's are unknown."""
         return max(self.reserved_peak_bytes, self.peak_bytes) + self.outside_bytes
 
     @property
     def title(self) -> str:
-        """Its name, how it ran, and how it ended if not well."""
+        """The name, then how it ran, and how it ended if not well."""
         return ", ".join(filter(None, [self.name, self.note, self.outcome]))
 
     def ended_by(self, error: BaseException) -> None:
-        """Note why it did not end well. The host's own interrupt is not an Exception, and was one in older hosts."""
+        """Set `outcome` from the error. ComfyUI's interrupt is a BaseException, in older versions an Exception."""
         is_stop = not isinstance(error, Exception) or type(error).__name__ == "InterruptProcessingException"
         self.outcome = "interrupted" if is_stop else "failed"
 
@@ -138,8 +138,8 @@ class StageRecord:
     def step_seconds(self) -> float | None:
         """Mean seconds of the steps in which nothing but steps happened; None where there are none.
 
-        The first is left out, since it waits for the weights, and so is one in which something was placed or left: a
-        call was made again, one unit took another's place, or groups lie elsewhere since their seconds are known.
+        The first step is left out, since it waits for weights. So are steps with a load, placement or eviction: a call
+        was made again, a unit displaced another, or the layout changed once rates were measured.
         """
         steps = self.planned.steps if self.planned else 0
         calls = [i for i, event in enumerate(self.events) if event.kind == "ran"]
@@ -155,16 +155,16 @@ class StageRecord:
         return sum(steady) / len(steady) if steady else None
 
     def _done(self, call: int) -> float:
-        """When the device was done with a call, which is told by what follows it: a call returns before."""
+        """Return when the device was done with a call: the time of the next event, as a call returns earlier."""
         return self.events[min(call + 1, len(self.events) - 1)].seconds
 
     @property
     def has_others(self) -> bool:
-        """Return whether other models held more than what an allocator rounds."""
+        """Return whether other models held more than the 1 % by which an allocator rounds."""
         return self.other_bytes * 100 > self.own_peak_bytes
 
     def summary(self) -> str:
-        """One line: how it ended if not well, how it ran, what came in, the peak, the time, and what was planned."""
+        """Return one line: outcome, note, bytes brought in, peaks, step and total seconds, with planned values."""
         said = [*filter(None, [self.outcome, self.note])]
         came = [unit for unit in self.units.values() if unit.bytes_in]
         least = {"streamed": "leafwise"} if self.strategy == "leafwise" else {}
@@ -183,7 +183,7 @@ class StageRecord:
         else:
             said.append("on the CPU")
         if planned and per_step is not None:
-            # Assumed rates are no forecast of this machine, and simulated ones are of another clock.
+            # Seconds from assumed rates are no forecast, and simulated ones are of the virtual clock.
             measured = planned.rates.source == "measured"
             plan = f" (planned {in_seconds(planned.step_seconds)})" if measured else ""
             said.append(f"{in_seconds(per_step)} a step{plan}")
@@ -191,9 +191,9 @@ class StageRecord:
 
 
 class Timeline:
-    """Events of one device, the newest few thousand of them.
+    """The newest 20000 events and 64 stages of one device.
 
-    `residents` tells what of ours is on the device now, `guests` what of the host's.
+    `residents` returns our weights on the device now, `guests` those of the host.
     """
 
     def __init__(
@@ -206,13 +206,13 @@ class Timeline:
         self.stages: deque[StageRecord] = deque(maxlen=_MAX_STAGES)
         self._accelerator, self._peaks = accelerator, PeakMeter(accelerator)
         self._residents, self._guests = residents, guests
-        self.target_bytes = 0  # the budget in force for what is observed now, where one of its own was stated
+        self.target_bytes = 0  # own budget of the observed node, 0 if it has none
         self._stage: StageRecord | None = None
         self._units: Sequence[ManagedModel] = ()
         self._outer: list[tuple[StageRecord | None, Sequence[ManagedModel]]] = []  # stages around the present one
         self._last: Event | None = None
         self._kept = 0  # bytes of units that the present stage does not run, at the last event
-        self.run = ""  # of the stages that begin from now on
+        self.run = ""  # for stages that begin from now on
         self._watcher: Watcher | None = None
 
     @contextmanager
@@ -225,11 +225,11 @@ class Timeline:
             self._watcher = before
 
     def record(self, kind: EventKind, unit: ManagedModel | None = None, bytes: int = 0) -> Event:
-        """Note that something happened, with the memory as it is now."""
+        """Record an event with the memory as it is now, and add it to the present stage."""
         residents, allocated = self._residents(), self._accelerator.allocated_bytes()
         others = max(0, allocated - sum(resident.bytes for resident in residents))
         if self._stage is not None and self._last is not None:
-            others = min(others, self._last.other_bytes)  # what came since is our work
+            others = min(others, self._last.other_bytes)  # bytes that came during a stage are our work
         peaks = self._peaks.take()
         event = Event(
             seconds=time.perf_counter(),
@@ -250,7 +250,7 @@ class Timeline:
             self._stage.peak_bytes = max(self._stage.peak_bytes, event.peak_bytes)
             self._stage.reserved_peak_bytes = max(self._stage.reserved_peak_bytes, event.reserved_peak_bytes)
             now = sum(resident.bytes for resident in residents) - sum(unit.resident_bytes for unit in self._units)
-            # Other pipelines' models are no part of this plan either, nor is one that left since the last event.
+            # Models of other pipelines are not in this plan, nor is one that left since the last event.
             kept, self._kept = max(now, self._kept), now
             peak = event.own_peak_bytes(before) - kept
             if peak > self._stage.own_peak_bytes:
@@ -264,7 +264,7 @@ class Timeline:
         return event
 
     def ram_is_short(self, unit: ManagedModel) -> None:
-        """Note that RAM has no room for a unit, which comes from disk, and say so once in a stage."""
+        """Note that a unit comes from disk because RAM is short, with one warning a stage."""
         if self._stage is None or not self._stage.ram_is_short:
             log.warning("Ballast: RAM is short: weights of %s come from disk", unit.name)
         if self._stage is not None:
@@ -272,11 +272,11 @@ class Timeline:
 
     @property
     def is_in_stage(self) -> bool:
-        """Return whether a stage of ours is running."""
+        """Return whether one of our stages is running."""
         return self._stage is not None
 
     def moment(self) -> Event:
-        """Return the event of this moment in a stage that is not ours. It is not recorded; the peak starts anew."""
+        """Return an event of this moment for an observed node. It is not recorded, but the peak starts anew."""
         models = (*self._residents(), *self._guests())
         uncounted = sum(model.uncounted_bytes for model in models)
         allocated = self._accelerator.allocated_bytes() + uncounted
@@ -284,7 +284,7 @@ class Timeline:
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
     def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0, total_bytes: int = 0) -> None:
-        """Tell the watcher how far something is. The event is not kept: the peak goes to the next one."""
+        """Send the watcher an event of progress. It is not recorded, and the peak counts for the next event."""
         if self._watcher is not None:
             allocated = self._accelerator.allocated_bytes()
             self._watcher(
@@ -292,7 +292,7 @@ class Timeline:
             )
 
     def note(self, text: str) -> None:
-        """Say in the record of the present stage how it runs."""
+        """Set the note of the present stage: how it runs, such as "in tiles"."""
         if self._stage is not None:
             self._stage.note = text
 
@@ -324,7 +324,7 @@ class Timeline:
         self.stages.clear()
 
     def newest(self, stages: int = _MAX_STAGES, runs: int | None = None) -> list[StageRecord]:
-        """Return the newest stages; with `runs`, only those of so many of the newest runs."""
+        """Return the newest `stages` stages, oldest first; with `runs`, only those of the newest `runs` runs."""
         found = list(self.stages)
         if runs:
             kept = list(dict.fromkeys(stage.run for stage in reversed(found)))[:runs]
@@ -332,9 +332,9 @@ class Timeline:
         return found[-stages:]
 
     def table(self, stages: int = _MAX_STAGES, runs: int | None = None) -> str:
-        """Return a row for each unit of each of the newest stages.
+        """Return a text table with a row for each unit of each of the newest stages.
 
-        Tiers, bytes brought in, budget, peaks, plan, seconds.
+        Columns: tiers, placement, bytes brought in, budget, peaks, planned peak and seconds.
         """
         found = self.newest(stages, runs)
         others = any(stage.has_others for stage in found)
@@ -367,9 +367,9 @@ class Timeline:
         runs: int | None = None,
         scale: float = 1.0,
     ) -> Image:
-        """Draw VRAM over time in the newest stages, by unit, as an RGB picture; without matplotlib one that says so.
+        """Return a picture of VRAM over time in the newest stages, by unit.
 
-        It has `width` by `height` pixels, times `scale` each way.
+        It is RGB with `width` by `height` pixels, times `scale` each way. Without matplotlib it says so.
         """
         from ..charts import drawn
 
@@ -382,12 +382,14 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float =
 
     def spans(stage: StageRecord) -> Iterator[Span]:
         for before, event in zip(stage.events, stage.events[1:], strict=False):
-            # While weights arrive, they are the peak, not work beside them.
+            # During a placement the peak is the arriving weights, not work.
             held = before.allocated_bytes - before.other_bytes
             peak = held if event.kind == "place" else event.own_peak_bytes(before)
             weights: dict[str, int] = {}
-            # What only was looked at came at some time in between.
-            for unit in (event if event.kind == "look" else before).residents:  # two pipelines' may have one name
+            # With "look" events, weights came at some time in between.
+            for unit in (
+                event if event.kind == "look" else before
+            ).residents:  # units of two pipelines may have the same name
                 weights[unit.name] = weights.get(unit.name, 0) + unit.bytes
             guests = {guest.name: guest.bytes for guest in before.guests}
             yield Span(before.seconds - stage.started, event.seconds - stage.started, weights, peak, guests)
@@ -395,12 +397,12 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float =
     charted = []
     for stage, run in zip(stages, names_of_runs(stages), strict=True):
         found, planned = tuple(spans(stage)), 0
-        if stage.planned:  # above the other pipelines' models, which are drawn too and no part of the plan
+        if stage.planned:  # above models of other pipelines, which are not in it
             kept = max([stage.own_peak_bytes, *(span.peak_bytes for span in found)]) - stage.own_peak_bytes
             planned = stage.planned.peak_vram_bytes + kept
         drawn = max((sum(span.guests.values()) for span in found), default=0)
         others = max(0, stage.other_bytes - drawn) * stage.has_others
-        others = others if others * 100 > stage.other_bytes else 0  # what an allocator rounds
+        others = others if others * 100 > stage.other_bytes else 0  # less than an allocator rounds
         facts = stage.budget_bytes, stage.own_peak_bytes
         charted.append(Stage(stage.title, stage.seconds, *facts, found, planned, others, run, bool(stage.outcome)))
     roles = {
@@ -413,6 +415,6 @@ def _draw(stages: Sequence[StageRecord], width: int, height: int, scale: float =
 
 
 def names_of_runs(stages: Sequence[StageRecord]) -> list[str]:
-    """Return the name of each stage's run: the last one is "this", those before it count backwards."""
+    """Return the name of each stage's run: "this" for the newest, "1 before" for the run before it, and so on."""
     runs = list(dict.fromkeys(stage.run for stage in reversed(stages)))
     return [f"{back} before" if (back := runs.index(stage.run)) else "this" for stage in stages]

@@ -4,8 +4,8 @@ Tensors on it hold their data in RAM but say that they are on `sim:0`. Its memor
 byte by byte, copies are counted, and a virtual clock (see `card`) says how long work would take at
 stated rates. What a test may rely on, and what not:
 
-- Sizes are exact bytes of storages: no rounding, and no workspace, fragmentation or context of a driver but what
-  `enable` is told of (see `Overhead`).
+- Sizes are exact bytes of storages: no rounding. Workspaces, fragmentation and a driver's context count only as given
+  to `enable` (see `CardOverhead`).
 - Values are the CPU's. Kernels run at once, in the order of the calls, on whatever stream. So do copies, and only the
   clock and `Stats.hazards` know of streams; `enable(copies=...)` makes copies as late as a real card may (see `lazy`).
 - To an eager card a non-blocking copy is asynchronous whether its RAM is pinned or not.
@@ -37,11 +37,11 @@ from . import clock as clock
 from . import kernels as kernels
 from . import lazy
 from .attention import never
-from .card import Overhead, Stats, Transfer
+from .card import CardOverhead, Stats, Transfer
 from .clock import Event, Stream
 
 __all__ = [
-    "DEVICE_TYPE", "Event", "Overhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
+    "DEVICE_TYPE", "Event", "CardOverhead", "Stats", "Stream", "Transfer", "enable", "fail_after", "is_enabled",
     "ram_taken", "reset_stats", "stats", "supported", "take_interval_peak", "watch",
 ]  # fmt: skip
 
@@ -49,16 +49,16 @@ DEVICE_TYPE = "sim"
 _NAME = "Simulated accelerator"
 
 _library: torch.library.Library | None = None
-_reason: str | None = None  # why it does not work, once that has been found out
+_reason: str | None = None  # why it does not work, once that is known
 _enabled = False
 _enabling = threading.Lock()
 
 
 def supported() -> str | None:
-    """None if this torch can run the simulated accelerator, else one line that says what does not work.
+    """Return None if this torch can run the simulated accelerator, else one line that says what does not work.
 
-    To find out, it is tried (see `selfcheck`), once in a process. Torch then knows the device for good: where it does
-    not work it has no kernels, and `enable` goes on refusing it.
+    It is tried once in a process (see `selfcheck`), which registers the device with torch for good. If that fails, the
+    device has no kernels, and `enable` goes on refusing it.
     """
     global _reason
     with _enabling:
@@ -95,7 +95,7 @@ def enable(
     fused_attention: bool = True,
     pages_above: int | str | None = None,
     unified: bool = False,
-    overhead: Overhead | None = None,
+    overhead: CardOverhead | None = None,
     copies: lazy.Mode = "eager",
     tells_free: bool = True,
     unknown_types: Iterable[torch.dtype] = (),
@@ -103,18 +103,21 @@ def enable(
 ) -> None:
     """Make the device `sim:0` real, or give the one there is another size, other rates and fresh counters.
 
-    `total` caps its memory, of which `reserved` bytes are gone from the start (a driver's context, other
-    programs). `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device; `tflops` is 1e12
-    operations per second for matrix products, convolutions and attention, None for a device that computes in
-    no time, `attention_tflops` for attention alone; `disk_gbps` is 1e9 bytes per second that weights are read at on
-    their way to it, None for no time. A card in another `slot` is another one of the same name; one without
-    `fused_attention` makes the matrices of scores.
-    One that `pages_above` so many bytes, as under Windows, refuses none of the rest: kernels wait for those that the
-    system's memory holds; one that is `unified` has no other. `overhead` says what it takes beyond tensors. Its
-    `copies` are made at once ("eager"), or as late as CUDA or XPU may make them. One that does not tell what is
-    free refuses `mem_get_info`, as drivers of XPU do; of `unknown_types` it makes views only, as MPS does of float8.
-    Tensors already on the device stay, and count. Raises RuntimeError where torch cannot do it (see `supported`), and
+    Tensors already on the device stay, and count. Raises RuntimeError if torch cannot do it (see `supported`), and
     ValueError for a size or a rate that makes no sense.
+
+    Memory: `total` caps it, and `reserved` bytes of that are gone from the start (other programs). `overhead` adds the
+    driver's context, libraries, workspaces and fragmentation. Beyond `pages_above` bytes allocations succeed, and
+    kernels wait for bytes in system memory, as under Windows. `unified`: device memory is the system's RAM. Without
+    `tells_free`, `mem_get_info` raises RuntimeError, as drivers of XPU do.
+
+    Rates, None for no time: `h2d_gbps` and `d2h_gbps` are 1e9 bytes per second to and from the device, `disk_gbps`
+    those of reading weights. `tflops` is 1e12 operations per second of products, convolutions and attention,
+    `attention_tflops` of attention alone.
+
+    Kernels: without `fused_attention` the card materializes the scores. `copies` are made at once ("eager"), or as late
+    as CUDA or XPU may make them. Of `unknown_types` it has no kernels but views, as MPS of float8. A card in another
+    `slot` is a different one of the same name.
     """
     global _enabled
     if copies not in lazy.MODES:
@@ -143,24 +146,24 @@ def enable(
 
 
 def ram_taken() -> tuple[int, int]:
-    """RAM that the card's memory takes now, and the most that it may; nothing of either without a card."""
+    """Return the RAM that the card's memory takes now, and the most that it may take; (0, 0) if not enabled."""
     if not _enabled:
         return 0, 0
     return state.card.allocated_bytes(), max(0, (state.card.total_bytes or 0) - state.card.reserved_bytes)
 
 
 def stats() -> Stats:
-    """Counters since the last `reset_stats` or `enable`."""
+    """Return the counters since the last `reset_stats` or `enable`."""
     return state.card.stats()
 
 
 def reset_stats() -> None:
-    """Counters and clock to zero, and the peak to what is held now."""
+    """Set counters and clock to zero, and the peak to the bytes held now."""
     state.card.reset()
 
 
 def take_interval_peak() -> int:
-    """Highest allocated bytes since the last call of this. Leaves `stats().peak_bytes` alone."""
+    """Return the highest allocated bytes since the last call of this. `stats().peak_bytes` is not changed."""
     return state.card.take_interval_peak()
 
 
@@ -293,9 +296,9 @@ def _backend() -> types.ModuleType:
 
 
 def _register() -> str | None:
-    """Tell torch of the device, and of the kernels that it needs below `__torch_dispatch__`. Returns what fails."""
+    """Register the device and its kernels below `__torch_dispatch__` with torch. Return one line if that fails."""
     global _library
-    from .selfcheck import first_failure  # which is needed once, if ever
+    from .selfcheck import first_failure  # needed once, if ever
 
     device, library = None, torch.library.Library("aten", "IMPL")
     try:

@@ -1,4 +1,4 @@
-"""Attention on the simulated accelerator: one fused kernel, or where a card has none the matrices of its scores."""
+"""Attention on the simulated accelerator: one fused kernel, or operators that materialize the scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Of the tensors that attention is called with, and of its options by name: whether a fused kernel takes them.
+# Takes the tensors and options of an attention call; returns whether a fused kernel accepts them.
 Fuses = Callable[..., bool]
 
 
@@ -17,10 +17,10 @@ def never(*tensors: Any, **options: Any) -> bool:
 
 
 def by_parts(*args: Any, **kwargs: Any) -> Any:
-    """Run attention without a fused kernel, operator by operator, on any device."""
+    """Return attention computed operator by operator, without a fused kernel, on any device."""
     return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **kwargs)[0]
 
 
 def softmax_by_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the softmax of that, which has several matrices more for a moment: so has a real card."""
+    """Return the softmax of `by_parts`, which like on a real card takes several more score matrices for a moment."""
     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The books of a simulated accelerator: bytes held, bytes moved, and a virtual clock.
+"""The accounts of a simulated accelerator: bytes held, bytes moved, and a virtual clock.
 
 Nothing here touches a tensor's data. Time is virtual: it advances by what the card's stated rates say a copy
 or a kernel takes, never by what the CPU really took. Copies in one direction share one copy engine, as on a
@@ -27,8 +27,8 @@ KernelKind = Literal["product", "attention", "other"]
 class Transfer:
     """One copy: `direction` is "h2d", "d2h" or "d2d".
 
-    `storage_ptr` is `untyped_storage().data_ptr()` of the tensor on the device. Addresses are used again: compare
-    it with those of tensors that live at the time of the copy.
+    `storage_ptr` is `untyped_storage().data_ptr()` of the tensor on the device. Addresses are reused: compare it only
+    with those of tensors alive at the time of the copy.
     """
 
     direction: str
@@ -46,7 +46,7 @@ class Stats:
     are how long the copy engines were busy, `attention_seconds` how long kernels of attention ran, `product_seconds`
     the others. `hazards` counts operations that touched a storage before work queued on another stream was done with
     it, or with one freed before it was made, whose bytes it may have: on a real card, a data race. `total_bytes` is 0
-    without a cap. `driver_peak_bytes` is the most that the driver counted: tensors and the card's `Overhead`.
+    without a cap. `driver_peak_bytes` is the most that the driver counted: tensors and the card's `CardOverhead`.
     """
 
     allocated_bytes: int
@@ -72,13 +72,13 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Overhead:
+class CardOverhead:
     """The memory of a card beyond tensors, and its computing time beyond its stated rate.
 
     The driver counts `context_bytes` from the start, `library_bytes` from the first large kernel on, and the
     allocator's pool, which is a share of `fragmentation` larger than the tensors that lay in it since it was last
-    emptied. Each large kernel takes `workspace_bytes` from the allocator for a moment. Products and attention take so
-    many `times` as long as their operations say.
+    emptied. Each large kernel takes `workspace_bytes` from the allocator for a moment. Products and attention take
+    `product_times` and `attention_times` as long as their operations at the stated rate.
     """
 
     context_bytes: int = 0
@@ -90,21 +90,21 @@ class Overhead:
 
 
 class Times(NamedTuple):
-    """Until when some bytes are written to, and until when they are read or written to."""
+    """The end of the last write to some bytes, and of the last read or write, in seconds of the virtual clock."""
 
     written: float = 0.0
     used: float = 0.0
 
 
 class Freed(NamedTuple):
-    """Bytes given back, and until when queued work uses them."""
+    """Bytes given back, and the time at which the last queued work on them ends."""
 
     nbytes: int
     used: float
 
 
 class Allocation:
-    """Bytes of one storage. The tensors on the device keep it, so it goes when the last view goes."""
+    """Bytes of one storage. Each tensor on the device refers to it, so it is freed with the last view."""
 
     __slots__ = ("__weakref__", "card", "freed", "nbytes", "spans")
 
@@ -112,11 +112,11 @@ class Allocation:
         self.card = card
         self.nbytes = nbytes
         self.freed = freed
-        # Until `used` its bytes are those of others that have been freed.
+        # Until `used`, queued work on a freed storage may still touch these bytes.
         self.spans: dict[tuple[int, int], Times] = {(0, nbytes): Times(used, used)} if used else {}
 
     def __del__(self) -> None:
-        # The collector may run this anywhere, also inside the card's lock: so only leave a note.
+        # The garbage collector may call this anywhere, also under the card's lock: so only append to a deque.
         self.freed.append(Freed(self.nbytes, max((times.used for times in self.spans.values()), default=0.0)))
 
 
@@ -129,14 +129,14 @@ class Card:
         self.lock = threading.Lock()
         self.freed: deque[Freed] = deque()
         self.watchers: list[Callable[[Transfer], None]] = []
-        self.fuses: Fuses | None = None  # which attention is one kernel; None for all
-        self.unified = False  # its memory is the system's
+        self.fuses: Fuses | None = None  # which attention calls have a fused kernel; None for all
+        self.unified = False  # device memory is the system's RAM
         self.tells_free = True
-        self.unknown_types: frozenset[torch.dtype] = frozenset()  # which no kernel takes or makes
-        self.pages_above: int | None = None  # bytes held, above which kernels wait for the bus without a word
+        self.unknown_types: frozenset[torch.dtype] = frozenset()  # dtypes without kernels
+        self.pages_above: int | None = None  # allocated bytes beyond this page over the bus, without an error
         self.fail_in = 0
         self.timed = False
-        self.overhead = Overhead()
+        self.overhead = CardOverhead()
         self._library = 0  # of its bytes, those that are there
         self._allocated = self._peak = self._interval_peak = 0
         self._pool = self._pool_peak = self._interval_pool = self._driver_peak = 0
@@ -154,23 +154,23 @@ class Card:
         flops: float | None,
         disk: float | None = None,
         slot: int = 0,
-        overhead: Overhead | None = None,
+        overhead: CardOverhead | None = None,
         attention_flops: float | None = None,
     ) -> None:
         """Set sizes in bytes and rates in bytes (and operations) per second, and start the counters anew.
 
         Attention goes by `flops` where it has no rate of its own.
         """
-        self.overhead, self._library = overhead or Overhead(), 0
+        self.overhead, self._library = overhead or CardOverhead(), 0
         self.total_bytes, self.reserved_bytes, self.flops, self.disk, self.slot = total, reserved, flops, disk, slot
         self.attention_flops = attention_flops
         self._rates = {"h2d": h2d, "d2h": d2h}
-        self.timed = self.timed or flops is not None or self.overhead != Overhead()
+        self.timed = self.timed or flops is not None or self.overhead != CardOverhead()
         self.empty_pool()
         self.reset()
 
     def reset(self) -> None:
-        """Counters to zero and the peak to what is held now. Work under way is waited for first."""
+        """Set the counters to zero and the peak to the bytes held now. Waits for queued work first."""
         if not self.dry:
             copies.force_all()
             copies.races = 0
@@ -210,7 +210,7 @@ class Card:
         return Allocation(self, nbytes, self.freed, used)
 
     def _hold(self, nbytes: int) -> None:
-        """Count the peaks with so many bytes more. Raises torch.OutOfMemoryError where they do not fit."""
+        """Update the peaks for `nbytes` more. Raises torch.OutOfMemoryError if they do not fit."""
         held = self._allocated + nbytes
         pool = held + math.ceil(self.overhead.fragmentation * held)
         if self.total_bytes is not None and pool + self._gone_bytes() > self.total_bytes:
@@ -219,7 +219,7 @@ class Card:
             self._interval_peak = held
             if held > self._peak:
                 self._peak = held
-        # Where the rest of the pool is in the way, an allocator gives it back.
+        # If its spare bytes are in the way, an allocator returns them to the driver.
         full = self.total_bytes is not None and self._pool + self._gone_bytes() > self.total_bytes
         self._pool = pool if full or not self.overhead.fragmentation else max(self._pool, pool)
         self._interval_pool = max(self._interval_pool, self._pool)
@@ -227,11 +227,11 @@ class Card:
         self._driver_peak = max(self._driver_peak, self._pool + self.outside_bytes())
 
     def _gone_bytes(self) -> int:
-        """Return what no tensor of this process can have."""
+        """Return the bytes that no tensor of this process can have."""
         return self.reserved_bytes + self.outside_bytes()
 
     def outside_bytes(self) -> int:
-        """Return what the driver counts for this process beside the allocator's pool."""
+        """Return the bytes that the driver counts for this process beside the allocator's pool."""
         return self.overhead.context_bytes + self._library
 
     def _driver_bytes(self) -> int:
@@ -241,24 +241,24 @@ class Card:
         return self._pool if self.overhead.fragmentation else self._allocated
 
     def pool_bytes(self) -> int:
-        """Return what the allocator has of the driver: no more than tensors, where a card has no fragmentation."""
+        """Return the bytes of the allocator's pool; those of tensors only, if the card has no fragmentation."""
         with self.lock:
             self._settle()
             return self._pool_now()
 
     def pool_peak_bytes(self) -> int:
-        """Highest `pool_bytes` since the last reset of the peak."""
+        """Return the highest `pool_bytes` since the last reset of the peak."""
         return self._pool_peak
 
     def take_interval_pool(self) -> int:
-        """Highest `pool_bytes` since the last call of this."""
+        """Return the highest `pool_bytes` since the last call of this."""
         with self.lock:
             self._settle()
             peak, self._interval_pool = self._interval_pool, self._pool_now()
             return peak
 
     def empty_pool(self) -> None:
-        """Give back to the driver what no tensor lies in, but for what lies between them."""
+        """Return the pool's spare bytes to the driver, except the fragments between tensors."""
         with self.lock:
             self._settle()
             self._pool = self._allocated + math.ceil(self.overhead.fragmentation * self._allocated)
@@ -273,24 +273,24 @@ class Card:
         )
 
     def allocated_bytes(self) -> int:
-        """Bytes of live storages."""
+        """Return the bytes of live storages."""
         with self.lock:
             self._settle()
             return self._allocated
 
     def peak_bytes(self) -> int:
-        """Highest `allocated_bytes` since the last reset."""
+        """Return the highest `allocated_bytes` since the last reset."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """Start the peak anew at what is held now."""
+        """Set the peak to the bytes held now."""
         with self.lock:
             self._settle()
             self._peak = self._interval_peak = self._allocated
             self._pool_peak = self._interval_pool = self._pool_now()
 
     def take_interval_peak(self) -> int:
-        """Highest `allocated_bytes` since the last call of this; leaves `peak_bytes` alone."""
+        """Return the highest `allocated_bytes` since the last call of this. `peak_bytes` is not changed."""
         with self.lock:
             self._settle()
             peak, self._interval_peak = self._interval_peak, self._allocated
@@ -336,7 +336,7 @@ class Card:
                 watcher(event)
 
     def read(self, nbytes: int, after: float) -> float | None:
-        """Count a read of so many bytes from the disk, begun at a moment at the earliest. Returns when it ends."""
+        """Count a read of `nbytes` from disk that begins at `after` or later. Return its end, None without `disk`."""
         if self.disk is None:
             return None
         with self.lock:
@@ -348,9 +348,9 @@ class Card:
     def compute(
         self, operations: int, reads: list[Span], writes: list[Span], stream: Any, kind: KernelKind = "other"
     ) -> None:
-        """Put a kernel of so many operations on a stream. Raises torch.OutOfMemoryError for its workspace."""
+        """Queue a kernel on a stream. Raises torch.OutOfMemoryError if its workspace does not fit."""
         with self.lock:
-            if kind != "other" and self.overhead != Overhead():
+            if kind != "other" and self.overhead != CardOverhead():
                 self._settle()
                 self._library = self.overhead.library_bytes
                 self._hold(self.overhead.workspace_bytes)
@@ -373,7 +373,7 @@ class Card:
             self.latest = max(self.latest, end)
 
     def _paging_seconds(self, spans: list[Span]) -> float:
-        """Return what a kernel waits for those of its bytes that lie in the system's memory, evenly spread over all."""
+        """Return the seconds that a kernel waits for its bytes in system memory, which are assumed evenly spread."""
         self._settle()
         if self.pages_above is None or self._allocated <= self.pages_above:
             return 0.0
@@ -401,7 +401,7 @@ class Card:
 
 
 class Span(NamedTuple):
-    """Bytes of an allocation."""
+    """Bytes `begin` to `end` of an allocation."""
 
     allocation: Allocation
     begin: int
@@ -419,3 +419,8 @@ def span_of(tensor: Any) -> Span:
 
 
 card = Card(None)  # the one in use; `dry_card` puts another in its place for a while
+
+
+def current_card() -> Card:
+    """Return the card in use. Do not keep it: `dry_card` puts another in its place for a while."""
+    return card

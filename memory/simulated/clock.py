@@ -20,26 +20,26 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.priority = priority
         self.ready = state.card.host
-        self.tail: tuple[Queued, ...] = ()  # the copies that what is queued next is behind
+        self.tail: tuple[Queued, ...] = ()  # queued copies that later work of this stream is ordered behind
         state.card.timed = True  # from now on work can overlap, so reads and writes are followed
 
     @property
     def device(self) -> torch.device:
-        """The one device."""
+        """The only device."""
         return torch.device("sim", 0)
 
     @property
     def stream_id(self) -> int:
-        """A number of its own."""
+        """A unique number."""
         return id(self)
 
     def wait_event(self, event: Event) -> None:
-        """Work queued from now on starts after the event."""
+        """Make work queued from now on start after the event."""
         self.ready = max(self.ready, event.time or 0.0)
         copies.join(self, event.tail)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Work queued from now on starts after all work queued on the other stream so far."""
+        """Make work queued from now on start after all work queued on the other stream so far."""
         self.ready = max(self.ready, stream.ready)
         copies.join(self, stream.tail)
 
@@ -103,7 +103,7 @@ class Event:
             copies.force(self.tail)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of the virtual clock to another event. RuntimeError if either was not recorded."""
+        """Return the milliseconds of the virtual clock to `end`. Raises RuntimeError if either was not recorded."""
         if self.time is None or end.time is None:
             raise RuntimeError("both events must be recorded before their elapsed time is asked for")
         return (end.time - self.time) * 1000.0
@@ -125,9 +125,9 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def read_from_disk(nbytes: int, after: Event | None = None) -> Event | None:
-    """Return the event that a file's bytes have come to RAM, one read after the other, begun when `after` has happened.
+    """Return the event that `nbytes` of a file have come to RAM, by a read that begins after the event `after`.
 
-    None where the disk takes no time.
+    Reads are made one after another. Returns None if the disk takes no time.
     """
     ends = state.card.read(nbytes, (after and after.time) or 0.0)
     if ends is None:
@@ -157,7 +157,7 @@ def _sum_and_product(args: tuple, out: Any) -> int:
 
 ATTENTION = "aten::scaled_dot_product_attention"
 
-# Operations done by (arguments, result), for the operators that take time.
+# For each operator that takes time: the operations of a call, from its arguments and result.
 OPERATIONS: dict[str, Callable[[tuple, Any], int]] = {
     "aten::mm": _product,
     "aten::bmm": _product,

@@ -25,7 +25,7 @@ def _run(func: Any, raws: Any, kwargs: dict) -> Any:
 
 
 def _refuse_unknown(func: Any, given: list, made: list) -> None:
-    """Raise TypeError for a type that the card has no kernels for, save where views are made."""
+    """Raise TypeError for a dtype that the card has no kernels for, unless the operator only makes views."""
     given, made = ([each for each in some if isinstance(each, torch.Tensor)] for some in (given, made))
     inside = {each.untyped_storage().data_ptr() for each in given}
     if made and not func._schema.is_mutable and all(each.untyped_storage().data_ptr() in inside for each in made):
@@ -67,19 +67,19 @@ def _attention(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def calls_others(handler: Handler, args: tuple, kwargs: dict) -> bool:
-    """Return whether a handler runs operators of its own on these arguments."""
+    """Return whether a handler calls other operators for these arguments."""
     if handler is _attention:
         return state.card.fuses is not None and not state.card.fuses(*args, **kwargs)
     return handler in (composite, softmax_by_parts)
 
 
 def _mutating(func: Any) -> Handler:
-    """Return a handler for an operator that writes to arguments, as its schema says."""
+    """Return a handler for an operator whose schema says that it writes to arguments."""
     arguments = func._schema.arguments
     written = [(at, a.name) for at, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
 
     def alias(value: Any) -> int | None:
-        """Which of the written arguments a return value is."""
+        """Return the index of the written argument that a return value aliases, or None."""
         info = value.alias_info
         if info is None:
             return None
@@ -109,7 +109,7 @@ def _mutating(func: Any) -> Handler:
 
 
 def _with_device(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`zeros_like` and friends: `device=` says where the result goes."""
+    """Run an operator with a `device=` argument, such as `zeros_like`, which says where the result goes."""
     wanted = kwargs.get("device")
     here = wanted is None or _is_here(wanted)
     kwargs = {key: raw_of(value, func) for key, value in kwargs.items() if key != "pin_memory"}
@@ -131,7 +131,7 @@ def _copy_(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def copy_between(target: Any, source: Any, blocking: bool) -> None:
-    """Copy to, from or within the device, and count it: the bytes of the target, which is what crosses."""
+    """Copy to, from or within the device, and count the bytes of the target, which cross the bus."""
     to_sim, from_sim = type(target) is SimTensor, type(source) is SimTensor
     if source.is_meta and not from_sim:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -203,7 +203,7 @@ def _moved(indices: Any) -> list:
 
 
 def _counted(index: Any, func: Any) -> tuple:
-    """Return a mask as the places that it picks, which tell the shape of the result even of data that is not known."""
+    """Return a mask as the indices it selects, so that the shape of the result is known even without data."""
     if type(index) is not SimTensor or index.raw.dtype not in (torch.bool, torch.uint8):
         return (index,)
     return tuple(wrap(places) for places in shapes.known(index.raw, func).nonzero(as_tuple=True))
@@ -237,7 +237,7 @@ _SPECIAL: dict[str, Handler] = {
 
 
 def plan(func: Any) -> Handler:
-    """Decide once per operator how it is run."""
+    """Return the handler of an operator. It is asked once for each."""
     name, handler = func._schema.name, None
     if name in _SPECIAL:
         handler = _SPECIAL[name]

@@ -1,4 +1,4 @@
-"""A dry run in any process, beside a real GPU too: torch is told of no device, `meta` serves as the simulated one."""
+"""A dry run in any process, beside a real GPU too: `meta` serves as the simulated device, so none is registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tensor import SimTensor, handlers, wrap
 
 DEVICE = torch.device("meta")
 
-# Methods that change a shape in place, which a wrapper's cannot be: another takes its place, in inference mode.
+# Methods that change a shape in place, which a wrapper tensor cannot do: it is swapped with the result.
 _RESHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.unsqueeze_: torch.Tensor.unsqueeze,
     torch.Tensor.squeeze_: torch.Tensor.squeeze,
@@ -29,7 +29,7 @@ _RESHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.t_: torch.Tensor.t,
 }
 
-one_at_a_time = threading.RLock()  # who puts another card in the place of the one in use
+one_at_a_time = threading.RLock()  # held while `state.card` is another card than the process's own
 
 
 @contextmanager
@@ -54,12 +54,12 @@ def dry_card(fuses: Fuses | None = None) -> Iterator[state.Card]:
 
 
 def held_bytes() -> int:
-    """Bytes on the card of the dry run that is under way."""
+    """Return the allocated bytes on the card of the present dry run."""
     return state.card.allocated_bytes()
 
 
 class _Operators(TorchDispatchMode):
-    """Catches the operators that make a tensor on `meta`, which no tensor of the card is an argument of."""
+    """A mode that sends operators making a tensor on `meta` to the card's handlers, even without a card tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -80,7 +80,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Catches what turns numbers into tensors of the device, or back, without any operator."""
+    """A mode for functions that turn numbers into device tensors, or back, without calling an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -101,7 +101,7 @@ class _Functions(TorchFunctionMode):
 
 @contextmanager
 def _autocast_nowhere() -> Iterator[None]:
-    """Torch refuses `autocast("meta")`. The dtypes that it would choose matter little."""
+    """Make `autocast("meta")`, which torch refuses, a null context. Its choice of dtypes matters little here."""
     autocast = torch.autocast
 
     def chosen(device_type: str, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention under autograd: one operator as long as no gradient is asked for, else the decomposed one."""
+    """Run attention under autograd: one operator unless a gradient is required, else the decomposed one."""
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
         return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
     with torch._C._AutoDispatchBelowAutograd():
@@ -57,7 +57,7 @@ def _is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
 
 
 def register(library: torch.library.Library) -> None:
-    """Register what torch calls below `__torch_dispatch__`."""
+    """Register the kernels that torch calls below `__torch_dispatch__`."""
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")

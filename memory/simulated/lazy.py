@@ -1,25 +1,6 @@
 """Copies between RAM and the simulated card: made at once, or as late as a real card may make them.
 
-[Note: lazy copies] An eager card copies in the order of the calls, on whatever stream, which hides that a program
-forgot to wait. A lazy one queues what a real card copies on its own, and makes a queued copy no sooner than it must:
-once the host has waited for it (for its stream, an event behind it, or the device), or once something that is ordered
-behind it is done: all work of its stream, and of streams that have waited for an event behind it. Kernels run at
-once, so they force what their own stream is behind, and nothing else. A reader that did not wait finds old bytes.
-
-Which copies a card makes on its own is told by `mode`, as PyTorch's Copy.cu and torch-xpu-ops' Copy.cpp have it:
-
-                                 "cuda"                          "xpu"
-    non-blocking, pinned RAM     queued: RAM is read, or         the same
-                                 written, when it is made
-    to the device, unpinned      the host waits                  RAM is read at the call, before all that the
-                                                                 stream waits for; then queued
-    to unpinned RAM              the host waits                  queued
-    to RAM with gaps, or of      the host waits                  queued into a temporary, whose bytes are taken at
-    another type                                                 once: the target gets what was in it before
-
-Freed memory belongs to the allocator at once. If it is given to other tensors while a copy of it is queued, which the
-stream of theirs is not behind, the copy goes on in those: bytes of theirs are overwritten, or read in its place.
-`races` counts that, and each access to bytes of a queued copy that it is not ordered behind.
+See [Note: Lazy copies].
 """
 
 from __future__ import annotations
@@ -34,11 +15,33 @@ import torch
 Mode = Literal["eager", "cuda", "xpu"]
 MODES: tuple[Mode, ...] = ("eager", "cuda", "xpu")
 
-_STALE = 0xFF  # in every byte of memory that nobody has written to: not a number, in all types that have such
+# [Note: Lazy copies]
+# An eager card copies in the order of the calls, on whatever stream, which hides that a program forgot to wait. A lazy
+# one queues the copies that a real card makes asynchronously, and makes each as late as it can: once the host has
+# waited for it (for its stream, a later event, or the device), or before work that is ordered behind it, which is later
+# work of its stream, and of streams that have waited for a later event. Kernels run at once, so they force the copies
+# that their own stream is ordered behind, and no others. A reader that did not wait finds old bytes.
+#
+# Which copies are asynchronous, by `mode`, as in PyTorch's Copy.cu and torch-xpu-ops' Copy.cpp:
+#
+#                                  "cuda"                          "xpu"
+#     non-blocking, pinned RAM     queued: RAM is read, or         the same
+#                                  written, when it is made
+#     to the device, unpinned      the host waits                  RAM is read at the call, before all that the
+#                                                                  stream waits for; then queued
+#     to unpinned RAM              the host waits                  queued
+#     to RAM with gaps, or of      the host waits                  queued into a temporary, whose bytes are taken at
+#     another type                                                 once: the target gets what was in it before
+#
+# Freed memory goes back to the allocator at once. It may be given to a new tensor whose stream is not ordered behind a
+# queued copy of the old one. Then the copy overwrites the new tensor's bytes, or reads these instead of the old ones.
+# `races` counts that, and each access to bytes of a queued copy by work that is not ordered behind it.
+
+_STALE = 0xFF  # fills memory that nobody has written to: NaN in all float dtypes that have one
 
 
 class Bytes(NamedTuple):
-    """Bytes of an allocation of the device, or of RAM (None), from a begin to an end."""
+    """Bytes `begin` to `end` of a device allocation, or of RAM by address if `owner` is None."""
 
     owner: Any
     begin: int
@@ -49,7 +52,7 @@ class Bytes(NamedTuple):
 
 
 class Queued:
-    """A copy that is yet to be made. The data are kept for it, the device's allocation is not."""
+    """A copy that is yet to be made. It keeps the data alive, but not the device's allocation, which may be reused."""
 
     def __init__(
         self, target: torch.Tensor, source: torch.Tensor, to_device: bool, device: Bytes, after: tuple[Queued, ...]
@@ -58,10 +61,10 @@ class Queued:
         self.allocation, self.span = weakref.ref(device.owner), device[1:]
         self.ram = _ram(source if to_device else target)
         self.done = False
-        self._others: torch.Tensor | None = None  # bytes of those that its memory on the device was given to
+        self._others: torch.Tensor | None = None  # bytes of the tensor that now owns its device memory
 
     def meets(self, spans: Iterable[Bytes], written: bool) -> bool:
-        """Return whether reading (or writing) these bytes now is a race with it."""
+        """Return whether reading, or if `written` writing, these bytes now is a race with this copy."""
         device = Bytes(self.allocation(), *self.span)
         return any(
             (span.meets(self.ram) and (written or not self.to_device))
@@ -70,7 +73,7 @@ class Queued:
         )
 
     def give(self, allocation: Any, storage: torch.UntypedStorage) -> None:
-        """Go on in the memory of others."""
+        """Redirect the copy to the storage that its freed device memory was given to."""
         count = min(self.target.nbytes, storage.nbytes())
         self._others = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (count,), (1,))
         self.allocation, self.span = weakref.ref(allocation), (0, count)
@@ -96,11 +99,11 @@ class Copies:
     def __init__(self) -> None:
         self.queued: list[Queued] = []
         self.races = 0
-        self.registered: dict[int, int] = {}  # pinned RAM that was there before: addresses, and bytes
+        self.registered: dict[int, int] = {}  # RAM pinned in place by `Cudart`: bytes by address
         self._lock = threading.RLock()
 
     def force(self, ends: Iterable[Queued]) -> None:
-        """Make these copies, and all that they are ordered behind."""
+        """Make these copies, and all copies that they are ordered behind."""
         if not self.queued:
             return
         with self._lock, torch.inference_mode():
@@ -108,11 +111,11 @@ class Copies:
             for one in self.queued:
                 if one in wanted and not one.done:
                     one.run()
-            # Not before: who finds nothing queued goes on without the lock.
+            # Only now: a thread that finds nothing queued goes on without the lock.
             self.queued = [one for one in self.queued if not one.done]
 
     def join(self, stream: Any, other: Sequence[Queued]) -> None:
-        """Put all that a stream is given next behind these too."""
+        """Order all later work of a stream behind these copies too."""
         if other:
             with self._lock:  # another thread may queue there
                 stream.tail = joined(stream.tail, other)
@@ -122,7 +125,7 @@ class Copies:
         self.force(tuple(self.queued))
 
     def check(self, reads: Iterable[Bytes], writes: Iterable[Bytes], ends: Iterable[Queued] = ()) -> None:
-        """Count what is read or written now, behind these copies, but not behind others of the same bytes."""
+        """Count races: queued copies of bytes read or written now, by work that is ordered behind `ends` only."""
         if self.queued:
             with self._lock:
                 ordered, reads, writes = _behind(ends), list(reads), list(writes)
@@ -132,7 +135,7 @@ class Copies:
                 self.races += sum(races)
 
     def copy(self, target: Any, source: Any, to_device: bool, device: Bytes, blocking: bool, stream: Any) -> bool:
-        """Copy between RAM and the tensor inside one of the device, or queue that. Returns whether the host waits."""
+        """Copy between RAM and a raw tensor of the device, or queue the copy. Return whether the host waits for it."""
         ram, there = (source, target) if to_device else (target, source)
         lies_so = _lies_as(ram, there)
         pinned = lies_so and ram.is_pinned()
@@ -169,12 +172,12 @@ class Copies:
                     one.give(allocation, storage)
 
     def is_registered(self, address: int) -> bool:
-        """Return whether RAM was pinned as it was."""
+        """Return whether RAM at `address` was pinned in place."""
         return any(begin <= address < begin + nbytes for begin, nbytes in tuple(self.registered.items()))
 
 
 class Cudart:
-    """The calls that pin RAM that is there already, by the names of CUDA's runtime."""
+    """The calls of the CUDA runtime that pin existing RAM, by their names there."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:  # noqa: N802
@@ -192,14 +195,14 @@ def joined(tail: Sequence[Queued], other: Sequence[Queued]) -> tuple[Queued, ...
 
 
 def stale(like: torch.Tensor) -> torch.Tensor:
-    """Memory for such a tensor, contiguous, that nobody has written to."""
+    """Return a contiguous tensor like `like`, with bytes that nobody has written to."""
     made = torch.empty_like(like, memory_format=torch.contiguous_format)
     _flat(made).fill_(_STALE)
     return made
 
 
 def _behind(ends: Iterable[Queued]) -> set[Queued]:
-    """All queued copies that these are ordered behind, themselves included."""
+    """Return all queued copies that these are ordered behind, themselves included."""
     found: set[Queued] = set()
     waiting = list(ends)
     while waiting:
@@ -211,7 +214,7 @@ def _behind(ends: Iterable[Queued]) -> set[Queued]:
 
 
 def _lies_as(ram: torch.Tensor, there: torch.Tensor) -> bool:
-    """Return whether one copy of bytes moves it: no gaps, the same type and order."""
+    """Return whether one copy of bytes is enough: no gaps, the same dtype, shape and order."""
     if ram.dtype != there.dtype or ram.shape != there.shape:
         return False
     same = ram.stride() == there.stride() and torch.ops.aten.is_non_overlapping_and_dense(ram)

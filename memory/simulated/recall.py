@@ -1,7 +1,7 @@
-"""Shapes of results that are remembered: steps and blocks repeat the same operators, and torch's own rules are slow.
+"""A cache of the shapes of results: steps and blocks repeat the same calls, and torch's shape functions are slow.
 
-What an operator makes of tensors on `meta` follows from their shapes, strides and dtypes, its other arguments and
-torch's default dtype alone. Torch's FakeTensorMode remembers for the same reason.
+The result of an operator on `meta` tensors depends only on their shapes, strides and dtypes, its other arguments and
+torch's default dtype. Torch's FakeTensorMode has a cache for the same reason.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MOST = 2**14  # that are remembered; then all are forgotten
+_MOST = 2**14  # entries; a full cache is cleared
 
 _found: dict[Any, Any] = {}
 
 
 class _Made(NamedTuple):
-    """A tensor that an operator made, on a storage of its own."""
+    """The recipe of a tensor that an operator made, with its own storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -25,11 +25,11 @@ class _Made(NamedTuple):
 
 
 class _UnfitError(Exception):
-    """A call that cannot be remembered."""
+    """A call that cannot be cached."""
 
 
 def remembered(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """`func(*args, **kwargs)` of tensors on `meta`. Raises what `func` raises, each time."""
+    """Return `func(*args, **kwargs)` for tensors on `meta`, from the cache if possible. Errors are not cached."""
     schema = func._schema
     if schema.is_mutable or any(value.alias_info for value in schema.returns):
         return func(*args, **kwargs)  # views are made quickly

@@ -1,8 +1,8 @@
 """Check that the simulated accelerator works on this torch.
 
-Torch's internals are no interface, and change between versions. Six checks run once in a process: the results of views,
-writes in place and modules against the CPU's, then copies, bytes, and streams with events. They run on a card, a stream
-and a thread of their own, so that they leave no trace. Tests compare many more operations.
+Torch's internals are not a public interface, and change between versions. Six checks run once in a process. Views,
+writes in place and modules are compared with the CPU; then come copies, bytes, and streams with events. They run on
+their own card, stream and thread, so that they leave no trace. Tests compare many more operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = Any  # tensors, or plain values, in lists and tuples
 
 
 def first_failure(device: torch.device) -> str | None:
-    """One line about the first thing that goes wrong on the device; None if all goes as on the CPU."""
+    """Return one line about the first check that fails on the device, or None."""
     found: list[str | None] = []
     with one_at_a_time:
         outer, card = state.card, state.Card(_CARD_BYTES, device)
@@ -83,7 +83,7 @@ def _values(device: Device, *shape: int) -> torch.Tensor:
     return torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu").sin().view(shape).to(device)
 
 
-# What gives the same on the device as on the CPU
+# Checks that compare the device with the CPU
 
 
 def _views(device: Device) -> Result:
@@ -132,7 +132,7 @@ def _modules(device: Device) -> Result:
 _COMPARED = (_views, _writes_in_place, _modules)
 
 
-# What the CPU has nothing to compare with
+# Checks of the device alone
 
 
 def _copies(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Operators on tensors of which only some have values: a dry run of a model without its weights.
+"""Operators on tensors of which only some have values, for the dry run of a model without its weights.
 
 Small tensors keep their values for as long as these follow from values that are known (timesteps, masks, token ids).
 Large ones, and all that was computed from a tensor without values, are raw tensors on `meta`: shape, strides and
@@ -32,7 +32,7 @@ def run(func: Any, raws: Any, kwargs: dict) -> Any:
 
 
 def make(func: Any, args: Any, kwargs: dict) -> torch.Tensor:
-    """Run an operator that makes a tensor out of nothing."""
+    """Run an operator without tensor arguments, such as `zeros`. A result above `KEPT_BYTES` has no values."""
     raw = func(*args, **{**kwargs, "device": "meta"})
     if raw.untyped_storage().nbytes() > KEPT_BYTES:
         return raw
@@ -40,12 +40,12 @@ def make(func: Any, args: Any, kwargs: dict) -> torch.Tensor:
 
 
 def moved(source: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor of the host becomes on the device."""
+    """Return the raw device tensor of a host tensor: a copy, or its shape if above `KEPT_BYTES`."""
     return _shape_of(source) if source.untyped_storage().nbytes() > KEPT_BYTES else source.clone()
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values where both sides have them. RuntimeError if the host would get other than floating ones."""
+    """Copy values if both sides have them. Raises RuntimeError if the host would read unknown integers."""
     if source.is_meta and not target.is_meta:
         if not _is_measure(source):
             raise _no_value(torch.ops.aten.copy_)
@@ -54,7 +54,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def valued(raw: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or zeros on the CPU for one of floats without values."""
+    """Return the tensor, or zeros on the CPU for floats without values. Raises RuntimeError for other dtypes."""
     if not raw.is_meta:
         return raw
     if not _is_measure(raw):
@@ -63,14 +63,14 @@ def valued(raw: torch.Tensor) -> torch.Tensor:
 
 
 def known(raw: torch.Tensor, func: Any) -> torch.Tensor:
-    """Return the tensor; RuntimeError if it has no values."""
+    """Return the tensor. Raises RuntimeError if it has no values."""
     if raw.is_meta:
         raise _no_value(func)
     return raw
 
 
 def _is_measure(raw: torch.Tensor) -> bool:
-    # Which number it is does not decide what the code does next.
+    # Code does not branch on floats, but it may on integers and booleans.
     return raw.is_floating_point() or raw.is_complex()
 
 
@@ -89,7 +89,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _shed(result: Any) -> Any:
-    """Leave out the values of what is large."""
+    """Return a result without the values of tensors above `KEPT_BYTES`."""
     if isinstance(result, (list, tuple)):
         return type(result)(_shed(item) for item in result)
     if isinstance(result, torch.Tensor) and result.untyped_storage().nbytes() > KEPT_BYTES:

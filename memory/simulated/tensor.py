@@ -26,7 +26,7 @@ _make = torch.Tensor._make_wrapper_subclass
 
 
 class _Handlers(dict[Any, Handler]):
-    """How each operator is run: planned when it is first met, by `plan`, which `dispatch` gives."""
+    """The handler of each operator, made by `plan` (set by `dispatch`) when it is first called."""
 
     plan: Callable[[Any], Handler]
 
@@ -39,14 +39,14 @@ handlers = _Handlers()
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on `sim:0`: `raw` holds the data, `allocation` the bytes that its storage is charged for."""
+    """A tensor on `sim:0`. `raw` is the CPU tensor with the data, `allocation` the charged bytes of its storage."""
 
     raw: torch.Tensor
     allocation: state.Allocation
 
     @staticmethod
     def __new__(cls: type, data: torch.Tensor, requires_grad: bool = False, **_: Any) -> Any:
-        """Return what code means that re-creates a parameter as `type(parameter)(data, requires_grad=...)`."""
+        """Return a Parameter: code that calls `type(parameter)(data, requires_grad=...)` wants to re-create one."""
         # Parameters on the device are SimTensors by type, so this must serve data on any device.
         return torch.nn.Parameter(data, requires_grad)
 
@@ -69,7 +69,7 @@ class SimTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The same storage without history. May be set to a tensor on any device."""
+        """A tensor of the same storage without history. May be set to a tensor on any device."""
         return self.detach()
 
     @data.setter
@@ -119,7 +119,11 @@ def _restored(data: torch.Tensor, requires_grad: bool, is_param: bool) -> torch.
 
 
 def wrap(raw: torch.Tensor, charge: Callable[[int], state.Allocation] | None = None) -> SimTensor:
-    """Put a tensor on the device, charging its storage unless that is charged already. `charge` takes its bytes."""
+    """Return `raw` as a tensor of the device.
+
+    Its storage is charged by `charge(nbytes)`, by default `card.allocate`, unless it is charged already. Raises
+    torch.OutOfMemoryError if it does not fit.
+    """
     storage = raw.untyped_storage()
     mark = getattr(storage, _MARK, None)
     allocation = mark and mark()
@@ -141,7 +145,7 @@ def wrap(raw: torch.Tensor, charge: Callable[[int], state.Allocation] | None = N
 
 
 def wrap_all(result: Any) -> Any:
-    """Put each tensor of an operator's result on the device."""
+    """Return an operator's result with each tensor in it wrapped as one of the device."""
     if isinstance(result, torch.Tensor):
         return wrap(result)
     if isinstance(result, (tuple, list)):
@@ -150,7 +154,7 @@ def wrap_all(result: Any) -> Any:
 
 
 def raw_of(value: Any, func: Any) -> Any:
-    """Return the tensors inside; raises RuntimeError for a tensor elsewhere, save a scalar on the CPU."""
+    """Return an argument of `func` with raw tensors. Raises RuntimeError for others, except scalars on the CPU."""
     kind = type(value)
     if kind is SimTensor:
         return value.raw

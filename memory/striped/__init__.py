@@ -1,4 +1,7 @@
-"""Runs a VAE layer by layer in horizontal stripes: the numbers of the whole, in as little memory as is given."""
+"""Run a VAE layer by layer in horizontal stripes, within a budget of device memory.
+
+The result is that of the whole up to float32 rounding, without seams: see [Note: Stripe exactness] in `lazy_tensor`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways between the device and RAM: a stream each way, and RAM that is used again, pinned where that pays."""
+"""Copies between the device and RAM, on a stream each way, and pinned RAM that is reused."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from ..simulated import card as state
 from ..simulated import clock
+from ..simulated.card import current_card
 from ..weights import hostbuffer
 
-_WASTE = 1.25  # times what is wanted: a larger piece is not taken for it
+_WASTE = 1.25  # a spare piece more than 1.25 times as large as wanted is not reused
 _streams: dict[torch.device, tuple[Any, Any]] = {}
 _lock = threading.Lock()
 
 
-class Lanes:
-    """Copies of one run. On a device without streams they are waited for; of a dry run only their time is counted.
+class CopyStreams:
+    """The copy streams of one run. A device without streams copies synchronously; a dry run only counts the time.
 
-    Memory on the device is always that of the computing stream: a copy waits for it, and it waits for the copy before
-    the memory is used or let go of. The host waits in `finish` only.
+    Device memory is always allocated on the compute stream. A copy stream waits for the compute stream before it
+    touches the memory, and the compute stream waits for the copy before the memory is used or freed. The host waits in
+    `finish` only.
     """
 
     def __init__(self, device: torch.device, dry: bool) -> None:
@@ -34,18 +35,20 @@ class Lanes:
         self._outgoing: Any = None
         if has_streams:
             self._incoming, self._outgoing = self._both()
-        self._leaving: dict[bool, tuple[Any, Any]] = {}  # what is being copied to RAM, of two kinds
+        self._leaving: dict[
+            bool, tuple[Any, Any]
+        ] = {}  # copies to RAM in flight, by whether they are spilled: ((rows, held), event)
 
     def _both(self) -> tuple[Any, Any]:
         if self._dry:
             return clock.Stream(), clock.Stream()
-        with _lock:  # of the process: each would take resources of the driver
+        with _lock:  # one pair a process: each stream takes resources of the driver
             if self.device not in _streams:
                 _streams[self.device] = tuple(self._backend.Stream(device=self.device) for _ in range(2))
             return _streams[self.device]
 
     def fetch(self, source: torch.Tensor, after: Any) -> torch.Tensor:
-        """Return a copy of rows in RAM, contiguous, on the device once `land` was called. It begins behind an event."""
+        """Begin to copy rows from RAM after the event `after`. Return a contiguous tensor, valid after `land`."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         if self._incoming is None:
             return target.copy_(source)
@@ -57,15 +60,15 @@ class Lanes:
         return target
 
     def land(self) -> None:
-        """Make later work wait until all that was fetched has come."""
+        """Make the compute stream wait for all rows that were fetched."""
         if self._incoming is not None:
             self._computing().wait_event(self._event(self._incoming))
 
     def store(self, target: torch.Tensor, rows: torch.Tensor, kind: bool = False, held: Any = None) -> Any:
-        """Copy rows, contiguous, to RAM, behind those before. Returns the event that they are there.
+        """Begin to copy contiguous rows to RAM, after earlier stores. Return the event of their arrival.
 
-        Of each kind one copy at a time is under way: what is computed from now on waits for the one before. What is
-        `held` is let go of then.
+        One copy of each `kind` is in flight at a time: the compute stream waits for the one before, whose rows and
+        `held` object are then freed. Returns None on a device without streams, which has copied already.
         """
         self._settle(kind)
         if self._outgoing is None:
@@ -79,7 +82,7 @@ class Lanes:
         return left
 
     def settle(self) -> None:
-        """Free the memory of copies to RAM that are done."""
+        """Make the compute stream wait for all stores, and free their memory."""
         for kind in list(self._leaving):
             self._settle(kind)
 
@@ -88,12 +91,12 @@ class Lanes:
             self._computing().wait_event(self._leaving.pop(kind)[1])
 
     def behind_reads(self) -> None:
-        """Make later copies to RAM wait until all that is being fetched has come."""
+        """Make later stores wait for all fetches in flight, which may read RAM that is to be overwritten."""
         if self._incoming is not None:
             self._outgoing.wait_event(self._event(self._incoming))
 
     def finish(self) -> None:
-        """Wait for all copies."""
+        """Wait on the host for all copies."""
         if self._incoming is not None and not self._dry:
             self._incoming.synchronize()
             self._outgoing.synchronize()
@@ -102,9 +105,10 @@ class Lanes:
     def _copy(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._dry:
             here = target if direction == "h2d" else source
-            state.card.transfer(direction, target, here, False, clock.current_stream())
+            current_card().transfer(direction, target, here, False, clock.current_stream())
         else:
-            # Of RAM that is not pinned, XPU reads at the call, whatever its stream waits for, and writes unseen.
+            # From unpinned RAM, a non-blocking copy on XPU reads at the call, before the events its stream waits for.
+            # To unpinned RAM it writes at an unknown time. So only pinned RAM is copied without blocking.
             target.copy_(source, non_blocking=(source if direction == "h2d" else target).is_pinned())
 
     def _computing(self) -> Any:
@@ -120,10 +124,10 @@ class Lanes:
 
 
 class Pool:
-    """Flat pieces of RAM of one run, of which one at most is spare.
+    """Flat pieces of RAM of one run, of which at most one is spare.
 
-    Copies may still read a piece that is given back: `reused` is called when it is handed out again, `finish` before it
-    goes back to the system.
+    Copies in flight may still read a piece that is given back. So `reused` is called before it is handed out again, and
+    `finish` before it is freed.
     """
 
     def __init__(self, device: torch.device, reused: Callable[[], None], finish: Callable[[], None]) -> None:
@@ -131,7 +135,7 @@ class Pool:
         self._spare: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return a piece of at least so many bytes: a spare one if one is of about that size."""
+        """Return a piece of at least `nbytes` bytes, uint8: the spare one if it is at most 1.25 times as large."""
         found = self._spare
         if found is not None and nbytes <= found.nbytes <= _WASTE * nbytes:
             self._spare = None
@@ -144,17 +148,17 @@ class Pool:
         return made
 
     def give(self, piece: torch.Tensor) -> None:
-        """Take back a piece that is no longer wanted. It stays spare, in place of another."""
+        """Take back a piece. It becomes the spare one, and the former spare one is freed."""
         self.clear()
         self._spare = piece
 
     def clear(self) -> None:
-        """Free the spare pieces."""
+        """Free the spare piece."""
         if self._spare is not None:
             self._finish()
             self._spare = None
 
 
 def view(piece: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in a piece."""
+    """Return a tensor of a shape and dtype at the start of a piece."""
     return piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

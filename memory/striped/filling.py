@@ -1,4 +1,4 @@
-"""Where the stripes of a map go that is kept: to one tensor, or in blocks, some of each stripe on the device."""
+"""The memory that a lazy tensor is materialized into: one tensor, or blocks on the device and in RAM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 
 from .arena import Buffer
-from .lazy_tensor import Map
+from .lazy_tensor import LazyTensor
 from .rows import RowBlock, Rows
 
 
 class Filling(Protocol):
-    """Memory that stripes are put into, from the top down."""
+    """Memory that is filled with stripes from the top down."""
 
     memory: Rows
     on_device: bool
@@ -22,9 +22,9 @@ class Filling(Protocol):
 
 
 class AsOne:
-    """One tensor, on the device or in RAM."""
+    """All rows in one tensor, on the device or in RAM."""
 
-    def __init__(self, node: Map, on_device: bool) -> None:
+    def __init__(self, node: LazyTensor, on_device: bool) -> None:
         self._node, self.on_device = node, on_device
         self._buffer = _rows(node, node.length, on_device)
         self.memory = Rows(node.axis, [RowBlock(0, node.length, self._buffer.tensor, self._buffer)])
@@ -35,32 +35,33 @@ class AsOne:
         if self.on_device:
             target.copy_(stripe)
         else:
-            self._buffer.stored = self._node.room.store(target, stripe, axis)
+            self._buffer.stored = self._node.arena.store(target, stripe, axis)
 
     def relieve(self) -> bool:
-        """Nothing of it can leave the device."""
+        """Return False: rows of one tensor cannot be moved to RAM."""
         return False
 
 
 class InBlocks:
-    """`staying` rows on the device, a part of each stripe, so that as much comes and goes in all of a pass.
+    """Rows in blocks: `staying` rows on the device, the others in RAM.
 
-    While less than `spared_bytes` would be left on the device beside them, they go to RAM as the others.
+    The same share of each stripe stays on the device, so that the bus is used evenly during a pass. A row goes to RAM
+    while less than `spared_bytes` of the budget would be left beside it.
     """
 
     on_device = False
 
-    def __init__(self, node: Map, staying: int, spared_bytes: int) -> None:
+    def __init__(self, node: LazyTensor, staying: int, spared_bytes: int) -> None:
         self._node, self._spared_bytes = node, spared_bytes
         self._share = staying / node.length
-        self._owed = 0.0  # rows that should lie on the device and do not
+        self._owed = 0.0  # rows that should lie on the device so far and do not, with fractions
         self._host = _rows(node, node.length - staying, False) if staying < node.length else None
         self._used = 0
         self.memory = Rows(node.axis)
 
     def put(self, start: int, stripe: torch.Tensor) -> None:
         node, count = self._node, stripe.shape[self._node.axis]
-        spare = node.room.free_bytes - self._spared_bytes
+        spare = node.arena.free_bytes - self._spared_bytes
         self._owed += self._share * count
         staying = min(round(self._owed), count, max(0, spare // node.row_bytes))
         self._owed -= staying
@@ -68,14 +69,14 @@ class InBlocks:
         if staying:
             part = stripe.narrow(node.axis, count - staying, staying)
             owned = part if owns_its_memory(part, node) else part.clone(memory_format=torch.contiguous_format)
-            self.memory.add(RowBlock(start + count - staying, start + count, owned, Buffer(node.room, owned, True)))
+            self.memory.add(RowBlock(start + count - staying, start + count, owned, Buffer(node.arena, owned, True)))
 
     def relieve(self) -> bool:
-        """Put everything in RAM from now on, where the device has less room than was thought."""
+        """Move all rows to RAM, and put later ones there. Return False if none were to stay on the device."""
         if not self._share:
             return False
         self._share = self._owed = 0.0
-        self.memory.spill(self._node.length, self._node.room, short=True)
+        self.memory.spill(self._node.length, self._node.arena, short=True)
         return True
 
     def _to_host(self, start: int, rows: torch.Tensor) -> None:
@@ -85,18 +86,18 @@ class InBlocks:
                 self._host, self._used = _rows(node, count, False), 0
             fitting = min(count, self._host.tensor.shape[axis] - self._used)
             target = self._host.tensor.narrow(axis, self._used, fitting)
-            self._host.stored = node.room.store(target, rows.narrow(axis, 0, fitting), axis)
+            self._host.stored = node.arena.store(target, rows.narrow(axis, 0, fitting), axis)
             self.memory.add(RowBlock(start, start + fitting, target, self._host))
             self._used, start = self._used + fitting, start + fitting
             rows = rows.narrow(axis, fitting, count - fitting)
 
 
-def _rows(node: Map, count: int, on_device: bool) -> Buffer:
+def _rows(node: LazyTensor, count: int, on_device: bool) -> Buffer:
     shape = [*node.shape[: node.axis], count, *node.shape[node.axis + 1 :]]
-    return node.room.buffer(shape, node.dtype, node.axis, on_device)
+    return node.arena.buffer(shape, node.dtype, node.axis, on_device)
 
 
-def owns_its_memory(tensor: torch.Tensor, node: Map) -> bool:
-    """Return whether rows of a map may be kept as they are."""
+def owns_its_memory(tensor: torch.Tensor, node: LazyTensor) -> bool:
+    """Return whether rows own a contiguous storage, so that they can be materialized without a copy."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and not node.shares and node.memory is None

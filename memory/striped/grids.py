@@ -1,4 +1,4 @@
-"""Masks of all places by all places, which need not exist as a whole."""
+"""Large attention masks (all positions by all positions), built lazily from `torch.meshgrid`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .arena import Buffer, Room
-from .lazy_tensor import kept_map
+from .arena import Buffer, StripeMemory
+from .lazy_tensor import materialized_tensor
 from .striped_tensor import StripedTensor
 
-_LARGE = 2**20  # places
+_LARGE = 2**20  # elements of a grid
 
 
 class LargeGrids(TorchFunctionMode):
-    """While this is entered, the large grids that `torch.meshgrid` makes are striped tensors, and what is made of them.
+    """A mode in which two grids of `torch.meshgrid` with 2**20 elements or more are striped tensors.
 
-    Video VAEs attend to the frames before by a mask of all by all, which takes more than all of their maps.
+    Video VAEs mask their attention to earlier frames by comparing such grids. A real mask of all positions by all
+    positions takes more memory than all of their feature maps.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, arena: StripeMemory) -> None:
         super().__init__()
-        self._room = room
+        self._arena = arena
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not torch.meshgrid or len(result) != 2 or result[0].numel() < _LARGE:
             return result
-        if any(isinstance(grid, StripedTensor) or grid.device != self._room.device for grid in result):
+        if any(isinstance(grid, StripedTensor) or grid.device != self._arena.device for grid in result):
             return result
-        return [  # views of a line, which is all that they take
-            StripedTensor(kept_map(self._room, grid, 0, Buffer(self._room, grid[0], True))) for grid in result
+        return [  # expanded views: a grid takes the memory of one line
+            StripedTensor(materialized_tensor(self._arena, grid, 0, Buffer(self._arena, grid[0], True)))
+            for grid in result
         ]

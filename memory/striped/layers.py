@@ -1,4 +1,4 @@
-"""Layers that see more than one row: convolutions, pooling, padding, enlarging, and the norm of a whole map."""
+"""Handlers of layers that read more than one row: convolution, pooling, padding, upsampling and group norm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from .chunked_calls import NotStripedError, handles, local, shape_of
 from .enlarged import Enlarged, folded
-from .lazy_tensor import Map, Window
-from .materialize import find_moments, held_bytes, keep, recut, settle
+from .lazy_tensor import LazyTensor, Window
+from .materialize import find_statistics, held_bytes, materialize, recut, settle
 
-_EAGER = 4  # what is this many times smaller than what it is made of is made at once, so that that can go
+_EAGER = 4  # a result this many times smaller than its materialized sources is materialized at once, to free these
 
 
 def _tuple(value: Any, count: int) -> tuple[int, ...]:
@@ -23,14 +23,14 @@ def _tuple(value: Any, count: int) -> tuple[int, ...]:
 @handles("conv2d", "conv3d")
 def _convolved(
     function: Any,
-    input: Map,
+    input: LazyTensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Map:
+) -> LazyTensor:
     count = weight.dim() - 2
     row = count - 2  # the dimension of a kernel that lies along rows
     if len(input.shape) != count + 2 or not isinstance(weight, torch.Tensor):
@@ -66,20 +66,20 @@ def _convolved(
         return made
     settle(input)
     return _made_early(
-        Window(input.room, shape.shape, shape.dtype, input.axis, input, make, reach, stride[row], margin, operations)
+        Window(input.arena, shape.shape, shape.dtype, input.axis, input, make, reach, stride[row], margin, operations)
     )
 
 
-def _made_early(node: Map) -> Map:
+def _made_early(node: LazyTensor) -> LazyTensor:
     if node.nbytes * _EAGER <= held_bytes(node):
-        keep(node)
+        materialize(node)
     return node
 
 
 @handles("avg_pool2d", "max_pool2d")
 def _pooled(
-    function: Any, input: Map, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
-) -> Map:
+    function: Any, input: LazyTensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
+) -> LazyTensor:
     kernel = _tuple(kernel_size, 2)
     if input.axis != len(input.shape) - 2 or _tuple(padding, 2) != (0, 0) or args or any(kwargs.values()):
         raise NotStripedError
@@ -90,18 +90,20 @@ def _pooled(
         return function(rows, kernel, step)
 
     settle(input)
-    return Window(input.room, shape.shape, shape.dtype, input.axis, input, make, kernel[0], step[0])
+    return Window(input.arena, shape.shape, shape.dtype, input.axis, input, make, kernel[0], step[0])
 
 
 @handles("avg_pool1d", "max_pool1d")
-def _pooled_within(function: Any, input: Map, *args: Any, **kwargs: Any) -> Map:
+def _pooled_within(function: Any, input: LazyTensor, *args: Any, **kwargs: Any) -> LazyTensor:
     if input.axis >= len(input.shape) - 1:
         raise NotStripedError
     return local(function, (input, *args), kwargs, input.axis)
 
 
 @handles("pad")
-def _padded(function: Any, input: Map, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Map:
+def _padded(
+    function: Any, input: LazyTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> LazyTensor:
     at = 2 * (len(input.shape) - 1 - input.axis)
     pad = list(pad)
     if not any(pad):
@@ -117,18 +119,18 @@ def _padded(function: Any, input: Map, pad: Sequence[int], mode: str = "constant
         here = [*pad[:at], top, bottom, *pad[at + 2 :]]
         return function(rows, here, mode=mode, value=value) if any(here) else rows
 
-    return Window(input.room, shape.shape, shape.dtype, input.axis, input, make, 1, 1, above)
+    return Window(input.arena, shape.shape, shape.dtype, input.axis, input, make, 1, 1, above)
 
 
 @handles("interpolate")
 def _resized(
     function: Any,
-    input: Map,
+    input: LazyTensor,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
     **kwargs: Any,
-) -> Map:
+) -> LazyTensor:
     likeness = shape_of(function, (input, size, scale_factor, mode), kwargs)
     at = input.axis
     if mode not in ("nearest", "nearest-exact") or likeness.shape[at] % input.length or at < 2:
@@ -141,7 +143,7 @@ def _resized(
         sizes_here[at - 2] = rows[0].shape[at] * times
         return function(rows[0], size=sizes_here, mode=mode)
 
-    found = Enlarged(input.room, likeness.shape, input.dtype, at, (input,), make, (times, 1))
+    found = Enlarged(input.arena, likeness.shape, input.dtype, at, (input,), make, (times, 1))
     if at == 2 and len(sizes) == 2 and sizes[1] % input.shape[3] == 0:
         found.times = (times, sizes[1] // input.shape[3])
     return found
@@ -150,25 +152,28 @@ def _resized(
 @handles("group_norm")
 def _group_norm(
     function: Any,
-    input: Map,
+    input: LazyTensor,
     num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
-) -> Map:
-    """With the moments of the whole map: the same numbers whatever the stripes."""
+) -> LazyTensor:
+    """Normalize with the mean and variance of all rows, merged in float64, then scale and shift in float32.
+
+    The stock kernel accumulates in another order: see [Note: Stripe exactness] in `lazy_tensor`.
+    """
     if input.shape[1] % num_groups or len(input.shape) < 3:
         raise NotStripedError
     if input.axis < 2:
         input = recut(input, max(2, len(input.shape) - 2))
-    settle(input, with_moments=True)
-    moments = find_moments(input).merged(num_groups)
-    rate = (moments.variance + eps).rsqrt()
+    settle(input, with_statistics=True)
+    statistics = find_statistics(input).merged(num_groups)
+    rate = (statistics.variance + eps).rsqrt()
     each = input.shape[1] // num_groups
     wide = [*input.shape[:2], *[1] * (len(input.shape) - 2)]
     scale, shift = (
-        part.repeat_interleave(each, 1).float().to(input.room.device).reshape(wide)
-        for part in (rate, -moments.mean * rate)
+        part.repeat_interleave(each, 1).float().to(input.arena.device).reshape(wide)
+        for part in (rate, -statistics.mean * rate)
     )
     along = [1, -1, *[1] * (len(input.shape) - 2)]
     if weight is not None:

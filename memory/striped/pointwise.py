@@ -1,4 +1,4 @@
-"""Functions that make each element, or each row, from the same one of their arguments."""
+"""Handlers of functions that make each element, or each row, from the same one of their arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from .chunked_calls import NotStripedError, handles, local
-from .lazy_tensor import Map
-from .materialize import held_bytes, keep, recut, to_device
+from .lazy_tensor import LazyTensor
+from .materialize import held_bytes, materialize, recut, to_device
 
 _ELEMENT = (
     "add sub rsub mul div true_divide pow neg abs exp log sqrt rsqrt square reciprocal sign floor ceil round sin cos "
@@ -31,7 +31,7 @@ def _element(function: Any, *args: Any, **kwargs: Any) -> Any:
     if function.__name__ in ("__eq__", "__ne__", "eq", "ne") and isinstance(args[1], str | None):
         return function.__name__.strip("_") == "ne"  # a cache may hold a word in place of a tensor
     if function.__name__ in _DIVISIONS and len(args) == 2 and not kwargs and _is_one(args[1]):
-        return args[0]  # as by an `output_scale_factor`: the same numbers need not pass by once more
+        return args[0]  # a division by an `output_scale_factor` of 1 changes no bit: no copy
     return local(function, args, kwargs)
 
 
@@ -40,27 +40,27 @@ def _is_one(value: Any) -> bool:
 
 
 @handles("dropout", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
-def _dropout(function: Any, x: Map, p: float = 0.5, training: bool = True, inplace: bool = False) -> Map:
+def _dropout(function: Any, x: LazyTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> LazyTensor:
     if training and p:
-        raise NotStripedError  # the random numbers of a whole map are others than those of its stripes
+        raise NotStripedError  # stripes would draw other random numbers than the whole
     return x
 
 
 @handles("contiguous", "detach", "cuda", "requires_grad_", "alias")
-def _same(function: Any, x: Map, *args: Any, **kwargs: Any) -> Map:
+def _same(function: Any, x: LazyTensor, *args: Any, **kwargs: Any) -> LazyTensor:
     return x
 
 
 @handles("clone")
-def _clone(function: Any, x: Map, **kwargs: Any) -> Map:
-    """Keep a clone by itself if the maps that it follows from take more, since clones are made to be kept."""
+def _clone(function: Any, x: LazyTensor, **kwargs: Any) -> LazyTensor:
+    """Return `x` itself, materialized if its sources take more bytes: a clone is made to outlive these."""
     if x.nbytes < held_bytes(x):
-        keep(x)
+        materialize(x)
     return x
 
 
 @handles(*_TYPES)
-def _typed(function: Any, x: Map, **kwargs: Any) -> Map:
+def _typed(function: Any, x: LazyTensor, **kwargs: Any) -> LazyTensor:
     return x if x.dtype == _TYPES[function.__name__] else local(function, (x,), kwargs)
 
 
@@ -72,24 +72,24 @@ def _type_as(function: Any, x: Any, other: Any) -> Any:
 @handles("to")
 def _to(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     values = [*args, *kwargs.values()]
-    if not isinstance(x, Map):  # a weight that is to be as a map is
-        like = next(value for value in values if isinstance(value, Map))
-        return x.to(like.room.device, like.dtype)
+    if not isinstance(x, LazyTensor):  # a real tensor, such as a weight, cast to the dtype of a lazy one
+        like = next(value for value in values if isinstance(value, LazyTensor))
+        return x.to(like.arena.device, like.dtype)
     dtype = next((value for value in values if isinstance(value, torch.dtype)), x.dtype)
     device = next((value for value in values if isinstance(value, str | torch.device)), None)
     for value in values:
-        if isinstance(value, Map | torch.Tensor):
-            dtype, device = value.dtype, x.room.device if isinstance(value, Map) else value.device
-    if device is not None and torch.device(device).type != x.room.device.type:
+        if isinstance(value, LazyTensor | torch.Tensor):
+            dtype, device = value.dtype, x.arena.device if isinstance(value, LazyTensor) else value.device
+    if device is not None and torch.device(device).type != x.arena.device.type:
         raise NotStripedError
     return x if dtype == x.dtype else local(torch.Tensor.to, (x, dtype), {})
 
 
-# Functions that put together what is in one row
+# Functions that combine the elements of one row
 
 
-def _dims(dim: Any, x: Map) -> list[int]:
-    """Dimensions as numbers from 0 up; raises NotStripedError where rows are among them."""
+def _dims(dim: Any, x: LazyTensor) -> list[int]:
+    """Return dimensions as numbers from 0 up. Raises NotStripedError if that of the rows is among them, or for None."""
     if dim is None:
         raise NotStripedError
     found = [each % len(x.shape) for each in (dim if isinstance(dim, list | tuple) else (dim,))]
@@ -99,40 +99,44 @@ def _dims(dim: Any, x: Map) -> list[int]:
 
 
 @handles("mean", "sum", "amax", "amin", "var", "std", "prod", "logsumexp")
-def _reduced(function: Any, x: Map, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Map:
+def _reduced(function: Any, x: LazyTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> LazyTensor:
     dims = _dims(dim, x)
     axis = x.axis if keepdim else x.axis - sum(each < x.axis for each in dims)
     return local(function, (x,), {"dim": dim, "keepdim": keepdim, **kwargs}, axis)
 
 
 @handles("linalg_vector_norm")
-def _vector_norm(function: Any, x: Map, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Map:
+def _vector_norm(
+    function: Any, x: LazyTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> LazyTensor:
     dims = _dims(dim, x)
     axis = x.axis if keepdim else x.axis - sum(each < x.axis for each in dims)
     return local(function, (x, ord, dim, keepdim), kwargs, axis)
 
 
 @handles("normalize")
-def _normalized(function: Any, input: Map, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Map:
+def _normalized(
+    function: Any, input: LazyTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> LazyTensor:
     _dims(dim, input)
     return local(F.normalize, (input,), {"p": p, "dim": dim, "eps": eps})
 
 
 @handles("softmax", "log_softmax", "cumsum", "flip")
-def _along(function: Any, x: Map, dim: Any = None, *args: Any, **kwargs: Any) -> Map:
+def _along(function: Any, x: LazyTensor, dim: Any = None, *args: Any, **kwargs: Any) -> LazyTensor:
     _dims(dim, x)
     return local(function, (x, dim, *args), kwargs)
 
 
 @handles("layer_norm", "rms_norm")
-def _row_norm(function: Any, input: Map, normalized_shape: Any, *args: Any, **kwargs: Any) -> Map:
+def _row_norm(function: Any, input: LazyTensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> LazyTensor:
     if input.axis >= len(input.shape) - len(normalized_shape):
         raise NotStripedError
     return local(function, (input, normalized_shape, *args), kwargs)
 
 
 @handles("linear")
-def _linear(function: Any, input: Map, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Map:
+def _linear(function: Any, input: LazyTensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LazyTensor:
     if not isinstance(weight, torch.Tensor):
         raise NotStripedError
     if input.axis == len(input.shape) - 1:
@@ -141,60 +145,63 @@ def _linear(function: Any, input: Map, weight: torch.Tensor, bias: torch.Tensor 
 
 
 @handles("matmul", "bmm", "__matmul__")
-def _product(function: Any, one: Any, other: Any) -> Map:
-    """Rows of the first times the whole second, or the whole first times columns that are rows of the second."""
-    if isinstance(one, Map) and one.axis == len(one.shape) - 2:
-        other = to_device(other) if isinstance(other, Map) else other
+def _product(function: Any, one: Any, other: Any) -> LazyTensor:
+    """Multiply stripes of the first by the whole second, or the whole first by columns that are the second's rows."""
+    if isinstance(one, LazyTensor) and one.axis == len(one.shape) - 2:
+        other = to_device(other) if isinstance(other, LazyTensor) else other
         axis = one.axis + max(0, len(other.shape) - len(one.shape))
         return local(function, (one, other), {}, axis, operations=2 * one.shape[-1])
-    if isinstance(other, Map) and other.axis == len(other.shape) - 1 and len(one.shape) == len(other.shape):
-        one = to_device(one) if isinstance(one, Map) else one
+    if isinstance(other, LazyTensor) and other.axis == len(other.shape) - 1 and len(one.shape) == len(other.shape):
+        one = to_device(one) if isinstance(one, LazyTensor) else one
         return local(function, (one, other), {}, other.axis, operations=2 * one.shape[-1])
     raise NotStripedError
 
 
 @handles("cat", "concat", "concatenate")
-def _cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Map:
+def _cat(function: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> LazyTensor:
     return joined([part for part in tensors if not (len(part.shape) == 1 and part.shape[0] == 0)], dim)
 
 
-def joined(parts: list[Any], dim: int) -> Map:
-    """Join maps along a dimension. Parts that are made of far more than they are, are made now."""
-    maps = [part for part in parts if isinstance(part, Map)]
-    dim %= len(maps[0].shape)
-    axis = maps[0].axis
+def joined(parts: list[Any], dim: int) -> LazyTensor:
+    """Return the concatenation of lazy and real tensors along `dim`.
+
+    Expensive parts are materialized if their sources take more bytes. Raises NotStripedError along the rows.
+    """
+    nodes = [part for part in parts if isinstance(part, LazyTensor)]
+    dim %= len(nodes[0].shape)
+    axis = nodes[0].axis
     if dim == axis:
         raise NotStripedError
-    parts = [recut(part, axis) if isinstance(part, Map) else part for part in parts]
-    maps = [part for part in parts if isinstance(part, Map)]
+    parts = [recut(part, axis) if isinstance(part, LazyTensor) else part for part in parts]
+    nodes = [part for part in parts if isinstance(part, LazyTensor)]
     if len(parts) == 1:
-        return maps[0]
-    for part in maps:
+        return nodes[0]
+    for part in nodes:
         if part.heavy and part.nbytes < held_bytes(part):
-            keep(part)
+            materialize(part)
     flat: list[Any] = []
     for part in parts:
         flat += part.parts if isinstance(part, Joined) and part.dim == dim and part.memory is None else [part]
     flat = [part for part in flat if part.shape[dim]]
-    if len(flat) == 1 and isinstance(flat[0], Map):
+    if len(flat) == 1 and isinstance(flat[0], LazyTensor):
         return flat[0]
-    return Joined(flat, dim, maps[0])
+    return Joined(flat, dim, nodes[0])
 
 
-class Joined(Map):
-    """Maps, and tensors on the device, after each other along a dimension that is not that of the rows."""
+class Joined(LazyTensor):
+    """A concatenation of lazy tensors and device tensors along `dim`, which is not that of the rows."""
 
-    def __init__(self, parts: list[Any], dim: int, like: Map) -> None:
+    def __init__(self, parts: list[Any], dim: int, like: LazyTensor) -> None:
         shape = list(like.shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         self.parts, self.dim = parts, dim
-        maps = [part for part in parts if isinstance(part, Map)]
-        super().__init__(like.room, shape, like.dtype, like.axis, maps)
-        self.grain = max([1, *(part.grain for part in maps)])
+        nodes = [part for part in parts if isinstance(part, LazyTensor)]
+        super().__init__(like.arena, shape, like.dtype, like.axis, nodes)
+        self.grain = max([1, *(part.grain for part in nodes)])
 
     def _make(self, start: int, stop: int) -> torch.Tensor:
         stripes = [
-            part.rows(start, stop) if isinstance(part, Map) else part.narrow(self.axis, start, stop - start)
+            part.rows(start, stop) if isinstance(part, LazyTensor) else part.narrow(self.axis, start, stop - start)
             for part in self.parts
         ]
         return torch.cat(stripes, self.dim)

@@ -1,4 +1,4 @@
-"""Rows of maps in memory: in blocks, some on the device, the others in RAM; and how those come ahead of their use."""
+"""Rows of materialized tensors in blocks, on the device or in RAM, and the prefetch of those in RAM."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from ..planning.stripes import blocks
 
 if TYPE_CHECKING:
-    from .arena import Buffer, Room
+    from .arena import Buffer, StripeMemory
 
-_SPILLS = 16  # parts that a block goes to RAM in at least when memory has run out
-_PART = 32  # the part of the budget, one in so many, that goes at once at most
+_SPILLS = 16  # parts, at least, in which a block is spilled when memory has run out
+_PART = 32  # 1/32 of the budget is spilled at once at most
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows from `start` to `stop` of a map. The tensor, of the map's dimensions, is all or a part of the buffer."""
+    """Rows `start` to `stop` of a tensor. `tensor` has all of its dimensions, and lies in `buffer`."""
 
     start: int
     stop: int
@@ -31,12 +31,12 @@ class RowBlock:
         return self.buffer.on_device
 
     def part(self, start: int, stop: int, axis: int) -> torch.Tensor:
-        """Rows of the map that are all in this block."""
+        """Return a view of rows `start` to `stop`, all of which must be in this block."""
         return self.tensor.narrow(axis, start - self.start, stop - start)
 
 
 class Rows:
-    """The rows of one map along `axis`, in blocks."""
+    """The rows of one tensor along `axis`, in blocks sorted by their start."""
 
     def __init__(self, axis: int, blocks: Iterable[RowBlock] = ()) -> None:
         self.axis = axis
@@ -48,43 +48,44 @@ class Rows:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether they are one tensor on the device."""
+        """Return whether they are one block on the device."""
         return len(self.blocks) == 1 and self.blocks[0].on_device
 
     def add(self, block: RowBlock) -> None:
-        """Put a block in its place."""
+        """Insert a block."""
         self.blocks = sorted([*self.blocks, block], key=lambda each: each.start)
 
     def release(self, start: int) -> None:
-        """Free the rows on the device above a row: nobody will ask for them again."""
+        """Free the blocks on the device that end at or above row `start`, which nobody reads again."""
         self.blocks = [one for one in self.blocks if not one.on_device or one.stop > start]
 
-    def spill(self, start: int, room: Room, short: bool = False) -> None:
-        """Move what lies on the device above a row to RAM, in few parts unless memory is `short`.
+    def spill(self, start: int, arena: StripeMemory, short: bool = False) -> None:
+        """Move the blocks on the device that end at or above row `start` to RAM.
 
-        Each is copied on the device first, and what is computed from then on waits for the one before.
+        Each goes in parts of at most 1/32 of the budget, in 16 or more if memory is `short`. A part is copied on the
+        device first, and the compute stream waits for the part before it.
         """
         for index, one in enumerate(self.blocks):
             if one.on_device and one.stop <= start:
-                buffer = room.buffer(one.tensor.shape, one.tensor.dtype, self.axis, False)
+                buffer = arena.buffer(one.tensor.shape, one.tensor.dtype, self.axis, False)
                 count = one.stop - one.start
-                parts = max(_SPILLS if short else 1, -(-buffer.nbytes * _PART // room.budget_bytes))
+                parts = max(_SPILLS if short else 1, -(-buffer.nbytes * _PART // arena.budget_bytes))
                 for low, high in blocks(count, -(-count // parts)):
                     part, target = (each.narrow(self.axis, low, high - low) for each in (one.tensor, buffer.tensor))
-                    buffer.stored = room.store(target, part, self.axis, spilled=True)
+                    buffer.stored = arena.store(target, part, self.axis, spilled=True)
                 self.blocks[index] = RowBlock(one.start, one.stop, buffer.tensor, buffer)
 
     def view(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return these rows, if they lie in one block on the device."""
+        """Return a view of these rows if they lie in one block on the device, else None."""
         for block in self.blocks:
             if block.start <= start and stop <= block.stop:
                 return block.part(start, stop, self.axis) if block.on_device else None
         return None
 
     def within(self, start: int, stop: int) -> Iterator[tuple[RowBlock, int, int]]:
-        """Yield the blocks that hold these rows, and which of them each does.
+        """Yield (block, low, high): the blocks that hold these rows, and the rows that each holds.
 
-        OutOfMemoryError for what was let go of.
+        Raises torch.OutOfMemoryError for rows that have been released, which a stripe made again would need.
         """
         at = start
         for block in self.blocks:
@@ -98,10 +99,10 @@ class Rows:
             raise torch.OutOfMemoryError("memory ran out in a stripe after the rows that it is made of had been let go")
 
 
-class Kept(Protocol):
-    """A map in memory."""
+class Materialized(Protocol):
+    """A materialized `LazyTensor`, which imports this module."""
 
-    room: Room
+    arena: StripeMemory
     axis: int
 
     @property
@@ -112,33 +113,33 @@ class Kept(Protocol):
     def remember(self, start: int, stop: int, rows: torch.Tensor) -> None: ...
 
 
-Wanted = dict[Kept, tuple[int, int]]  # rows of each map that a stripe is made from
+Wanted = dict[Materialized, tuple[int, int]]  # the rows (start, stop) of each tensor that a stripe is made from
 
 
-class Ahead:
-    """The rows of kept maps that a stripe is made from, on the device while it is made.
+class RowPrefetch:
+    """The rows of materialized tensors that a stripe is made from, on the device while it is made.
 
-    Those that lie in RAM come while the stripe before is made, each once in a pass.
+    Rows in RAM are fetched while the stripe before is made, each row once in a pass.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._held: dict[Kept, tuple[int, int, torch.Tensor]] = {}
-        self._coming: dict[Kept, list[tuple[int, int, torch.Tensor]]] = {}
+    def __init__(self, arena: StripeMemory) -> None:
+        self._arena = arena
+        self._held: dict[Materialized, tuple[int, int, torch.Tensor]] = {}
+        self._coming: dict[Materialized, list[tuple[int, int, torch.Tensor]]] = {}
 
     def bring(self, wanted: Wanted) -> None:
-        """Fetch the rows of a stripe from RAM, save those that the stripe at hand is made from too."""
+        """Begin to fetch the rows of a stripe from RAM, except rows that are held for the present stripe."""
         for one, (start, stop) in wanted.items():
             assert one.memory is not None
             for low, high in missing(start, stop, self._held.get(one)):
                 for block, a, b in one.memory.within(low, high):
                     if not block.on_device:
-                        rows = self._room.fetch(block.part(a, b, one.axis), one.axis, block.buffer.stored)
+                        rows = self._arena.fetch(block.part(a, b, one.axis), one.axis, block.buffer.stored)
                         self._coming.setdefault(one, []).append((a, b, rows))
 
     def begin(self, wanted: Wanted) -> None:
-        """Have the rows of a stripe, all of which have come, each map's in one tensor."""
-        self._room.lanes.land()
+        """Put the fetched and held rows of a stripe together, one tensor for each source, which then serves reads."""
+        self._arena.copy_streams.land()
         before, self._held = self._held, {}
         for one, (start, stop) in wanted.items():
             assert one.memory is not None
@@ -151,17 +152,19 @@ class Ahead:
             one.remember(*old)
         self._coming.clear()
 
-    def alone(self, one: Kept, start: int, stop: int) -> torch.Tensor:
-        """Rows that are waited for."""
+    def alone(self, one: Materialized, start: int, stop: int) -> torch.Tensor:
+        """Fetch rows outside of a pass, and return them."""
         self.bring({one: (start, stop)})
         self.begin({one: (start, stop)})
         return self._held[one][2]
 
-    def _together(self, one: Kept, start: int, stop: int, old: tuple[int, int, torch.Tensor] | None) -> torch.Tensor:
+    def _together(
+        self, one: Materialized, start: int, stop: int, old: tuple[int, int, torch.Tensor] | None
+    ) -> torch.Tensor:
         made, axis = one.empty_rows(stop - start), one.axis
 
         def put(low: int, high: int, rows: torch.Tensor) -> None:
-            if low < high and not self._room.skips:  # a dry run needs no values
+            if low < high and not self._arena.skips:  # a dry run needs no values
                 made.narrow(axis, low - start, high - low).copy_(rows)
 
         assert one.memory is not None
@@ -178,7 +181,7 @@ class Ahead:
 
 
 def missing(start: int, stop: int, held: tuple[int, int, torch.Tensor] | None) -> list[tuple[int, int]]:
-    """Which of these rows are not among those that are held."""
+    """Return the spans of rows `start` to `stop` that are not among the rows `held`."""
     if held is None or held[1] <= start or stop <= held[0]:
         return [(start, stop)]
     return [(low, high) for low, high in ((start, held[0]), (held[1], stop)) if low < high]

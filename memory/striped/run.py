@@ -1,4 +1,4 @@
-"""Runs a function on striped tensors, and leaves nothing behind."""
+"""Run a function on striped tensors, and leave nothing on the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..accelerator import Accelerator
 from ..errors import release_frames
 from ..planning.stripes import Pass
 from ..rates import ASSUMED
-from ..simulated import card as state
-from .arena import Room
+from ..simulated.card import current_card
+from .arena import StripeMemory
 from .grids import LargeGrids
 from .materialize import settle, to_host
 from .striped_tensor import StripedTensor, striped
@@ -22,9 +22,9 @@ from .striped_tensor import StripedTensor, striped
 
 @dataclass
 class Traffic:
-    """The costs of a run beside the device: the most RAM for maps, and bytes to the device and from it.
+    """Counters of one or more runs: peak RAM for feature maps, bytes copied each way, and the passes in order.
 
-    `operations` only in a dry run, and so those of `passes`, which came one after the other.
+    `operations`, also those of `passes`, are counted in a dry run only.
     """
 
     host_peak_bytes: int = 0
@@ -45,37 +45,42 @@ def run(
     operations_per_byte: float = ASSUMED.operations_per_byte,
     every: bool = False,
 ) -> Any:
-    """Return what `function(*tensors)` returns, with every tensor in it on the CPU.
+    """Return the result of `function(*tensors)`, with every tensor in it on the CPU.
 
-    `tensors` are [..., H, W] of at least 3 dimensions, on the CPU or the device; what they lead to is made in stripes
-    of rows. The weights that `function` uses lie on `device`. `budget_bytes` is for feature maps and what making them
-    takes, beside the weights: what exceeds it lies in RAM, at most `ram_bytes` of it, else OutOfRamError. Less than a
-    few rows need is exceeded. A stripe that the device has no memory for is made again, lower: an out-of-memory error
-    means that not even a row fits. Afterwards nothing of the run is left there, also after an error.
+    `tensors` are [..., H, W] of at least 3 dimensions, on the CPU or the device. Tensors computed from them are made in
+    stripes of rows. The weights that `function` uses lie on `device`. For exactness see [Note: Stripe exactness] in
+    `lazy_tensor`.
 
-    What a device does in the time that a byte takes to come, `operations_per_byte`, tells which maps are made again
-    rather than moved. A dry run of `every` stripe takes as long on its card's clock as the run will.
+    `budget_bytes` of device memory are for feature maps and the work on them, beside the weights. A budget below what
+    a few rows need is exceeded. Feature maps beyond it lie in RAM, in at most `ram_bytes` (None: no limit). A stripe
+    that the device has no memory for is made again, lower. Nothing of the run stays on the device, after an error
+    either.
 
-    `traffic` is filled in. `on_stripe` is called before each stripe, and what it raises ends the run.
+    `operations_per_byte` is the number of operations that the device does while one byte crosses the bus. It decides
+    which tensors are made again rather than moved. `every` makes a dry run go through all stripes, so that its clock
+    tells the time of the run. `traffic` is added to. `on_stripe` is called before each stripe.
+
+    Raises OutOfRamError beyond `ram_bytes`, torch.OutOfMemoryError if not even one row fits on the device, and what
+    `function` or `on_stripe` raises.
     """
     found = torch.empty(0, device=device).device
-    fuses = state.card.fuses if found.type == "meta" else Accelerator(found).fuses
-    room = Room(found, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every, fuses)
+    fuses = current_card().fuses if found.type == "meta" else Accelerator(found).fuses
+    arena = StripeMemory(found, budget_bytes, settle, ram_bytes, on_stripe, operations_per_byte, every, fuses)
     try:
-        with torch.inference_mode(), LargeGrids(room):
-            result = function(*(striped(tensor, room) for tensor in tensors))
+        with torch.inference_mode(), LargeGrids(arena):
+            result = function(*(striped(tensor, arena) for tensor in tensors))
             return tree_map_only(torch.Tensor, _to_host, result)
     except BaseException as error:
         release_frames(error)
         raise
     finally:
-        room.finish()
+        arena.finish()
         if traffic is not None:
-            traffic.host_peak_bytes = max(traffic.host_peak_bytes, room.host_peak_bytes)
-            traffic.h2d_bytes += room.h2d_bytes
-            traffic.d2h_bytes += room.d2h_bytes
-            traffic.operations += room.operations()
-            traffic.passes += room.passes
+            traffic.host_peak_bytes = max(traffic.host_peak_bytes, arena.host_peak_bytes)
+            traffic.h2d_bytes += arena.h2d_bytes
+            traffic.d2h_bytes += arena.d2h_bytes
+            traffic.operations += arena.operations()
+            traffic.passes += arena.passes
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

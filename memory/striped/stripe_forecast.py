@@ -1,4 +1,4 @@
-"""Forecast a run in stripes by a dry run on shapes: no device, no weights, no RAM for maps."""
+"""Forecast a run in stripes by a dry run on shapes, without a device, weights or RAM for feature maps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from .run import Traffic, run
 class StripedForecast:
     """Bytes and operations of a run in stripes.
 
-    `peak_bytes` on the device, beside the weights; `host_peak_bytes` of RAM for maps, beside the result, which has
-    `result_bytes`; `h2d_bytes` and `d2h_bytes` to the device and from it; `operations` in convolutions and products.
+    `peak_bytes` is the peak on the device beside the weights, `host_peak_bytes` the peak of feature maps in RAM beside
+    the result of `result_bytes`. `h2d_bytes` and `d2h_bytes` are copied to the device and from it. `operations` are
+    those of convolutions and products.
     """
 
     peak_bytes: int
@@ -36,12 +37,12 @@ class StripedForecast:
     passes: tuple[Pass, ...] = ()
 
     def seconds(self, rates: Rates) -> float:
-        """Return how long that takes: in a pass, copies each way and computing in float32 go on at once."""
+        """Return the seconds of the run. In a pass, copies each way and computing in float32 overlap."""
         return seconds(self.passes, rates.float32_operations_per_second, rates.pinned_bytes_per_second)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StripedForecast:
-        """Return the forecast of plain data from a file. KeyError, TypeError or ValueError for anything else."""
+        """Return the forecast of plain data from a file. Raises KeyError, TypeError or ValueError for anything else."""
         passes = tuple(Pass(**one) for one in data["passes"])
         numbers = {key: value for key, value in data.items() if key != "passes"}
         told = [*numbers.values(), *(number for one in passes for number in astuple(one))]
@@ -58,11 +59,11 @@ def forecast(
     operations_per_byte: float = ASSUMED.operations_per_byte,
     fuses: Fuses | None = None,
 ) -> tuple[StripedForecast, Any]:
-    """Dry run of `run(function, *tensors)`. Returns its forecast, and a result of which shapes and dtypes are right.
+    """Dry-run `run(function, *tensors)`. Return its forecast, and a result of the right shapes and dtypes.
 
-    `module` is the structure, with parameters on `meta`, whose weights `function` uses; it is used up by this.
-    `tensors` are on the CPU; their values do not matter. `fuses` tells which attention is one kernel on the real
-    device, by default all. RuntimeError, among others, where values do matter.
+    `module` is the structure whose weights `function` uses, with parameters on `meta`. It is modified and cannot be
+    used afterwards. `tensors` are on the CPU; their values do not matter. `fuses` tells which attention calls have a
+    fused kernel on the real device, by default all. Raises RuntimeError if `function` depends on values.
     """
     with torch.inference_mode(), dry_card(fuses) as card:
         lay_weights(module, card)

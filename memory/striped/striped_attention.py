@@ -1,6 +1,7 @@
-"""Attention over a whole map: a stripe of queries at a time, and of keys and values as many as there is room for.
+"""Attention over all positions: a stripe of queries at a time against blocks of keys and values.
 
-Where all keys and values lie on the device, and that has a fused kernel, it is the kernel that the whole would take.
+Without a mask, if the device has a fused kernel and all keys and values fit there, a stripe calls that kernel once.
+Otherwise blocks are merged by an online softmax in float32, as in FlashAttention (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -14,52 +15,64 @@ from torch.nn import functional
 from ..planning.stripes import blocks
 from .arena import stand_in
 from .chunked_calls import NotStripedError, handles, local
-from .lazy_tensor import Map
+from .lazy_tensor import LazyTensor
 from .materialize import settle
 
-_SCORE_BYTES = 32 * 2**20  # of one block of queries by keys, where the budget leaves that much
-_BLOCKS = 3  # scores, what softmax makes of them, and either once more in between
-_WHOLES_SHARE = 2  # the part of the room, one in so many, that keys and values take at most that are copied
-_BUDGET_SHARE = 16  # the part of the budget, one in so many, that a block takes at most
+_SCORE_BYTES = 32 * 2**20  # of the scores of one block in float32, at most
+_BLOCKS = 3  # scores, their exponentials, and one temporary
+_WHOLES_SHARE = 2  # keys and values may take at most 1/2 of the free budget to be made contiguous for the fused kernel
+_BUDGET_SHARE = 16  # the scores of a block take at most 1/16 of the budget
 
 
 @handles("scaled_dot_product_attention")
 def _attended(
     function: Any,
-    query: Map,
-    key: Map,
-    value: Map,
-    attn_mask: Map | torch.Tensor | None = None,
+    query: LazyTensor,
+    key: LazyTensor,
+    value: LazyTensor,
+    attn_mask: LazyTensor | torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Map:
-    maps = (query, key, value)
-    if not all(isinstance(one, Map) for one in maps) or len({one.axis - len(one.shape) for one in maps}) > 1:
+) -> LazyTensor:
+    nodes = (query, key, value)
+    if not all(isinstance(one, LazyTensor) for one in nodes) or len({one.axis - len(one.shape) for one in nodes}) > 1:
         raise NotStripedError
-    if query.axis < len(query.shape) - 2 and not isinstance(attn_mask, Map):  # a row's own places look at each other
+    if query.axis < len(query.shape) - 2 and not isinstance(
+        attn_mask, LazyTensor
+    ):  # attention within each row, such as over frames
         rest = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return local(function, (query, key, value, attn_mask), rest, operations=4 * key.shape[-2])
     if query.axis != len(query.shape) - 2:
         raise NotStripedError
-    if isinstance(attn_mask, Map) and (attn_mask.axis, attn_mask.length) != (len(attn_mask.shape) - 2, query.length):
+    if isinstance(attn_mask, LazyTensor) and (attn_mask.axis, attn_mask.length) != (
+        len(attn_mask.shape) - 2,
+        query.length,
+    ):
         raise NotStripedError
-    if dropout_p or is_causal or enable_gqa or len({one.shape[:-2] for one in maps}) > 1:
+    if dropout_p or is_causal or enable_gqa or len({one.shape[:-2] for one in nodes}) > 1:
         raise NotStripedError
     settle(key)
     settle(value)
     return _Attention(query, key, value, attn_mask, scale or query.shape[-1] ** -0.5)
 
 
-class _Attention(Map):
-    """[..., queries, channels] of queries, keys and values [..., length, channels], and a mask that fits to them."""
+class _Attention(LazyTensor):
+    """The result [..., queries, channels] for keys and values [..., length, channels] and a mask that broadcasts."""
 
-    def __init__(self, query: Map, key: Map, value: Map, mask: Map | torch.Tensor | None, scale: float) -> None:
+    def __init__(
+        self,
+        query: LazyTensor,
+        key: LazyTensor,
+        value: LazyTensor,
+        mask: LazyTensor | torch.Tensor | None,
+        scale: float,
+    ) -> None:
         shape = [*query.shape[:-1], value.shape[-1]]
         work = 2 * key.length * (query.shape[-1] + value.shape[-1]) // max(1, value.shape[-1])
-        masks = (mask,) if isinstance(mask, Map) else ()
-        super().__init__(query.room, shape, query.dtype, query.axis, (query, key, value, *masks), work)
+        masks = (mask,) if isinstance(mask, LazyTensor) else ()
+        super().__init__(query.arena, shape, query.dtype, query.axis, (query, key, value, *masks), work)
         self.wholly = (key, value)
         self._mask, self._scale = mask, scale
         self._fuses = mask is None and len(shape) == 4 and self._has_kernel()
@@ -67,35 +80,35 @@ class _Attention(Map):
         self.grain = query.grain
 
     def _has_kernel(self) -> bool:
-        fuses = self.room.fuses
+        fuses = self.arena.fuses
         return fuses is None or fuses(*(stand_in(one.shape, one.dtype) for one in self.inputs), scale=self._scale)
 
     @functools.cached_property
     def _is_at_once(self) -> bool:
-        """Return whether a stripe of queries looks at all keys in one kernel: they lie on the device, or nearly so."""
+        """Whether a stripe of queries calls the fused kernel once with all keys, which must fit on the device."""
         wholes = self.inputs[1:3]
         if not self._fuses or any(one.heavy or any(one.needed(0, one.length)) for one in wholes):
             return False
-        return self._wholes_bytes() <= self.room.free_bytes // _WHOLES_SHARE
+        return self._wholes_bytes() <= self.arena.free_bytes // _WHOLES_SHARE
 
     def _wholes_bytes(self) -> int:
-        """Return what keys and values take that do not lie on the device as the kernel wants them."""
+        """Return the peak bytes of making all keys and values on the device; 0 for materialized ones."""
         return sum(one.peak_bytes(one.length) for one in self.inputs[1:3])
 
     def _block(self, rows: int) -> int:
-        """Return how many keys are looked at together by so many queries."""
-        room = min(_SCORE_BYTES, self.room.budget_bytes // _BUDGET_SHARE)
-        return min(self.inputs[1].length, max(1, room // (4 * self._heads * rows)))
+        """Return how many keys a block has for `rows` queries."""
+        space = min(_SCORE_BYTES, self.arena.budget_bytes // _BUDGET_SHARE)
+        return min(self.inputs[1].length, max(1, space // (4 * self._heads * rows)))
 
     def _peak_bytes(self, rows: int) -> int:
         query, key, value, *masks = self.inputs
-        if self._is_at_once:  # queries once more where the kernel wants them otherwise
+        if self._is_at_once:  # the kernel may copy the queries to another layout
             return query.peak_bytes(rows) + rows * (query.row_bytes + self.row_bytes) + self._wholes_bytes()
         block = self._block(rows)
         scores = _BLOCKS * 4 * self._heads * rows * block
         both = max(key.passing_bytes(block), block * key.row_bytes + value.passing_bytes(block))
         both += sum(mask.peak_bytes(rows) for mask in masks)
-        # Queries, scaled ones, and what has been summed up, as it was and as it is.
+        # Queries, scaled queries, and the running sum, old and new.
         return query.peak_bytes(rows) + rows * (query.row_bytes + 3 * self.row_bytes) + scores + both
 
     def _make(self, start: int, stop: int) -> torch.Tensor:
@@ -115,11 +128,13 @@ class _Attention(Map):
         def kind(index: int) -> tuple:
             return key.kind(*spans[index]), value.kind(*spans[index])
 
-        for low, high in (spans[index] for index in self.room.steps(len(spans), kind)):
+        for low, high in (spans[index] for index in self.arena.steps(len(spans), kind)):
             scores = asked @ key.rows(low, high).float().transpose(-1, -2)
             if isinstance(mask, torch.Tensor):
                 scores = _masked(scores, mask if mask.shape[-1] == 1 else mask[..., low:high])
-            peak = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)  # all of it masked
+            peak = scores.amax(-1, keepdim=True).clamp_min(
+                torch.finfo(torch.float32).min
+            )  # a fully masked row is -inf, and would give NaN
             if most is not None:
                 peak = torch.maximum(most, peak)
             scores = (scores - peak).exp()
@@ -137,8 +152,8 @@ class _Attention(Map):
         assert total is not None
         return (summed / total).to(query.dtype)
 
-    def _sources(self, start: int, stop: int) -> list[tuple[Map, int, int]]:
-        query, _, _, *masks = self.inputs  # keys and values pass by
+    def _sources(self, start: int, stop: int) -> list[tuple[LazyTensor, int, int]]:
+        query, _, _, *masks = self.inputs  # keys and values are read in blocks by `_make` itself
         return [(one, start, stop) for one in (query, *masks)]
 
     def _let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""The tensor that a module is given in place of a real one: it has a shape, and a map behind it."""
+"""`StripedTensor`: the wrapper that a module is given in place of a real tensor, with a `LazyTensor` inside."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import is_out_of_memory
 from . import layers as layers
 from . import pointwise as pointwise
 from . import reshapes as reshapes
-from .arena import Buffer, Room
+from .arena import Buffer, StripeMemory
 from .chunked_calls import NotStripedError, handlers
-from .lazy_tensor import Map, kept_map
+from .lazy_tensor import LazyTensor, materialized_tensor
 from .materialize import to_device, to_host
 from .views import replaced
 
@@ -38,22 +38,22 @@ _COPY_NAMES = (
     "true_divide",
     "divide",
     "__truediv__",
-)  # whose result is another tensor, also where it has the same values
+)  # their result is another tensor even if the handler returns the same lazy one
 _FACT_NAMES, _VIEW_NAMES = frozenset(_FACTS.split()), frozenset(_VIEWS.split())
-_ANY_PLACE = frozenset((*pointwise.ELEMENT, "to", "type_as"))  # whose first argument need not be the map
-_LEAST_DIMS = 3  # of what may be a map; what has fewer is small
+_ANY_PLACE = frozenset((*pointwise.ELEMENT, "to", "type_as"))  # their first argument need not be the lazy tensor
+_LEAST_DIMS = 3  # results with fewer dimensions are small, and stay real tensors
 
 
 class StripedTensor(torch.Tensor):
-    """A tensor whose elements are made stripe by stripe when they are needed. Torch's functions know what to do."""
+    """A tensor whose elements are made stripe by stripe when read. `__torch_function__` sends calls to `handlers`."""
 
-    node: Map
-    family: weakref.WeakSet[Any]  # the tensors that would share memory with this one, were they real ones
+    node: LazyTensor
+    family: weakref.WeakSet[Any]  # the tensors that as real ones would share memory with this one
 
     @staticmethod
-    def __new__(cls: type, node: Map, family: Any = None) -> Any:
+    def __new__(cls: type, node: LazyTensor, family: Any = None) -> Any:
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, node.shape, dtype=node.dtype, device=node.room.device
+            cls, node.shape, dtype=node.dtype, device=node.arena.device
         )
         made._is(node)
         made.family = weakref.WeakSet() if family is None else family
@@ -102,36 +102,36 @@ class StripedTensor(torch.Tensor):
         raise RuntimeError(f"{func} reached a striped tensor below torch's own functions.")
 
     def _become(self, node: Any) -> StripedTensor:
-        """Take another map's values, as an operation in place does. RuntimeError where others would have to follow."""
+        """Take another lazy tensor's values, as an in-place operation does. Raises RuntimeError if there are views."""
         if len(self.family) > 1:
             raise RuntimeError("a striped tensor cannot be changed in place while there are views of it.")
-        if not isinstance(node, Map) or node.shape != self.node.shape:
+        if not isinstance(node, LazyTensor) or node.shape != self.node.shape:
             raise RuntimeError("an operation in place must leave a striped tensor's shape as it is.")
         self._is(node)
         return self
 
-    def _is(self, node: Map) -> None:
+    def _is(self, node: LazyTensor) -> None:
         self.node = node
         node.holders.append(weakref.ref(self))
 
 
-def striped(tensor: torch.Tensor, room: Room, axis: int = -2) -> StripedTensor:
-    """Return a tensor, on the device or in RAM, with rows along `axis`. The values stay where they are."""
-    on_device = tensor.device == room.device
-    return StripedTensor(kept_map(room, tensor, axis % tensor.dim(), Buffer(room, tensor, on_device)))
+def striped(tensor: torch.Tensor, arena: StripeMemory, axis: int = -2) -> StripedTensor:
+    """Return a striped tensor of a real one, on the device or in RAM, with rows along `axis`. It is not copied."""
+    on_device = tensor.device == arena.device
+    return StripedTensor(materialized_tensor(arena, tensor, axis % tensor.dim(), Buffer(arena, tensor, on_device)))
 
 
 def _called(function: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
-    """Return the map or maps that a call gives.
+    """Return the lazy tensor or tensors that a call gives.
 
-    It is made once more where memory runs out: what it has kept stays kept.
+    When memory runs out, the call is made once more with a lower budget. Tensors materialized by then stay so.
     """
     try:
         return _answered(function, name, args, kwargs)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _room(args, kwargs).ran_out(error)
+        _arena(args, kwargs).ran_out(error)
     return _answered(function, name, args, kwargs)
 
 
@@ -149,22 +149,22 @@ def _answered(function: Callable[..., Any], name: str, args: tuple, kwargs: dict
     return _whole(function, args, kwargs)
 
 
-def _room(args: tuple, kwargs: dict) -> Room:
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StripedTensor)).node.room
+def _arena(args: tuple, kwargs: dict) -> StripeMemory:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StripedTensor)).node.arena
 
 
 def _whole(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Any function, on real tensors."""
-    room = _room(args, kwargs)
+    """Call a function on whole, real tensors on the device. Large results become lazy tensors."""
+    arena = _arena(args, kwargs)
     real_args, real_kwargs = tree_map_only(StripedTensor, lambda tensor: to_device(tensor.node), (args, kwargs))
     result = function(*real_args, **real_kwargs)
 
-    def as_map(tensor: torch.Tensor) -> Any:
-        if tensor.dim() < _LEAST_DIMS or tensor.device.type != room.device.type:
+    def as_lazy(tensor: torch.Tensor) -> Any:
+        if tensor.dim() < _LEAST_DIMS or tensor.device.type != arena.device.type:
             return tensor
-        return kept_map(room, tensor, tensor.dim() - 2, Buffer(room, tensor, True))
+        return materialized_tensor(arena, tensor, tensor.dim() - 2, Buffer(arena, tensor, True))
 
-    return tree_map_only(torch.Tensor, as_map, result)
+    return tree_map_only(torch.Tensor, as_lazy, result)
 
 
 def _set_item(target: Any, index: Any, value: Any) -> None:
@@ -176,12 +176,14 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
         target._become(replaced(target.node, index, node))
     except NotStripedError:
         whole = to_device(target.node).clone()
-        whole[index] = to_device(node) if isinstance(node, Map) else node
-        target._become(kept_map(target.node.room, whole, target.node.axis, Buffer(target.node.room, whole, True)))
+        whole[index] = to_device(node) if isinstance(node, LazyTensor) else node
+        target._become(
+            materialized_tensor(target.node.arena, whole, target.node.axis, Buffer(target.node.arena, whole, True))
+        )
 
 
 def _wrapped(result: Any, family: Any, first: Any) -> Any:
-    if isinstance(result, Map):
+    if isinstance(result, LazyTensor):
         return first if isinstance(first, StripedTensor) and first.node is result else StripedTensor(result, family)
     if isinstance(result, list | tuple):
         return type(result)(_wrapped(item, family, None) for item in result)

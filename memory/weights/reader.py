@@ -31,8 +31,8 @@ from . import direct
 from .hostbuffer import bytes_of
 from .stored import Stamp, Stored, check_unchanged, disk_number
 
-READERS = 4  # threads that fill staging buffers: one does not keep an NVMe disk busy
-FILLERS = 8  # threads that fill RAM: direct reads have no read-ahead, so more of them must be under way
+STAGING_THREADS = 4  # threads that fill staging buffers: one does not keep an NVMe disk busy
+RAM_THREADS = 8  # threads that fill RAM: direct reads have no read-ahead, so more of them must be under way
 BATCH_BYTES = 16 * 2**20
 CAST_BYTES = 2 * 2**20  # buffer of each reader for bytes that must be cast
 _CAST_ELEMENTS = 2**15 - 2**10  # cast at once: from 2**15 on torch would start a team of threads in each reader
@@ -209,7 +209,7 @@ class Reading:
         self._room = direct.chunk_bytes(sum(extent.stored_bytes for batch in work for extent, _ in batch))
         self._order = [(sum(extent.stored_bytes for extent, _ in batch), _buffers(batch)) for batch in work]
         self._work = work  # empty once the threads have been started
-        self._pool = ThreadPoolExecutor(FILLERS, "ballast-reader")
+        self._pool = ThreadPoolExecutor(RAM_THREADS, "ballast-reader-ram")
 
     def begin(self) -> None:
         """Start the threads, if they have not been started."""

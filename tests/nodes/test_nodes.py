@@ -535,7 +535,7 @@ def test_interrupt_stops_reading_and_leaves_nothing(sim: ModuleType, monkeypatch
         with pytest.raises(comfy.model_management.InterruptProcessingException):
             encode(reference, "a boat that is not read")
     comfy.model_management.interrupt_current_processing(False)
-    assert len(done) <= 2 * reader.FILLERS
+    assert len(done) <= 2 * reader.RAM_THREADS
     assert recorded.texts[-1] == ("1", "stopped")
     assert set(tiers(reference).values()) == {"disk"}
     assert sum(unit.host_bytes for unit in reference.open().encoders) == 0

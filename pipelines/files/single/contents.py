@@ -121,5 +121,5 @@ def type_of(path: Path) -> torch.dtype:
         if plain is None:
             return torch.bfloat16
         if plain.dtype.is_floating_point:
-            sizes[plain.dtype] += weight.codec.stored_bytes
+            sizes[plain.dtype] += weight.codec.encoded_bytes
     return sizes.most_common(1)[0][0] if sizes else torch.float32

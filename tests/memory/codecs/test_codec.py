@@ -97,7 +97,7 @@ def decoded(codec: Codec, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @each_codec
 def test_bytes_are_those_of_the_parts_and_of_the_result(name: str) -> None:
     codec, parts = SAMPLES[name]()
-    assert codec.stored_bytes == sum(part.nbytes for part in parts)
+    assert codec.encoded_bytes == sum(part.nbytes for part in parts)
     assert codec.decoded_bytes == decoded(codec, parts).nbytes
 
 
@@ -110,7 +110,7 @@ def test_decoding_is_work_of_the_device_alone_within_the_workspace(name: str, si
     out = torch.empty(codec.shape, dtype=codec.dtype, device="sim")
     sim.reset_stats()
     held = sim.stats().allocated_bytes
-    assert held == codec.stored_bytes + codec.decoded_bytes
+    assert held == codec.encoded_bytes + codec.decoded_bytes
     codec.decode(there, out)
     stats = sim.stats()
     assert (stats.h2d_count, stats.d2h_count, stats.allocated_bytes) == (0, 0, held)

@@ -174,7 +174,7 @@ def test_fp8_that_was_cast_is_read_as_it_is() -> None:
 def test_a_plain_file_is_raw_throughout() -> None:
     header = {"a.weight": entry("BF16", 3, 4), "b": entry("I64", 5), "c.mask": entry("BOOL", 2), "d": entry("U8", 9)}
     found = read(header)
-    assert {name: weight.codec.stored_bytes for name, weight in found.items()} == {
+    assert {name: weight.codec.encoded_bytes for name, weight in found.items()} == {
         "a.weight": 24, "b": 40, "c.mask": 2, "d": 9,
     }  # fmt: skip
     assert all(

@@ -23,7 +23,7 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 def check(weight: torch.Tensor, threads: int = 1) -> Codec:
     codec, parts = exact12.encode(weight, threads)
     assert [(part.dtype, part.numel()) for part in parts] == [(part.dtype, part.count) for part in codec.parts]
-    assert codec.stored_bytes == sum(part.nbytes for part in parts) <= weight.nbytes
+    assert codec.encoded_bytes == sum(part.nbytes for part in parts) <= weight.nbytes
     out = torch.full_like(weight, 7)
     codec.decode(parts, out)
     assert torch.equal(out.view(torch.int16), weight.view(torch.int16))
@@ -50,13 +50,13 @@ def test_any_length_comes_back(count: int, threads: int) -> None:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), float("nan")])
 def test_one_value_everywhere_takes_12_bits(value: float) -> None:
     codec = check(torch.full((123, 457), value, dtype=torch.bfloat16))
-    assert codec.stored_bytes * 8 / codec.count < 12.01
+    assert codec.encoded_bytes * 8 / codec.count < 12.01
 
 
 def test_zeros_among_weights_have_a_code() -> None:
     weight = gaussian(400, 500)
     weight[::2] = 0
-    assert check(weight).stored_bytes * 8 / weight.numel() <= 12.1
+    assert check(weight).encoded_bytes * 8 / weight.numel() <= 12.1
 
 
 def test_payloads_of_nan_are_kept() -> None:
@@ -69,7 +69,7 @@ def test_a_tensor_that_does_not_shrink_is_raw() -> None:
     bits = torch.randint(-(2**15), 2**15, (301, 1001), generator=torch.Generator().manual_seed(0))
     weight = bits.to(torch.int16).view(torch.bfloat16)
     codec = check(weight)
-    assert codec.name == "raw" and codec.stored_bytes == weight.nbytes
+    assert codec.name == "raw" and codec.encoded_bytes == weight.nbytes
     assert check(EVERY).name == "raw"
 
 
@@ -110,14 +110,14 @@ def test_any_bits_of_any_shape_come_back(data: st.DataObject) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gaussian_weights_take_12_1_bits_at_most(seed: int) -> None:
     codec = check(gaussian(1537, 2049, seed=seed))
-    assert codec.stored_bytes * 8 / codec.count <= 12.1
+    assert codec.encoded_bytes * 8 / codec.count <= 12.1
 
 
 def test_rows_of_very_different_sizes_take_little_more() -> None:
     """Large enough for the exponents to be counted in runs only: rows log-normal with a deviation of 1."""
     scale = torch.randn(2000, 1, generator=torch.Generator().manual_seed(3)).exp()
     codec = check((gaussian(2000, 2000).float() * scale).bfloat16())
-    assert codec.stored_bytes * 8 / codec.count <= 12.2
+    assert codec.encoded_bytes * 8 / codec.count <= 12.2
 
 
 @pytest.mark.parametrize("path", DEMO, ids=lambda path: path.parent.name)
@@ -126,15 +126,17 @@ def test_the_demo_model_takes_12_1_bits_at_most(path) -> None:
     for weight in load_file(path).values():
         if weight.ndim > 1:
             codec = check(weight.bfloat16())
-            stored, count = stored + codec.stored_bytes, count + codec.count
+            stored, count = stored + codec.encoded_bytes, count + codec.count
     assert stored * 8 / count <= 12.1
 
 
 @pytest.mark.parametrize("shape", [(3072, 3072), (512, 4, 3, 3), (2000,), (301, 7)])
 def test_what_is_planned_is_at_least_what_it_takes(shape: tuple[int, ...]) -> None:
     planned, made = exact12.planned(shape, torch.bfloat16), check(gaussian(*shape))
-    assert type(planned) is type(made) and 0 <= planned.stored_bytes - made.stored_bytes < 0.01 * made.stored_bytes + 16
-    assert planned.stored_bytes * 8 / planned.count < 12.1 + 8 * 26 / planned.count
+    assert (
+        type(planned) is type(made) and 0 <= planned.encoded_bytes - made.encoded_bytes < 0.01 * made.encoded_bytes + 16
+    )
+    assert planned.encoded_bytes * 8 / planned.count < 12.1 + 8 * 26 / planned.count
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (20,), (0, 4), (2**16, 2**16)])

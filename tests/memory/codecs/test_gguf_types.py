@@ -117,7 +117,7 @@ def test_weights_that_the_package_quantized_stay_near(name: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.plain], ids=lambda kind: kind.name)
 def test_plain_types_are_raw_and_keep_their_type(kind: BlockType) -> None:
     codec = codec_of(kind, (3, 5), torch.bfloat16)
-    assert codec.name == "raw" and codec.dtype == kind.plain and codec.stored_bytes == 15 * kind.nbytes
+    assert codec.name == "raw" and codec.dtype == kind.plain and codec.encoded_bytes == 15 * kind.nbytes
 
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "IQ1_M", "TQ1_0", "MXFP4", "Q8_K"])

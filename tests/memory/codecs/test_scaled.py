@@ -129,7 +129,7 @@ def test_scales_of_blocks_are_refused(scales: int) -> None:
 def test_what_is_encoded_here_stays_near(encode, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = weight(*shape).to(dtype)
     codec, parts = encode(plain)
-    assert codec.shape == shape and codec.dtype == dtype and codec.stored_bytes <= 0.6 * plain.nbytes
+    assert codec.shape == shape and codec.dtype == dtype and codec.encoded_bytes <= 0.6 * plain.nbytes
     error = (decoded(codec, *parts) - plain).float().norm() / plain.float().norm()
     assert error < (0.028 if isinstance(codec, Fp8) else 0.015)
 
@@ -160,8 +160,8 @@ def test_what_gains_nothing_is_raw(encode, plain: torch.Tensor) -> None:
 def test_what_is_planned_is_what_is_made_and_never_more_than_it_was(module, shape, dtype) -> None:
     plain = torch.ones(shape, dtype=dtype)
     codec, parts = module.encode(plain)
-    assert codec == module.planned(shape, dtype) and sum(part.nbytes for part in parts) == codec.stored_bytes
-    assert codec.stored_bytes <= plain.nbytes
+    assert codec == module.planned(shape, dtype) and sum(part.nbytes for part in parts) == codec.encoded_bytes
+    assert codec.encoded_bytes <= plain.nbytes
 
 
 @ENCODERS

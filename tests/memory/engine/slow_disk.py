@@ -19,7 +19,7 @@ class Slow:
         self.over = False  # it gives nothing any more
         self.read: list[int] = []  # bytes of each batch
         fill = reader.fill_batch
-        monkeypatch.setattr(reader, "FILLERS", 1)
+        monkeypatch.setattr(reader, "RAM_THREADS", 1)
 
         def filled(batch: list[Job], room: int) -> bool:
             assert self.allowed.acquire(timeout=SECONDS), "it waits for what nothing asks for"

@@ -20,7 +20,7 @@ from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Overhead
 from ballast.memory.planning.planner import GroupSize, UnitSizes, make_plan
 from ballast.memory.rates import ASSUMED
-from ballast.memory.simulated import Overhead as OfCard
+from ballast.memory.simulated import CardOverhead
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_what_fits_is_told_by_the_driver_s_figure(budget: int, placement: str, f
 
 # Runs
 
-CARD = OfCard(
+CARD = CardOverhead(
     context_bytes=48 * KB,
     library_bytes=24 * KB,
     workspace_bytes=32 * KB,
@@ -111,7 +111,7 @@ CARD = OfCard(
 class Bench:
     """A tiny pipeline on a card that takes more than its dry run tells."""
 
-    def __init__(self, name: str, folder: Path, sim: ModuleType, overhead: OfCard = CARD) -> None:
+    def __init__(self, name: str, folder: Path, sim: ModuleType, overhead: CardOverhead = CARD) -> None:
         sim.enable(total="1GB", h2d_gbps=0.02, tflops=1e-3, overhead=overhead)
         self.sim, family = sim, tiny.FAMILIES[name]
         self.pipe = ballast.open_pipeline(folder, device="sim")

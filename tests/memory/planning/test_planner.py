@@ -60,9 +60,9 @@ def test_choice_follows_the_budget() -> None:
 def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     """Where all fits as it is stored, more may still stream so that the rest stays decoded."""
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.encoded_bytes, codec.encoded_bytes, (), (codec,), codec.decoded_bytes)
     groups = tuple(replace(group, paths=(f"m{i}",)) for i in range(160))
-    sizes = UnitSizes(160 * codec.stored_bytes + GB // 16, GB // 16, groups)
+    sizes = UnitSizes(160 * codec.encoded_bytes + GB // 16, GB // 16, groups)
     rates = replace(RATES, memory_bytes_per_second=300e9)
     whole, plans = sizes.most_bytes + WORK.peak_bytes, []
     for share in range(30, 105, 3):
@@ -92,7 +92,7 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
 def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     """In the plan, and in what a run of it is to hold."""
     codec, mega = codec_of(Q4_K, (1024, 8192), torch.bfloat16), 2**20
-    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.encoded_bytes, codec.encoded_bytes, (), (codec,), codec.decoded_bytes)
     decoding = tuple((f"m{i}", WORK.working_bytes + 10 * mega) for i in range(4))
     groups = tuple(replace(group, paths=(path,)) for path, _ in decoding)
     sizes = UnitSizes(4 * group.held_bytes + GB // 16, GB // 16, groups, decoding=decoding)
@@ -105,11 +105,11 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
         plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
         assert plan.peak_vram_bytes <= budget
         assert plan.layout == demand.layout("resident", demand.weights_to_hold("resident", budget))
-        count, rest = divmod(plan.weights_bytes - sizes.resident_bytes, codec.decoded_bytes - codec.stored_bytes)
+        count, rest = divmod(plan.weights_bytes - sizes.resident_bytes, codec.decoded_bytes - codec.encoded_bytes)
         assert not rest
         return count, plan.peak_vram_bytes - plan.weights_bytes
 
-    most = sizes.resident_bytes + 4 * (codec.decoded_bytes - codec.stored_bytes) + work.peak_bytes
+    most = sizes.resident_bytes + 4 * (codec.decoded_bytes - codec.encoded_bytes) + work.peak_bytes
     assert beside(64 * GB) == beside(most) == (4, work.peak_bytes)
     assert beside(most - 1) == (3, calls)
     assert beside(sizes.resident_bytes + calls) == (0, calls)
@@ -118,11 +118,11 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
 @pytest.mark.parametrize("free_bytes", [0, 2**20, GB // 4])
 def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_bytes: int) -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.encoded_bytes, codec.encoded_bytes, (), (codec,), codec.decoded_bytes)
     groups = tuple(replace(group, paths=(f"m{i}",)) for i in range(4))
     sizes = UnitSizes(4 * group.held_bytes + GB // 16, GB // 16, groups)
     work = replace(WORK, held=(("", WORK.working_bytes - free_bytes),))
-    more, moment = codec.decoded_bytes - codec.stored_bytes, max(0, moment_bytes(group.codecs) - free_bytes)
+    more, moment = codec.decoded_bytes - codec.encoded_bytes, max(0, moment_bytes(group.codecs) - free_bytes)
     assert (moment > 0) == (free_bytes < GB // 4)
     whole = sizes.resident_bytes + 4 * more + work.peak_bytes + moment
     for budget, count in ((64 * GB, 4), (whole, 4), (whole - 1, 3)):
@@ -134,7 +134,7 @@ def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_byte
 
 def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
     codec = codec_of(Q4_K, (1024, 8192), torch.bfloat16)
-    group = GroupSize(codec.stored_bytes, codec.stored_bytes, (), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.encoded_bytes, codec.encoded_bytes, (), (codec,), codec.decoded_bytes)
     groups = tuple(replace(group, paths=(path,)) for path, _ in EACH[:4])
     sizes = UnitSizes(4 * group.held_bytes, 0, groups)
     work = replace(WORK, calls=28, operations=EACH[0][1] * 4, modules=EACH[:4])
@@ -152,7 +152,7 @@ def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
 def test_the_first_call_decodes_as_it_goes() -> None:
     """Which may take more than to have all decoded for good later."""
     codec, mega = codec_of(Q4_K, (8, 256), torch.bfloat16), 2**20
-    group = GroupSize(codec.stored_bytes, codec.stored_bytes, ("m0",), (codec,), codec.decoded_bytes)
+    group = GroupSize(codec.encoded_bytes, codec.encoded_bytes, ("m0",), (codec,), codec.decoded_bytes)
     sizes = UnitSizes(group.held_bytes + mega, mega, (group,), decoding=(("m0", WORK.working_bytes + mega),))
     work = replace(WORK, held=(("m0", 0),), modules=EACH[:1])
     first = sizes.resident_bytes + work.peak_bytes + mega

@@ -23,7 +23,7 @@ from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.dry import DEVICE, dry_card
 from ballast.memory.striped import grids
 from ballast.memory.striped import striped_attention as attention
-from ballast.memory.striped.running_variance import Tally
+from ballast.memory.striped.running_variance import RunningVariance
 from host import find_host, host_python
 from places import SUPPORT
 
@@ -77,10 +77,10 @@ def test_what_is_cheaper_and_how_long_a_pass_takes() -> None:
 
 def test_moments_of_stripes_are_those_of_the_whole() -> None:
     x = torch.randn(2, 6, 41, 5) * 3 + 1000  # far from zero, where sums of squares would be lost
-    tally = Tally(2)
+    running = RunningVariance(2)
     for start, stop in blocks(41, 9):
-        tally.add(x[:, :, start:stop])
-    found = tally.total().merged(3)
+        running.add(x[:, :, start:stop])
+    found = running.total().merged(3)
     variance, mean = torch.var_mean(x.double().reshape(2, 3, -1), dim=-1, correction=0)
     torch.testing.assert_close(found.mean, mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.variance, variance, rtol=1e-5, atol=0)
@@ -590,17 +590,17 @@ def test_budget_that_the_device_does_not_have(sim: ModuleType) -> None:
 def test_memory_that_is_out_for_good_ends_the_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the stripes are of a map that lies on the device, which takes none to make."""
     x = torch.randn(1, 4, 64, 8)
-    tally, tried = Tally.add, []
+    tally, tried = RunningVariance.add, []
 
-    def short(self: Tally, stripe: torch.Tensor) -> None:
+    def short(self: RunningVariance, stripe: torch.Tensor) -> None:
         tried.append(stripe.shape[2])
         raise torch.OutOfMemoryError("sim out of memory")
 
-    monkeypatch.setattr(Tally, "add", short)
+    monkeypatch.setattr(RunningVariance, "add", short)
     with pytest.raises(torch.OutOfMemoryError):
         striped.run(lambda x: torch.nn.functional.group_norm(x, 2), x.to("sim"), device="sim", budget_bytes=GB)
     assert len(tried) < 20 and min(tried) == 1
-    monkeypatch.setattr(Tally, "add", tally)
+    monkeypatch.setattr(RunningVariance, "add", tally)
 
 
 def test_maps_that_do_not_fit_in_ram(sim: ModuleType) -> None:

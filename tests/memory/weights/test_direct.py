@@ -215,7 +215,7 @@ def test_each_chunk_takes_one_read_and_each_byte_is_read_once(file: Path) -> Non
 def test_chunks_are_a_small_part_of_what_is_read(size: int) -> None:
     """Of all readers together, however many batches there are for them; those of large files are large."""
     chunk = direct.chunk_bytes(size)
-    readers = min(reader.FILLERS, -(-size // reader.BATCH_BYTES))
+    readers = min(reader.RAM_THREADS, -(-size // reader.BATCH_BYTES))
     assert chunk % direct.SECTOR_BYTES == 0 and chunk >= MB
     assert chunk == direct.CHUNK_BYTES if size >= 2**30 else readers * chunk <= max(MB, size // 8)
     assert size < 128 * MB or readers * chunk <= size // 16

@@ -66,7 +66,7 @@ def test_gguf_is_read_and_decoded_as_the_package_does(tmp_path: Path, dtype: tor
         ours = loaded(found[tensor.name])
         theirs = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
         assert same_bits(ours, theirs.to(ours.dtype)) and ours.shape == theirs.shape
-        assert found[tensor.name].codec.stored_bytes == tensor.n_bytes
+        assert found[tensor.name].codec.encoded_bytes == tensor.n_bytes
     assert found["Q8_0.weight"].codec.dtype == dtype and found["norm"].codec.dtype == torch.float32
     assert found["half"].codec.dtype == torch.float16
 

@@ -326,8 +326,8 @@ def test_a_stop_between_two_batches_leaves_nothing(tmp_path: Path, monkeypatch: 
     unit = odd_unit(path, never)
     with pytest.raises(KeyboardInterrupt):
         unit.load(stop)
-    assert len(seen) == 1 and 0 < seen[0] <= reader.FILLERS * 512
-    assert len(batches_read) <= 2 * reader.FILLERS, "those that were under way"
+    assert len(seen) == 1 and 0 < seen[0] <= reader.RAM_THREADS * 512
+    assert len(batches_read) <= 2 * reader.RAM_THREADS, "those that were under way"
     assert_untouched(unit)
     gc.collect()
     assert set(hostbuffer._pages) == before
