@@ -334,7 +334,7 @@ class MemoryManager:
             self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
         )
         coming = self._residency.schedule.of_stage(units, then)
-        with self._stage_lock, self.budget.narrowed(vram, ram, units), coming, run:
+        with self._stage_lock, self.budget.for_stage(vram, ram, units), coming, run:
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:

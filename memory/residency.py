@@ -146,7 +146,7 @@ class Residency:
         work, placement = self.work.of(unit), unit.placement
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
         seat = self._seat(unit)
-        seat.before = _Before(allocated, self.budget.live_bytes, unit.resident_bytes, dequantized)
+        seat.before = _Before(allocated, self.budget.brought_by_stage_bytes, unit.resident_bytes, dequantized)
         if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1 and placement.time_call():
             seat.timed = work
 
@@ -180,7 +180,7 @@ class Residency:
             return
         self._seat(unit).is_leaving = False
         self._learn(unit)
-        with self.budget.recount_cached():
+        with self.budget.evicting_unit():
             left = unit.resident_bytes
             placement, unit.placement = unit.placement, None
             placement.remove()
@@ -381,7 +381,7 @@ class Residency:
         """Return the bytes left to the units that take turns with one: weights still to come, and the most work."""
         partners = self._partners(unit)
         weights = sum(max(0, self._beside[other] - other.resident_bytes) for other in partners)
-        working = [self.work.working_bytes(each, self.budget.live_bytes) for each in (unit, *partners)]
+        working = [self.work.working_bytes(each, self.budget.brought_by_stage_bytes) for each in (unit, *partners)]
         return weights + max(working) - working[0]
 
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
@@ -399,7 +399,7 @@ class Residency:
         return self._wants(unit).weights_to_hold(kind, room)
 
     def _wants(self, unit: ManagedModel) -> Demand:
-        return self.work.demand(unit, self.budget.live_bytes)
+        return self.work.demand(unit, self.budget.brought_by_stage_bytes)
 
     def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
         """Return the demand of a unit where its weights are: in RAM, or as far as it holds them, if it is `short`."""
@@ -419,7 +419,7 @@ class Residency:
         if kind == "cpu":
             return
         need = self._weights(unit, kind) if kind == "streamed" else self._wants(unit).least_weights(kind)
-        working = self.work.working_bytes(unit, self.budget.live_bytes)
+        working = self.work.working_bytes(unit, self.budget.brought_by_stage_bytes)
         self._shrink_for(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
 

@@ -67,7 +67,7 @@ def run_stage(
             unit.runs_on(manager.execution_device(strategy))
             exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
         overhead = manager.work.overheads(units)
-        exits.enter_context(manager.budget.leaves(overhead))
+        exits.enter_context(manager.budget.reserving(overhead))
         exits.enter_context(manager.take_turns(units))
         manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
