@@ -64,7 +64,7 @@ class HostCache:
         schedule: Schedule,
         workloads: WorkloadStats,
     ) -> None:
-        self.disk_bytes = 0  # that were read so far
+        self.disk_bytes = 0  # read so far
         self._accelerator, self._registry, self._budget = accelerator, registry, budget
         self._timeline, self._schedule, self._workloads = timeline, schedule, workloads
         self._loadings: weakref.WeakKeyDictionary[ManagedModel, _Loading] = weakref.WeakKeyDictionary()
@@ -202,6 +202,10 @@ class HostCache:
         """
         spare = ram_left(unit, self.state().free_for(unit), self._accelerator.is_unified)
         return (spare if unit.role == "text_encoder" and kind != "cpu" else self.left_for(unit, kind)), spare
+
+    def count_read(self, nbytes: int) -> None:
+        """Add `nbytes` that a placement has read from disk to the total."""
+        self.disk_bytes += nbytes
 
     # How weights come ahead of their run
 

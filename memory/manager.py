@@ -272,10 +272,10 @@ class MemoryManager:
             unit.last_use = next(self._clock)
             unit.leases += 1
             try:
-                self._residency.bring(unit, strategy, instead_of, anew)
+                self._residency.ensure_resident(unit, strategy, instead_of, anew)
                 self._tell_host(unit)
                 self._residency.host_cache.read_ahead()
-                self._residency.runs(unit)
+                self._residency.before_call(unit)
             except BaseException:
                 self.release(unit, evict=True, failed=True)
                 raise
@@ -288,9 +288,9 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             try:
-                self._residency.ran(unit, failed)  # a listener of the timeline may raise the user's interrupt
+                self._residency.after_call(unit, failed)  # a listener of the timeline may raise the user's interrupt
             finally:
-                if unit.leases == 0 and (evict or self._residency.is_leaving(unit)):
+                if unit.leases == 0 and (evict or unit in self._residency.leaving):
                     self._residency.evict(unit)
                 if unit.leases == 0 and unit.placement is None:
                     self._residency.host_cache.keep_budget(unit)
@@ -363,13 +363,13 @@ class MemoryManager:
         """Let the units of a stage that take turns stay beside each other until the block ends, if there is room."""
         return self._residency.take_turns(units)
 
-    def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
+    def shrink_for_stage(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Make the weights on the device keep the present budget, before a stage of these units begins.
 
         `idle_bytes` is what the stage holds before it calls any of them.
         """
         with self._lock:
-            self._residency.fit(units, strategy, idle_bytes)
+            self._residency.shrink_for_stage(units, strategy, idle_bytes)
 
     @property
     def work(self) -> WorkloadStats:
@@ -416,7 +416,7 @@ class MemoryManager:
         with self._lock:
             if unit.leases and not unit.pinned:
                 self.shrink(unit, unit.resident_bytes)
-                self._residency.leave_soon(unit)
+                self._residency.leaving.add(unit)
             else:
                 self.evict(unit)
 

@@ -69,7 +69,7 @@ def run_stage(
         overhead = manager.work.overheads(units)
         exits.enter_context(manager.budget.reserving(overhead))
         exits.enter_context(manager.take_turns(units))
-        manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
+        manager.shrink_for_stage(units, strategy, forecast.idle_bytes if forecast else 0)
         record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
         # Exits run in reverse: the record is finished first, whatever happens as the units leave, then learned from.
         learn = exits.enter_context(ExitStack())

@@ -212,7 +212,7 @@ class Run:
         if (allocated := simulated.stats().allocated_bytes) != held:
             found.append(f"{allocated - held} bytes on the device")
         for unit in self.units:
-            if unit.leases or ours._residency.is_leaving(unit):
+            if unit.leases or unit in ours._residency.leaving:
                 found.append(f"{unit.name} has {unit.leases} leases")
             if unit.placement is None:
                 found += [f"{unit.name}.{name} on the device" for name in _on_device(unit.module)]
