@@ -295,7 +295,7 @@ class MemoryManager:
                 if unit.leases == 0 and unit.placement is None:
                     self._residency.host_cache.keep_budget(unit)
                 if failed and evict:
-                    self._residency.host_cache.stop()
+                    self._residency.host_cache.cancel_reads()
                 else:
                     self._residency.host_cache.read_ahead()
 
@@ -397,7 +397,7 @@ class MemoryManager:
         Return the bytes that are free then.
         """
         with self._lock:
-            return self._residency.host_cache.make_room(wanted_bytes)
+            return self._residency.host_cache.make_ram_room(wanted_bytes)
 
     # Requests of the host, from any thread. See [Note: Host shrink during a call].
 
@@ -448,7 +448,7 @@ class MemoryManager:
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
         """Cancel reads to RAM for these units, by default for all, except for units in place."""
         with self._lock:
-            self._residency.host_cache.stop(units)
+            self._residency.host_cache.cancel_reads(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.

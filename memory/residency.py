@@ -210,7 +210,7 @@ class Residency:
         if unit.placement is not None:
             unit.placement.rest(failed)
             self._learn(unit)
-        self.host_cache.ran(unit)
+        self.host_cache.after_call(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Evict groups of a unit that do not run. Return the bytes really freed."""
@@ -304,7 +304,7 @@ class Residency:
         is_limited = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
             return is_limited and not fits
-        room, held_in = self.host_cache.ram_for(unit, kind)[0], self.host_cache.held_in(unit) or 0
+        room, held_in = self.host_cache.room_for_groups(unit, kind), self.host_cache.held_in(unit) or 0
         return unit.is_stale() or fits or (is_limited and held_in != room)
 
     # How a unit comes
@@ -394,14 +394,18 @@ class Residency:
         Copies of other units are dropped for it. If that is not enough, units are evicted from the device too, so that
         their copies may be dropped.
         """
-        wanted, groups, nbytes = self.host_cache.wanted(unit, kind), None, unit.size_bytes
-        if wanted is InRam.AS_THEY_ARE:
+        self.host_cache.cancel_failed_read(unit)
+        form, groups, nbytes = self.host_cache.choose_form(unit, kind), None, unit.size_bytes
+        if form is InRam.NO_ROOM:
+            raise self.host_cache.refuse(unit, kind)
+        if form is InRam.AS_THEY_ARE:
             self.host_cache.keep_budget(unit)
             if kind == "cpu":
                 unit.load()
             return
-        if wanted is InRam.GROUPS:
-            groups, nbytes = self._ram_groups(unit, kind, self.host_cache.room_for_groups(unit, kind))
+        if form is InRam.GROUPS:
+            self.host_cache.set_room_for_groups(unit, kind)
+            groups, nbytes = self._ram_groups(unit, kind, self.host_cache.spare_for_groups(unit))
             self.host_cache.keep_groups(unit, groups)
         missing_bytes = self.host_cache.missing_bytes(max(0, nbytes - unit.host_bytes))
         for other in [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]:
@@ -426,7 +430,7 @@ class Residency:
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
         try:
-            unit.keep_made(self.host_cache.looking(unit, unmade, "encoding"))
+            unit.keep_made(self.host_cache.read_callback(unit, unmade, "encoding"))
         except OSError as error:
             release_frames(error)
             log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)
