@@ -160,7 +160,7 @@ class Budget:
 
     def ask_host(self, wanted_bytes: int) -> None:
         """Ask the host to evict models of its own until `wanted_bytes` are free."""
-        host.make_room(wanted_bytes, self._accelerator.device, self.host_roles)
+        host.evict_host_models(wanted_bytes, self._accelerator.device, self.host_roles)
         if self._stage:
             # The host's models were in the uncounted bytes. Without this the stage could allocate as many bytes
             # as they held without having them counted.

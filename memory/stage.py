@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,22 +35,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 
+@dataclass(frozen=True)
+class StageRequest:
+    """The arguments of `MemoryManager.stage`, except for its budgets and the units that follow."""
+
+    name: str
+    units: Sequence[ManagedModel]
+    strategy: str
+    work: Hashable
+    forecast: Forecast | None
+    planned: StagePlan | None
+    alone: bool
+    keep: bool
+
+
 @contextmanager
-def run_stage(
-    manager: MemoryManager,
-    name: str,
-    units: Sequence[ManagedModel],
-    strategy: str,
-    *,
-    work: Hashable,
-    forecast: Forecast | None,
-    planned: StagePlan | None,
-    alone: bool,
-    keep: bool,
-) -> Iterator[None]:
+def run_stage(manager: MemoryManager, stage: StageRequest) -> Iterator[None]:
     """Run a stage. See `MemoryManager.stage`, which holds the stage's lock and budget around this."""
+    units, strategy, forecast, planned = stage.units, stage.strategy, stage.forecast, stage.planned
     flags = host_flags()
-    keep, ended = flags.keeps(keep), False
+    keep, ended = flags.keeps(stage.keep), False
     outside = Overhead(outside_bytes=manager.accelerator.outside_bytes())
     with ExitStack() as exits:
         for unit in units:
@@ -62,15 +66,15 @@ def run_stage(
             attempt = Fallback(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
-            doing = Workload(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
+            doing = Workload(stage.work, found, attempt, rates, card=card, pages=pages, overhead=outside)
             manager.work.begin(unit, doing)
             unit.runs_on(manager.execution_device(strategy))
-            exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
+            exits.callback(interpose(unit.module, _Calls(manager, unit, units, stage.alone).run))
         overhead = manager.work.overheads(units)
         exits.enter_context(manager.budget.reserving(overhead))
         exits.enter_context(manager.take_turns(units))
         manager.shrink_for_stage(units, strategy, forecast.idle_bytes if forecast else 0)
-        record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
+        record = manager.timeline.begin(stage.name, units, overhead.driver_bytes(manager.budget_bytes))
         # Exits run in reverse: the record is finished first, whatever happens as the units leave, then learned from.
         learn = exits.enter_context(ExitStack())
         exits.callback(manager.timeline.finish, record, units)
@@ -87,7 +91,7 @@ def run_stage(
             release_frames(error)
             raise
         finally:
-            manager.leave(units, keep)
+            manager.end_stage(units, keep)
             if not ended:
                 manager.stop_reading()
             manager.accelerator.empty_cache()
@@ -239,5 +243,5 @@ class _Calls:
         manager.work.retry(unit, lower)
         self.placement = None
         gc.collect()
-        manager.make_room()
+        manager.make_device_room()
         manager.budget.ask_host(manager.accelerator.total_bytes())
