@@ -46,7 +46,7 @@ class InRam(Enum):
 class _Loading:
     """The reads of one unit. It is in one of three states:
 
-    - Idle: `coming_bytes` is 0 and `progress` is None.
+    - Idle: `coming_bytes` is 0. `progress` is None from the end of the next call on.
     - Read while its caller waits, or past RAM to the device: `coming_bytes` is 0, `progress` is set.
     - Read to RAM in the background: `coming_bytes` and `progress` are set, and `times` on a simulated disk.
 

@@ -42,12 +42,12 @@ log = logging.getLogger("ballast")
 
 @dataclass(frozen=True)
 class _Before:
-    """The device as it was when a call began."""
+    """The state of the device when a call of a unit began."""
 
     allocated_bytes: int
-    beside_bytes: int  # of these, that its stage held beside weights
-    weights_bytes: int  # that the unit had there
-    dequantized: frozenset[int]  # its groups that were kept so
+    beside_bytes: int  # allocated by the stage beside weights
+    weights_bytes: int  # of the unit
+    dequantized: frozenset[int]  # groups of the unit that were kept dequantized
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _Room:
 
 
 class Residency:
-    """The units of one manager that are on its device, or are to be."""
+    """The units of one manager: their placements on its device, and the room for them."""
 
     def __init__(self, accelerator: Accelerator, registry: Registry) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
@@ -95,7 +95,7 @@ class Residency:
         self.host_cache = HostCache(accelerator, registry, self.budget, self.timeline, self.schedule, self.work)
         self.leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # to be evicted as their last lease ends
         self._seats: weakref.WeakKeyDictionary[ManagedModel, _Seat] = weakref.WeakKeyDictionary()
-        # The units of the present stage that take turns in each step and stay meanwhile, with the least that they hold.
+        # The units of the present stage that stay beside each other in each step, with the least bytes that each holds.
         self._taking_turns: dict[ManagedModel, int] = {}
 
     @contextmanager
