@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from . import ram, simulated
 from .accelerator import Accelerator
@@ -17,11 +18,11 @@ from .weights.unit import ManagedModel
 
 log = logging.getLogger("ballast")
 
-_RAM_RESERVE_BYTES = 2 * 2**30
+_RAM_RESERVE_BYTES = 2 * 2**30  # RAM left to the system and other programs
 
 
 def spare_ram_bytes() -> int:
-    """RAM that is free now, less what is left to others and to a simulated card, which gets half of it at most."""
+    """Return the free RAM, less the reserve and the RAM that a simulated card may still take, half at most."""
     spare, (held, most) = max(0, _beyond_reserve()), simulated.ram_taken()
     return spare - min(max(0, most - held), spare // 2)
 
@@ -30,8 +31,64 @@ def _beyond_reserve() -> int:
     return ram.available_bytes() - _RAM_RESERVE_BYTES
 
 
+@dataclass(frozen=True)
+class _StageCount:
+    """The count of bytes that lie on the device beside weights, from the beginning of a stage.
+
+    When the stage begins, two of the three terms add up to the part that is not counted as the stage's:
+
+        beside weights = foreign + own leftover + other leftover
+        uncounted      = foreign + own leftover
+
+    Leftovers are tables and the like that earlier stages left with the units that were kept. They are an own leftover
+    if all these units run in this stage: then they are part of the units' work. Else they are an other leftover.
+    Example: 10 MB of another pack, and 2 MB left with a kept VAE. A stage of the VAE does not count 12 MB. A stage of
+    another unit does not count 10 MB, and counts 2 MB that it has not brought.
+    """
+
+    foreign_bytes: int  # as the stage began
+    uncounted_bytes: int
+    own_leftover_bytes: int
+    other_leftover_bytes: int
+
+    @classmethod
+    def begin(
+        cls, beside_bytes: int, leftover_bytes: int, kept: Collection[ManagedModel], units: Collection[ManagedModel]
+    ) -> _StageCount:
+        """Begin the count of a stage of `units`, while those of `kept` are in place."""
+        foreign = max(0, beside_bytes - leftover_bytes) if kept else beside_bytes
+        uncounted = beside_bytes if all(unit in units for unit in kept) else foreign
+        return cls(foreign, uncounted, uncounted - foreign, beside_bytes - uncounted)
+
+    def counted(self, beside_bytes: int) -> int:
+        """Return the bytes of `beside_bytes` that count as the stage's."""
+        return max(0, beside_bytes - self.uncounted_bytes)
+
+    def brought(self, beside_bytes: int) -> int:
+        """Return the counted bytes without those that units of other stages keep."""
+        return max(0, self.counted(beside_bytes) - self.other_leftover_bytes)
+
+    def leftover(self, beside_bytes: int) -> int:
+        """Return the leftover for the next stage, if this one ends with `beside_bytes`."""
+        return max(0, beside_bytes - min(self.foreign_bytes, self.uncounted_bytes))
+
+    def after_host_eviction(self, beside_bytes: int) -> _StageCount:
+        """Return the count after the host evicted models of its own, which leaves `beside_bytes`."""
+        return replace(self, uncounted_bytes=max(0, min(self.uncounted_bytes, beside_bytes)))
+
+    def after_unit_eviction(self, freed_bytes: int) -> _StageCount:
+        """Return the count after `freed_bytes` beside weights went with a unit, own leftovers first."""
+        own = min(self.own_leftover_bytes, freed_bytes)
+        return replace(
+            self,
+            uncounted_bytes=self.uncounted_bytes - own,
+            own_leftover_bytes=self.own_leftover_bytes - own,
+            other_leftover_bytes=max(0, self.other_leftover_bytes - (freed_bytes - own)),
+        )
+
+
 class Budget:
-    """Limits in bytes, None where nothing was stated.
+    """The VRAM and RAM limits of one manager in bytes, None where the user stated nothing.
 
     The units of `registry` count on the device, those of all registries in RAM.
     """
@@ -40,110 +97,96 @@ class Budget:
         self.vram_limit: int | None = None
         self.ram_limit: int | None = None
         self.host_roles: Sequence[Role] | None = None  # of the host's models that will run, in order; None if unknown
+        self.overhead = Overhead()  # memory beyond tensors that is reserved for the present stage
         self._accelerator, self._registry = accelerator, registry
-        self._not_ours: int | None = None  # bytes on the device when the present stage began, without any of ours
-        self._left = 0  # bytes that stages have left beside the weights of units that are kept, such as tables
-        self._own = 0  # of those, what is not counted in the present stage: it is part of its units' work
-        self.overhead = Overhead()  # that the present stage is to have
-        self._warned_of = 0  # bytes of the simulated card of which it was said that it may take too much RAM
-        self._others = 0  # of those, what is counted in it though it brought none of it: what other units keep
+        self._stage: _StageCount | None = None  # None between stages
+        self._leftover_bytes = 0  # that the last stage left beside the weights of units that are kept
+        self._warned_card_bytes = 0  # size of the simulated card for which the RAM warning was given
 
     @property
     def reserve_bytes(self) -> int:
-        """VRAM left to others."""
+        """VRAM left to other programs."""
         reserved = host.reserve_bytes(self._accelerator.device)
         return self._accelerator.default_reserve_bytes() if reserved is None else reserved
 
     @property
     def vram_bytes(self) -> int:
-        """VRAM that weights may hold: what they hold and what is free, less the reserve, within the stated limit.
+        """VRAM that weights may hold.
 
-        Both are less what goes to others than tensors: the limit is for what the driver counts for this process.
+        The driver's bytes of this process are tensors and an overhead, such as library workspaces. Both the budget and
+        the stated limit are for the driver's bytes:
+
+            driver's bytes  = weights + beside weights + outside + free - reserve, at most `vram_limit`
+            VRAM of weights = tensors within the driver's bytes - beside weights
         """
-        stage, outside = self.stage_bytes, self._accelerator.outside_bytes()
-        overhead = self.overhead.outside(outside)
+        beside, outside = self.beside_weights_bytes, self._accelerator.outside_bytes()
         free = self._accelerator.free_bytes() - self.reserve_bytes
-        available = overhead.tensors_within(self._held_bytes() + stage + free + outside)
+        overhead = self.overhead.outside(outside)
+        tensors = overhead.tensors_within(self._weights_bytes() + beside + outside + free)
         if self.vram_limit is not None:
-            available = min(available, overhead.tensors_within(self.vram_limit))
-        return max(0, available - stage)
+            tensors = min(tensors, overhead.tensors_within(self.vram_limit))
+        return max(0, tensors - beside)
 
     @property
-    def stage_bytes(self) -> int:
-        """Bytes that the present stage holds beside weights, which are the pack's too."""
-        return 0 if self._not_ours is None else max(0, self._beside_bytes() - self._not_ours)
+    def beside_weights_bytes(self) -> int:
+        """Bytes on the device that count as the present stage's, beside weights. 0 between stages."""
+        return self._stage.counted(self._beside_bytes()) if self._stage else 0
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes of these that the stage has brought itself."""
-        return max(0, self.stage_bytes - self._others)
+    def brought_by_stage_bytes(self) -> int:
+        """Bytes beside weights that the present stage has allocated itself, such as latents. 0 between stages."""
+        return self._stage.brought(self._beside_bytes()) if self._stage else 0
 
     @property
     def device_bytes(self) -> int:
-        """VRAM that the pack may take in all: what was stated, or what it has taken and what is free for it."""
+        """VRAM limit of the pack, weights and all else.
+
+        That is the stated limit, or else what the pack has taken and what is free, less the reserve.
+        """
         if self.vram_limit is not None:
             return self.vram_limit
         return max(0, self._accelerator.allocated_bytes() + self._accelerator.free_bytes() - self.reserve_bytes)
 
     @property
     def ram_bytes(self) -> int:
-        """RAM that weights may hold: what was stated, or what they hold and what is free, less the reserve.
+        """RAM that weights may hold: the stated limit, or what they hold and what is free, less the reserve.
 
-        The memory of a simulated card is RAM too, and comes off what nobody stated. Half at least is left to weights.
+        Without a stated limit the memory of a simulated card, which is RAM too, is subtracted, but half at most.
         """
         if self.ram_limit is not None:
             return self.ram_limit
         in_all = self._ram_in_all()
         return in_all - min(simulated.ram_taken()[1], in_all // 2)
 
-    def _ram_in_all(self) -> int:
-        """RAM that weights and a simulated card hold, and what is free, less the reserve."""
-        held = sum(unit.host_bytes for unit in self._registry.everyone())
-        return max(0, held + simulated.ram_taken()[0] + _beyond_reserve())
-
-    def _warn_of_card(self) -> None:
-        """Say so, once for each size, where a simulated card and weights could take more RAM than there is."""
-        if self._accelerator.device.type != simulated.DEVICE_TYPE:
-            return
-        card_bytes, in_all = simulated.ram_taken()[1], self._ram_in_all()
-        taken = card_bytes if self.vram_limit is None else min(self.vram_limit, card_bytes)
-        if taken + self.ram_bytes > in_all and card_bytes != self._warned_of:
-            self._warned_of = card_bytes
-            log.warning(
-                "Ballast: the simulated card takes RAM, up to %s, and weights up to %s, of %s that can be had: the "
-                "system may end this process. Set a smaller vram or ram budget.",
-                format_bytes(taken), format_bytes(self.ram_bytes), format_bytes(in_all),
-            )  # fmt: skip
-
     def ask_host(self, wanted_bytes: int) -> None:
-        """Ask the host to move its own models away until so many bytes are free."""
-        host.make_room(wanted_bytes, self._accelerator.device, self.host_roles)
-        if self._not_ours is not None:  # what it gave up was not ours, and is not ours to fill
-            self._not_ours = max(0, min(self._not_ours, self._beside_bytes()))
+        """Ask the host to evict models of its own until `wanted_bytes` are free."""
+        host.evict_host_models(wanted_bytes, self._accelerator.device, self.host_roles)
+        if self._stage:
+            # The host's models were in the uncounted bytes. Without this the stage could allocate as many bytes
+            # as they held without having them counted.
+            self._stage = self._stage.after_host_eviction(self._beside_bytes())
 
     @contextmanager
-    def narrowed(self, vram: int | None, ram: int | None, units: Collection[ManagedModel]) -> Iterator[None]:
-        """Other limits, for the time of a stage of these units, whose own bytes count from now on.
+    def for_stage(self, vram: int | None, ram: int | None, units: Collection[ManagedModel]) -> Iterator[None]:
+        """Set the limits of a stage of `units`, and count its bytes beside weights, until it ends.
 
-        What other units keep beside their weights counts too. What its own units keep is part of their work.
+        None keeps a limit as it is. See `_StageCount`.
         """
-        before = self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others
-        self.vram_limit = before[0] if vram is None else vram
-        self.ram_limit = before[1] if ram is None else ram
+        before = self.vram_limit, self.ram_limit, self._stage
+        self.vram_limit = self.vram_limit if vram is None else vram
+        self.ram_limit = self.ram_limit if ram is None else ram
         self._warn_of_card()
-        beside, kept = self._beside_bytes(), [unit for unit in self._registry.units() if unit.placement]
-        foreign = max(0, beside - self._left) if kept else beside
-        self._not_ours = foreign if any(unit not in units for unit in kept) else beside
-        self._own, self._others = self._not_ours - foreign, beside - self._not_ours
+        kept = [unit for unit in self._registry.units() if unit.placement]
+        self._stage = _StageCount.begin(self._beside_bytes(), self._leftover_bytes, kept, units)
         try:
             yield
         finally:
-            self._left = max(0, self._beside_bytes() - min(foreign, self._not_ours))
-            self.vram_limit, self.ram_limit, self._not_ours, self._own, self._others = before
+            self._leftover_bytes = self._stage.leftover(self._beside_bytes())
+            self.vram_limit, self.ram_limit, self._stage = before
 
     @contextmanager
-    def leaves(self, overhead: Overhead) -> Iterator[None]:
-        """Leave room for what a stage takes beyond tensors, until it ends."""
+    def reserving(self, overhead: Overhead) -> Iterator[None]:
+        """Reserve `overhead`, the memory that a stage takes beyond tensors, until the block ends."""
         before, self.overhead = self.overhead, overhead
         try:
             yield
@@ -151,18 +194,38 @@ class Budget:
             self.overhead = before
 
     @contextmanager
-    def recount_cached(self) -> Iterator[None]:
-        """While a unit leaves: what goes with its weights is the present stage's to take again, and counts then."""
+    def evicting_unit(self) -> Iterator[None]:
+        """Count the bytes beside weights that go with a unit, which is evicted in the block.
+
+        A stage that allocates them again has brought them.
+        """
         before = self._beside_bytes()
         yield
-        if self._not_ours is not None:
-            left = max(0, before - self._beside_bytes())
-            gone = min(self._own, left)
-            self._own, self._not_ours = self._own - gone, self._not_ours - gone
-            self._others = max(0, self._others - (left - gone))
+        if self._stage:
+            self._stage = self._stage.after_unit_eviction(max(0, before - self._beside_bytes()))
 
     def _beside_bytes(self) -> int:
-        return self._accelerator.allocated_bytes() - self._held_bytes()
+        """Return the bytes of tensors on the device that are no weights of units."""
+        return self._accelerator.allocated_bytes() - self._weights_bytes()
 
-    def _held_bytes(self) -> int:
+    def _weights_bytes(self) -> int:
         return sum(unit.resident_bytes for unit in self._registry.units())
+
+    def _ram_in_all(self) -> int:
+        """Return the RAM that weights and a simulated card hold, and what is free, less the reserve."""
+        held = sum(unit.host_bytes for unit in self._registry.everyone())
+        return max(0, held + simulated.ram_taken()[0] + _beyond_reserve())
+
+    def _warn_of_card(self) -> None:
+        """Warn, once for each size, if a simulated card and weights could take more RAM than there is."""
+        if self._accelerator.device.type != simulated.DEVICE_TYPE:
+            return
+        card_bytes, in_all = simulated.ram_taken()[1], self._ram_in_all()
+        taken = card_bytes if self.vram_limit is None else min(self.vram_limit, card_bytes)
+        if taken + self.ram_bytes > in_all and card_bytes != self._warned_card_bytes:
+            self._warned_card_bytes = card_bytes
+            log.warning(
+                "Ballast: the simulated card takes RAM, up to %s, and weights up to %s, of %s that can be had: the "
+                "system may end this process. Set a smaller vram or ram budget.",
+                format_bytes(taken), format_bytes(self.ram_bytes), format_bytes(in_all),
+            )  # fmt: skip

@@ -1,13 +1,13 @@
-"""MemoryManager: who holds the memory of one device.
+"""The owners of memory: one MemoryManager for each device of the process.
 
-There is one manager for each device of the process. They are the only global state of the pack. A unit is known by its
-model: all who claim the same model get the same unit. A unit that nobody refers to any more stays as a cached copy
-while there is room, and is the first to go. The VRAM budget limits what a manager keeps on its device. The RAM budget
-limits what all managers keep in RAM.
+The managers are the only global state of the pack. A unit is known by its model: all who claim the same model get the
+same unit. A unit that nobody refers to any more stays as a cached copy while there is room, and is the first to go.
+The VRAM budget limits what a manager keeps on its device. The RAM budget limits what all managers keep in RAM.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
 import threading
@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from .reports.host_models import host_model_reports
 from .reports.report import Report, UnitReport
 from .residency import Residency
 from .sizes import parse_bytes
-from .stage import run_stage
+from .stage import StageRequest, run_stage
 from .stage_lock import StageLock
 from .vocabulary import ROLES, STRATEGIES, Role
 from .watch import Watch
@@ -76,7 +76,15 @@ def managers() -> list[MemoryManager]:
     return list(_managers.values())
 
 
-def _tidy() -> float | None:
+class _DropRequest(enum.Enum):
+    """The state of a request of the host to drop copies in RAM that nobody refers to."""
+
+    NONE = "none"
+    ASKED = "asked"  # to be done as soon as no prompt runs
+    DONE = "done"  # once; copies that the host stops referring to within `_LOOK_SECONDS` are dropped too
+
+
+def _check_ram() -> float | None:
     """Drop copies in RAM that nobody refers to. Return the seconds until the next check, None if no copy is left.
 
     Called by the watch's thread.
@@ -85,15 +93,15 @@ def _tidy() -> float | None:
         return _SOON_SECONDS  # another thread is at work
     try:
         for each in managers():
-            each._tidy()
-        if any(each._unloading == "asked" for each in managers()):
+            each._drop_unneeded()
+        if any(each._drop_request is _DropRequest.ASKED for each in managers()):
             return _SOON_SECONDS
         return _LOOK_SECONDS if any(unit.host_bytes and unit.reloadable for unit in Registry.everyone()) else None
     finally:
         _lock.release()
 
 
-_watch = Watch(_tidy)
+_watch = Watch(_check_ram)
 
 
 class MemoryManager:
@@ -108,11 +116,11 @@ class MemoryManager:
         self._residency = Residency(self.accelerator, self._registry)
         self.budget, self.timeline = self._residency.budget, self._residency.timeline
         self._patchers: weakref.WeakKeyDictionary[ManagedModel, HostPatcher[ManagedModel]] = weakref.WeakKeyDictionary()
-        self._told: list[HostPatcher[ManagedModel]] = []  # keeps shared units' patchers alive, see `_tell_host`
-        self._unloading: Literal["", "asked", "done"] = ""  # state of the host's request to drop copies in RAM
-        self._unloaded_at = 0.0
+        self._kept_patchers: list[HostPatcher[ManagedModel]] = []  # those of shared units, see `_tell_host`
+        self._drop_request = _DropRequest.NONE
+        self._dropped_at = 0.0  # `time.monotonic` when the request was done
         self._clock = itertools.count(1)
-        self._lock = _lock
+        self._lock = _lock  # one for all managers: a change of one may drop copies of another
         self._stage_lock = StageLock()
 
     def limit(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
@@ -159,27 +167,31 @@ class MemoryManager:
         return unit
 
     def _owner_is_gone(self) -> None:
-        """Tidy up after the end of an owner. Called by its finalizer."""
+        """Evict and drop the units of an owner that has ended. Called by its finalizer."""
         # A finalizer runs in any thread. That thread may hold a lock for which the holder of this one waits: so do not
         # wait for long.
         if self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
-                self._tidy()
+                self._drop_unneeded()
             finally:
                 self._lock.release()
         _watch.wake()
 
-    def _tidy(self) -> None:
-        """Evict and drop cached copies as the budget and the host want. Called under the lock."""
+    def _drop_unneeded(self) -> None:
+        """Evict and drop cached copies that the budgets have no room for, or the host asked to drop.
+
+        Called under the lock.
+        """
         self._residency.tidy()
         # The host unloads between two prompts, and forgets cached outputs then. References that end within a prompt
         # have other reasons.
-        if self._unloading and not host.is_busy():
+        if self._drop_request is not _DropRequest.NONE and not host.is_busy():
             self._residency.host_cache.drop_cached(ROLES)
-            if self._unloading == "asked":
-                self._unloading, self._unloaded_at = "done", time.monotonic()
-        if self._unloading == "done" and (host.is_busy() or time.monotonic() > self._unloaded_at + _LOOK_SECONDS):
-            self._unloading = ""
+            if self._drop_request is _DropRequest.ASKED:
+                self._drop_request, self._dropped_at = _DropRequest.DONE, time.monotonic()
+        is_over = host.is_busy() or time.monotonic() > self._dropped_at + _LOOK_SECONDS
+        if self._drop_request is _DropRequest.DONE and is_over:
+            self._drop_request = _DropRequest.NONE
 
     def _give(self, key: Hashable) -> ManagedModel | None:
         """Hand a cached copy over to another manager. None if there is none, or if it is in use."""
@@ -272,10 +284,10 @@ class MemoryManager:
             unit.last_use = next(self._clock)
             unit.leases += 1
             try:
-                self._residency.bring(unit, strategy, instead_of, anew)
+                self._residency.ensure_resident(unit, strategy, instead_of, anew)
                 self._tell_host(unit)
                 self._residency.host_cache.read_ahead()
-                self._residency.runs(unit)
+                self._residency.before_call(unit)
             except BaseException:
                 self.release(unit, evict=True, failed=True)
                 raise
@@ -288,14 +300,14 @@ class MemoryManager:
         with self._lock:
             unit.leases -= 1
             try:
-                self._residency.ran(unit, failed)  # a listener of the timeline may raise the user's interrupt
+                self._residency.after_call(unit, failed)  # a listener of the timeline may raise the user's interrupt
             finally:
-                if unit.leases == 0 and (evict or self._residency.is_leaving(unit)):
+                if unit.leases == 0 and (evict or unit in self._residency.leaving):
                     self._residency.evict(unit)
                 if unit.leases == 0 and unit.placement is None:
                     self._residency.host_cache.keep_budget(unit)
                 if failed and evict:
-                    self._residency.host_cache.stop()
+                    self._residency.host_cache.cancel_reads()
                 else:
                     self._residency.host_cache.read_ahead()
 
@@ -330,11 +342,9 @@ class MemoryManager:
 
         However the block ends, nothing that it leased stays leased.
         """
-        run = run_stage(
-            self, name, units, strategy, work=work, forecast=forecast, planned=planned, alone=alone, keep=keep
-        )
+        request = StageRequest(name, units, strategy, work, forecast, planned, alone, keep)
         coming = self._residency.schedule.of_stage(units, then)
-        with self._stage_lock, self.budget.narrowed(vram, ram, units), coming, run:
+        with self._stage_lock, self.budget.for_stage(vram, ram, units), coming, run_stage(self, request):
             yield
 
     def between_stages(self) -> AbstractContextManager[Any]:
@@ -363,13 +373,13 @@ class MemoryManager:
         """Let the units of a stage that take turns stay beside each other until the block ends, if there is room."""
         return self._residency.take_turns(units)
 
-    def fit(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
+    def shrink_for_stage(self, units: Sequence[ManagedModel], strategy: str, idle_bytes: int) -> None:
         """Make the weights on the device keep the present budget, before a stage of these units begins.
 
         `idle_bytes` is what the stage holds before it calls any of them.
         """
         with self._lock:
-            self._residency.fit(units, strategy, idle_bytes)
+            self._residency.shrink_for_stage(units, strategy, idle_bytes)
 
     @property
     def work(self) -> WorkloadStats:
@@ -397,7 +407,7 @@ class MemoryManager:
         Return the bytes that are free then.
         """
         with self._lock:
-            return self._residency.host_cache.make_room(wanted_bytes)
+            return self._residency.host_cache.make_ram_room(wanted_bytes)
 
     # Requests of the host, from any thread. See [Note: Host shrink during a call].
 
@@ -411,21 +421,24 @@ class MemoryManager:
         with self._lock:
             return unit.placement.grow(bytes) if unit.placement and bytes > 0 else 0
 
-    def let_go(self, unit: ManagedModel) -> None:
-        """Evict a unit: if it is leased, what does not run at once and the rest when its last lease ends."""
+    def evict_when_idle(self, unit: ManagedModel) -> None:
+        """Evict a unit. If it is leased, evict the groups that do not run now, and the others when its last lease ends.
+
+        A pinned unit stays.
+        """
         with self._lock:
             if unit.leases and not unit.pinned:
                 self.shrink(unit, unit.resident_bytes)
-                self._residency.leave_soon(unit)
+                self._residency.leaving.add(unit)
             else:
                 self.evict(unit)
 
-    def unload(self) -> None:
-        """Drop copies in RAM that nobody refers to, now and later, as soon as no prompt runs.
+    def drop_unclaimed(self) -> None:
+        """Drop copies in RAM that nobody refers to, as soon as no prompt runs.
 
         Returns at once, and may be called from any thread.
         """
-        self._unloading = "asked"
+        self._drop_request = _DropRequest.ASKED
         _watch.wake()
 
     def evict(self, unit: ManagedModel) -> None:
@@ -434,8 +447,8 @@ class MemoryManager:
             if not (unit.leases or unit.pinned):
                 self._residency.evict(unit)
 
-    def leave(self, units: Sequence[ManagedModel], keep: bool) -> None:
-        """End a stage: evict its units, unless `keep` is set or they are pinned or leased."""
+    def end_stage(self, units: Sequence[ManagedModel], keep: bool) -> None:
+        """End a stage: evict its units. With `keep` they stay, as do pinned and leased ones."""
         with self._lock:
             for unit in units:
                 if not (keep or unit.pinned or unit.leases):
@@ -448,7 +461,7 @@ class MemoryManager:
     def stop_reading(self, units: Sequence[ManagedModel] | None = None) -> None:
         """Cancel reads to RAM for these units, by default for all, except for units in place."""
         with self._lock:
-            self._residency.host_cache.stop(units)
+            self._residency.host_cache.cancel_reads(units)
 
     def free(self, roles: Iterable[Role] | None = None, bytes: int | None = None) -> int:
         """Evict units that are neither leased nor pinned, least recently used first.
@@ -465,7 +478,7 @@ class MemoryManager:
                 self._residency.host_cache.drop_cached(wanted)
             return freed
 
-    def make_room(self) -> None:
+    def make_device_room(self) -> None:
         """Evict all units that may leave the device. Nothing is dropped from RAM."""
         with self._lock:
             self._residency.free(ROLES)
@@ -492,12 +505,12 @@ class MemoryManager:
         """Put a unit that is on the host's device in the host's list."""
         if not (unit.resident_bytes and host.lists_units(self.device)):
             return
-        # The end of a patcher changes the host's list, which must not happen while the host iterates over it. So the
-        # patchers of shared units, which may die in any thread, are kept alive in `_told` and end only here.
-        self._told = [patcher for patcher in self._told if patcher.unit is not None]
-        if unit not in self._patchers:
-            self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)
+        # The end of a patcher changes the host's list, which must not happen while the host iterates over it. The units
+        # that have a key are shared, and may die in any thread: `_kept_patchers` keeps their patchers until this line.
+        self._kept_patchers = [patcher for patcher in self._kept_patchers if patcher.unit is not None]
+        if (patcher := self._patchers.get(unit)) is None:
+            patcher = self._patchers[unit] = HostPatcher(self, unit, host.device() or self.device)
             if unit.key is not None:
-                self._told.append(self._patchers[unit])
-        self._patchers[unit].target_bytes = unit.resident_bytes
-        host.list_unit(self._patchers[unit], self.work.working_bytes(unit))
+                self._kept_patchers.append(patcher)
+        patcher.target_bytes = unit.resident_bytes
+        host.list_unit(patcher, self.work.working_bytes(unit))

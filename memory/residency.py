@@ -1,4 +1,4 @@
-"""The units on one device: how they come, sit, shrink and leave. Mechanism, without leases and without a lock.
+"""The units on one device: how they are placed, shrunk and evicted. Mechanism, without leases and without a lock.
 
 `planning.eviction` and `planning.fit` decide what leaves for what. `MemoryManager` decides when, and holds its lock
 around all of this.
@@ -42,26 +42,47 @@ log = logging.getLogger("ballast")
 
 @dataclass(frozen=True)
 class _Before:
-    """The device as it was when a call began."""
+    """The state of the device when a call of a unit began."""
 
     allocated_bytes: int
-    beside_bytes: int  # of these, that its stage held beside weights
-    weights_bytes: int  # that the unit had there
-    dequantized: frozenset[int]  # its groups that were kept so
+    beside_bytes: int  # allocated by the stage beside weights
+    weights_bytes: int  # of the unit
+    dequantized: frozenset[int]  # groups of the unit that were kept dequantized
 
 
 @dataclass
 class _Seat:
-    """What is known of one unit that is in place, or was."""
+    """The record of one unit that is in place, or was."""
 
-    is_leaving: bool = False  # as soon as it does not run
-    fitted_for: Hashable = None  # the working memory and the seconds that its placement was made for
-    before: _Before | None = None  # the call that is under way, while what it takes can be told
-    timed: Workload | None = None  # the work of the call that is timed
+    fitted_for: Hashable = None  # the `_workload_key` that its placement was made for
+    before: _Before | None = None  # the call under way; None if what it takes cannot be measured
+    timed: Workload | None = None  # the workload of the call that is timed
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The VRAM that the weights of one unit may take.
+
+        room = budget - other weights - weights to come - extra working memory
+
+    Partners are the units that take turns with it. Example: a budget of 10 GB for weights; a partner holds 2 GB of the
+    3 GB that it is to hold, and its calls take 1 GB more than the unit's. The room is 10 - 2 - 1 - 1 = 6 GB.
+    """
+
+    budget_bytes: int  # for the weights of all units
+    other_weights_bytes: int  # of the units that stay on the device, partners included
+    weights_to_come_bytes: int  # that partners have still to bring
+    extra_working_bytes: int  # by which the largest working memory among the partners exceeds the unit's own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for weights. Negative if the others alone take more than the budget."""
+        taken = self.other_weights_bytes + self.weights_to_come_bytes + self.extra_working_bytes
+        return self.budget_bytes - taken
 
 
 class Residency:
-    """The units of one manager that are on its device, or are to be."""
+    """The units of one manager: their placements on its device, and the room for them."""
 
     def __init__(self, accelerator: Accelerator, registry: Registry) -> None:
         self.accelerator, self.device = accelerator, accelerator.device
@@ -72,97 +93,124 @@ class Residency:
         self.device_bytes_in = 0
         self.work = WorkloadStats()
         self.host_cache = HostCache(accelerator, registry, self.budget, self.timeline, self.schedule, self.work)
+        self.leaving: weakref.WeakSet[ManagedModel] = weakref.WeakSet()  # to be evicted as their last lease ends
         self._seats: weakref.WeakKeyDictionary[ManagedModel, _Seat] = weakref.WeakKeyDictionary()
-        # The units of the present stage that take turns in each step and stay meanwhile, with the least that they hold.
-        self._beside: dict[ManagedModel, int] = {}
+        # The units of the present stage that stay beside each other in each step, with the least bytes that each holds.
+        self._taking_turns: dict[ManagedModel, int] = {}
 
     @contextmanager
     def take_turns(self, units: Collection[ManagedModel]) -> Iterator[None]:
-        """Until the block ends let those of the units that take turns in each step stay, if that brings less."""
+        """Let units that take turns in each step stay beside each other until the block ends.
+
+        Example: two denoisers that run in every step. They stay if that copies fewer bytes than evicting one for the
+        other. See `planning.turns`.
+        """
         if self.accelerator.is_cpu:
             yield
             return
-        doing = {unit: self.work.of(unit) for unit in units}
-        works = {unit: each.forecast for unit, each in doing.items() if each.forecast and each.forecast.turns > 1}
-        before, self._beside = self._beside, {}
-        if len(works) > 1 and not any(doing[u].attempt.strategy == "cpu" or not doing[u].attempt.share for u in works):
-            working = {unit: self.work.working_bytes(unit) for unit in works}
-            wanted = sum(sizes_of(unit).resident_bytes for unit in works) + max(working.values())
-            self.budget.ask_host(min(wanted, self.budget.vram_limit or sys.maxsize) - self._held_bytes(works))
-            self._beside = beside_each_other(
-                {
-                    unit: turns_of(
-                        sizes_of(unit), work, doing[unit].attempt.strategy, self._free_room() - working[unit]
-                    )
-                    for unit, work in works.items()
-                }
-            )
-        for unit in self._beside:
+        before, self._taking_turns = self._taking_turns, {}
+        self._taking_turns = self._choose_turns(units)
+        for unit in self._taking_turns:
             self.work.stays(unit)
         try:
             yield
         finally:
-            self._beside = before
+            self._taking_turns = before
 
-    def bring(self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool) -> None:
-        """Put a unit in place for a call; of `instead_of` leaves what may. See `MemoryManager.acquire`."""
-        alone = unit.leases == 1
+    def _choose_turns(self, units: Collection[ManagedModel]) -> dict[ManagedModel, int]:
+        """Return the units that stay beside each other, with the least bytes of weights that each holds."""
+        doing = {unit: self.work.of(unit) for unit in units}
+        works = {unit: each.forecast for unit, each in doing.items() if each.forecast and each.forecast.turns > 1}
+        if len(works) < 2 or any(doing[u].attempt.strategy == "cpu" or not doing[u].attempt.share for u in works):
+            return {}
+        working = {unit: self.work.working_bytes(unit) for unit in works}
+        wanted = sum(sizes_of(unit).resident_bytes for unit in works) + max(working.values())
+        self.budget.ask_host(min(wanted, self.budget.vram_limit or sys.maxsize) - _weights_bytes(works))
+        return beside_each_other(
+            {
+                unit: turns_of(
+                    sizes_of(unit), work, doing[unit].attempt.strategy, self._vram_after_evicting() - working[unit]
+                )
+                for unit, work in works.items()
+            }
+        )
+
+    def _end_turns(self) -> None:
+        """Let no unit stay beside another for the rest of the stage: they hold more than there is.
+
+        The end of `take_turns` restores the turns of an outer stage.
+        """
+        self._taking_turns = {}
+
+    def ensure_resident(
+        self, unit: ManagedModel, strategy: str, instead_of: Collection[ManagedModel], anew: bool
+    ) -> None:
+        """Put a unit in place for a call, which has its lease already. See `MemoryManager.acquire`.
+
+        - A unit that is placed wrong is evicted first, unless another lease holds it too.
+        - Units of `instead_of` are evicted if they may leave, except for those that take turns with it.
+        - A unit that is not in place is placed.
+        - A unit in place is resized if `anew` is set or its workload changed, and made ready for the call.
+        """
+        has_one_lease = unit.leases == 1
         self._learn(unit)
         seat = self._seat(unit)
-        refit = anew or seat.fitted_for != self._fit_of(unit)
-        if alone and self._must_move(unit, strategy, with_ram=anew):
+        refit = anew or seat.fitted_for != self._workload_key(unit)
+        if has_one_lease and self._is_misplaced(unit, strategy, check_ram=anew):
             self.evict(unit)
         if self.work.of(unit).attempt.alone:
-            self._beside = {}
+            self._end_turns()
         for other in self.evictable(unit):
             if other in instead_of and other not in self._partners(unit):
                 self.evict(other)
         if unit.placement is None:
             self._place(unit, strategy)
         else:
-            if alone and refit:
-                self._make_room(unit, unit.placement.name)
+            if has_one_lease and refit:
+                self._make_vram_room(unit, unit.placement.name)
                 self._resize(unit)
-            self._complete(unit, alone)
-        seat.fitted_for = self._fit_of(unit)
+            self._prepare_call(unit, has_one_lease)
+        seat.fitted_for = self._workload_key(unit)
 
-    def fit(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
-        """Make room for a stage of these units to begin within its budget, whatever earlier runs have left.
+    def shrink_for_stage(self, units: Collection[ManagedModel], strategy: str, idle_bytes: int) -> None:
+        """Shrink or evict the weights that earlier runs left, until a stage of `units` can begin within its budget.
 
-        Before it calls any of them it holds `idle_bytes`.
+        `idle_bytes` is what the stage holds before it calls any of them.
         """
         for unit in units:
             if unit.placement is None or unit.leases:
                 continue
-            if self._must_move(unit, strategy):
+            if self._is_misplaced(unit, strategy):
                 self.evict(unit)
             else:
                 self._resize(unit, grow=False)
-        self._shrink_for(Use(None, 0, idle_bytes), [Use(unit, 0) for unit in units])
+        self._shrink_others(Use(None, 0, idle_bytes), [Use(unit, 0) for unit in units])
 
-    def runs(self, unit: ManagedModel) -> None:
-        """Note that a unit is about to run."""
+    def before_call(self, unit: ManagedModel) -> None:
+        """Begin to measure a call of a unit that is in place."""
         allocated = self.timeline.record("call", unit).allocated_bytes
         work, placement = self.work.of(unit), unit.placement
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
         seat = self._seat(unit)
-        seat.before = _Before(allocated, self.budget.live_bytes, unit.resident_bytes, dequantized)
+        seat.before = _Before(allocated, self.budget.brought_by_stage_bytes, unit.resident_bytes, dequantized)
         if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1 and placement.time_call():
             seat.timed = work
 
-    def ran(self, unit: ManagedModel, failed: bool) -> None:
-        """Note what its run took. What one that `failed` took tells nothing."""
+    def after_call(self, unit: ManagedModel, failed: bool) -> None:
+        """Record what a call took. The peak of a call that `failed` is not learned from."""
         seat = self._seat(unit)
         if before := seat.before:
             seat.before = None
-            peak = self.timeline.record("ran", unit, self._came(unit)).peak_bytes
-            if not failed:  # nor do weights count that were dequantized meanwhile
-                measured = peak - before.allocated_bytes - max(0, unit.resident_bytes - before.weights_bytes)
+            peak = self.timeline.record("ran", unit, self._record_transfer(unit)).peak_bytes
+            if not failed:
+                # Weights that the call dequantized and kept are no working memory.
+                more_weights = max(0, unit.resident_bytes - before.weights_bytes)
+                measured = peak - before.allocated_bytes - more_weights
                 self.work.took(unit, measured, before.beside_bytes, before.dequantized)
         if unit.placement is not None:
             unit.placement.end_call(failed)
             self._learn(unit)
-        self.host_cache.ran(unit)
+        self.host_cache.after_call(unit)
 
     def shrink(self, unit: ManagedModel, bytes: int) -> int:
         """Evict groups of a unit that do not run. Return the bytes really freed."""
@@ -170,7 +218,7 @@ class Residency:
             return 0
         freed = unit.placement.shrink(bytes)
         if freed:
-            self._seat(unit).before = None  # what the call under way takes cannot be told any more
+            self._seat(unit).before = None  # the call under way cannot be measured any more
             self.timeline.record("evict", unit, freed)
         return freed
 
@@ -178,30 +226,25 @@ class Residency:
         """Take a unit off the device, leased or not."""
         if unit.placement is None:
             return
-        self._seat(unit).is_leaving = False
+        self.leaving.discard(unit)
         self._learn(unit)
-        with self.budget.recount_cached():
+        with self.budget.evicting_unit():
             left = unit.resident_bytes
             placement, unit.placement = unit.placement, None
             placement.remove()
         self.timeline.record("evict", unit, left)
 
     def settle(self, unit: ManagedModel) -> None:
-        """Wait for what is still coming of a unit that stays on the device."""
+        """Wait until a unit that stays on the device has all its weights there."""
         if unit.placement is not None:
             unit.placement.wait_for_copies()
-            self._came(unit)
-
-    def leave_soon(self, unit: ManagedModel) -> None:
-        """Evict a unit as soon as it does not run."""
-        self._seat(unit).is_leaving = True
-
-    def is_leaving(self, unit: ManagedModel) -> bool:
-        """Return whether a unit is to leave as soon as it does not run."""
-        return self._seat(unit).is_leaving
+            self._record_transfer(unit)
 
     def free(self, roles: Collection[Role], bytes: int | None = None) -> int:
-        """Evict what may leave, in order, until so many bytes are free. Returns those really freed."""
+        """Evict units that may leave, in order, until `bytes` are freed, by default all.
+
+        Return the bytes really freed.
+        """
         before = self.accelerator.allocated_bytes()
         for unit in self.evictable():
             if bytes is not None and before - self.accelerator.allocated_bytes() >= bytes:
@@ -213,12 +256,12 @@ class Residency:
         return max(0, before - self.accelerator.allocated_bytes())
 
     def evictable(self, wanted: ManagedModel | None = None) -> list[ManagedModel]:
-        """Units that may leave the device, least recently used first."""
+        """Return the units that may leave the device, except for `wanted`, least recently used first."""
         free = [u for u in self.units() if u.placement and u is not wanted and not u.leases and not u.pinned]
         return sorted(free, key=lambda unit: unit.last_use)
 
     def tidy(self) -> None:
-        """Evict cached units from the device, and drop copies from RAM that others want by now."""
+        """Evict units that nobody refers to, and drop copies from RAM until the RAM budget is kept."""
         for unit in self.registry.cached():
             if unit.placement and not (unit.leases or unit.pinned):
                 self.evict(unit)
@@ -226,63 +269,68 @@ class Residency:
         self.registry.forget()
         self.host_cache.keep_budget()
 
-    def _must_move(self, unit: ManagedModel, strategy: str, with_ram: bool = True) -> bool:
-        """Return whether a unit in place must be placed anew: its weights, or their order, belong elsewhere by now.
+    def _is_misplaced(self, unit: ManagedModel, strategy: str, check_ram: bool = True) -> bool:
+        """Return whether a unit in place must be evicted and placed anew.
 
-        It is divided by other calls than are known by now, or a placement is wanted, or better, that it is not in; or,
-        `with_ram`, it has less in RAM than there could be, or more, or its files changed. Where no RAM budget was
-        stated, what is in RAM already stays there.
+        That is so if one of these holds:
+        - The strategy wants another placement, or another one is the best now.
+        - The weights were divided into groups by other calls than those known now.
+        - With `check_ram`: the copy in RAM is not as it would be made now.
         """
         placement = unit.placement
         if placement is None:
             return False
         if not self.accelerator.is_cpu:
-            kinds = [meant_by(strategy, sizes_of(unit))] if strategy != "auto" else self._fitting_placements(unit)[:1]
-            if placement.calls != unit.calls or (kinds and kinds[0] != placement.name):
+            best = self._best_placement(unit, strategy)
+            if placement.calls != unit.calls or best not in (None, placement.name):
                 return True
-        if not (with_ram and unit.reloadable):
-            return False
-        fits = unit.size_bytes <= self.host_cache.left_for(unit, placement.name)
-        stated = self.budget.ram_limit is not None or self.accelerator.is_unified
+        return check_ram and unit.reloadable and self._lies_otherwise_in_ram(unit, placement.name)
+
+    def _best_placement(self, unit: ManagedModel, strategy: str) -> str | None:
+        """Return the placement that a unit would get now. None if none fits."""
+        if strategy != "auto":
+            return meant_by(strategy, sizes_of(unit))
+        return next(iter(self._fitting_placements(unit)), None)
+
+    def _lies_otherwise_in_ram(self, unit: ManagedModel, kind: str) -> bool:
+        """Return whether a unit in the placement `kind` has more or less in RAM than it would be given now.
+
+        - A unit that is whole in RAM, and is too large for a stated budget: more. Without one, it stays there.
+        - A unit of which groups are in RAM, and that has room for all by now: less.
+        - A unit of which groups are in RAM, and that has other room for them in a stated budget: either.
+        - A unit of which groups are in RAM, and whose files changed: they are read anew.
+        """
+        fits = unit.size_bytes <= self.host_cache.left_for(unit, kind)
+        is_limited = self.budget.ram_limit is not None or self.accelerator.is_unified
         if unit.in_ram:
-            return stated and not fits
-        room, held_in = self.host_cache.ram_for(unit, placement.name)[0], self.host_cache.held_in(unit) or 0
-        return unit.is_stale() or fits or (stated and held_in != room)
+            return is_limited and not fits
+        room, held_in = self.host_cache.room_for_groups(unit, kind), self.host_cache.held_in(unit) or 0
+        return unit.is_stale() or fits or (is_limited and held_in != room)
 
     # How a unit comes
 
-    def _fit_of(self, unit: ManagedModel) -> Hashable:
+    def _workload_key(self, unit: ManagedModel) -> Hashable:
+        """Return the measured facts on which the layout of a unit depends."""
         return self.work.working_bytes(unit), self.work.of(unit).measured
 
     def _learn(self, unit: ManagedModel) -> None:
-        """Note what the call that was timed computed, if the device is done with it."""
+        """Record the seconds of the call that was timed, if the device is done with it."""
         if unit.placement and (measured := unit.placement.take_seconds()):
             timed_work = self._seat(unit).timed
             assert timed_work is not None
             self.work.computed(unit, timed_work, measured)
 
     def _place(self, unit: ManagedModel, strategy: str) -> None:
-        kinds = ["cpu"] if self.accelerator.is_cpu else [meant_by(strategy, sizes_of(unit))]
-        if kinds == ["auto"]:
-            partners = self._partners(unit)
-            ours = self._held_bytes(u for u in self.evictable(unit) if u not in partners)
-            wanted = min(self._wants(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
-            self.budget.ask_host(wanted - ours)
-            kinds = self._fitting_placements(unit)
-            if not kinds and self.evictable(unit):
-                self._beside = {}
-                self.free(ROLES)  # they may hold more than their weights
-                kinds = self._fitting_placements(unit)
-            if not kinds:
-                pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
-                why = why_nothing_fits(
-                    self._wants(unit), pinned, str(self.device), self.budget.vram_bytes, self._room_bytes(unit)
-                )
-                raise DoesNotFitError(why)
+        """Place a unit in the best placement that works out.
+
+        If memory runs out on the way, all units that may leave are evicted, and the next placement is tried. Raises
+        the error of the last one.
+        """
+        kinds = self._placements_to_try(unit, strategy)
         for attempt, kind in enumerate(kinds):
             try:
                 self._bring_to_ram(unit, kind)
-                self._make_room(unit, kind)
+                self._make_vram_room(unit, kind)
                 placement = self._new_placement(unit, kind)
                 placement.place()
             except Exception as error:
@@ -294,11 +342,36 @@ class Residency:
             else:
                 unit.placement = placement
                 placement.goes_with(unit)
-                self._placed(unit)
+                self._record_placed(unit)
                 return
 
+    def _placements_to_try(self, unit: ManagedModel, strategy: str) -> list[str]:
+        """Return the placements of a unit that is not in place, best first. Raises DoesNotFitError if none fits."""
+        if self.accelerator.is_cpu:
+            return ["cpu"]
+        if (kind := meant_by(strategy, sizes_of(unit))) != "auto":
+            return [kind]
+        partners = self._partners(unit)
+        ours = _weights_bytes(u for u in self.evictable(unit) if u not in partners)
+        wanted = min(self._demand_in_ram(unit).need_bytes("resident"), self.budget.vram_limit or sys.maxsize)
+        self.budget.ask_host(wanted - ours)
+        kinds = self._fitting_placements(unit)
+        if not kinds and self.evictable(unit):
+            self._end_turns()
+            self.free(ROLES)  # they may hold more than their weights
+            kinds = self._fitting_placements(unit)
+        if not kinds:
+            raise self._no_placement_fits(unit)
+        return kinds
+
+    def _no_placement_fits(self, unit: ManagedModel) -> DoesNotFitError:
+        """Return the error for a unit that no placement has room for."""
+        pinned = [u for u in self.units() if u.placement and u.pinned and u is not unit]
+        demand, room = self._demand_in_ram(unit), self._room(unit).nbytes
+        return DoesNotFitError(why_nothing_fits(demand, pinned, str(self.device), self.budget.vram_bytes, room))
+
     def _new_placement(self, unit: ManagedModel, kind: str) -> Placement:
-        """Return how a unit is to sit; nothing is moved yet."""
+        """Return the placement `kind` of a unit. Nothing is moved yet."""
         source, device = None if unit.in_ram else unit.source(), self.device
         if kind == "cpu":
             device = torch.device("cpu")
@@ -308,26 +381,31 @@ class Residency:
         return Engine(unit.module, device, self._layout(unit, kind), source, unit.calls, incoming=incoming)
 
     def _layout(self, unit: ManagedModel, kind: str) -> Layout:
-        """Return how the weights of a unit lie best in the room that there is now."""
-        demand, weights_bytes = self._demand(unit), self._weights(unit, kind)
-        if kind == "cpu":  # all comes through the windows
+        """Return the best layout of a unit's weights in the present room."""
+        demand, weights_bytes = self._demand_as_held(unit), self._weights_to_hold(unit, kind)
+        if kind == "cpu":  # all weights come through the windows
             loads = replace(demand.loads, ram_bytes=window_bytes(demand.sizes, "streamed"))
             demand = replace(demand, loads=loads)
         return demand.layout(kind, weights_bytes)
 
     def _bring_to_ram(self, unit: ManagedModel, kind: str) -> None:
-        """Bring a unit to RAM for a placement, as far as it belongs there; copies of others go for it.
+        """Bring the weights of a unit to RAM, all or some groups of them, for the placement `kind`.
 
-        Units on the device are evicted last, so that their copies may be dropped.
+        Copies of other units are dropped for it. If that is not enough, units are evicted from the device too, so that
+        their copies may be dropped.
         """
-        wanted, groups, nbytes = self.host_cache.wanted(unit, kind), None, unit.size_bytes
-        if wanted is InRam.AS_THEY_ARE:
+        self.host_cache.cancel_failed_read(unit)
+        form, groups, nbytes = self.host_cache.choose_form(unit, kind), None, unit.size_bytes
+        if form is InRam.NO_ROOM:
+            raise self.host_cache.refuse(unit, kind)
+        if form is InRam.AS_THEY_ARE:
             self.host_cache.keep_budget(unit)
             if kind == "cpu":
                 unit.load()
             return
-        if wanted is InRam.GROUPS:
-            groups, nbytes = self._ram_groups(unit, kind, self.host_cache.room_for_groups(unit, kind))
+        if form is InRam.GROUPS:
+            self.host_cache.set_room_for_groups(unit, kind)
+            groups, nbytes = self._ram_groups(unit, kind, self.host_cache.spare_for_groups(unit))
             self.host_cache.keep_groups(unit, groups)
         missing_bytes = self.host_cache.missing_bytes(max(0, nbytes - unit.host_bytes))
         for other in [u for u in self.evictable(unit) if u.host_bytes and u.reloadable]:
@@ -337,9 +415,9 @@ class Residency:
         self.host_cache.load(unit, kind, nbytes, groups)
 
     def keep_made(self, unit: ManagedModel) -> None:
-        """Encode a unit's weights into their file, if it is to have one and there is none, or it is gone by now.
+        """Encode a unit's weights into its `made_file`, if it has one that is missing on disk.
 
-        Where it cannot be written the weights are encoded in RAM, until the pipeline is opened again.
+        If the file cannot be written, the weights are encoded in RAM, until the pipeline is opened again.
         """
         if unit.made_file is None or unit.leases:
             return
@@ -352,7 +430,7 @@ class Residency:
         takes = format_bytes(unit.size_bytes)
         log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
         try:
-            unit.keep_made(self.host_cache.looking(unit, unmade, "encoding"))
+            unit.keep_made(self.host_cache.read_callback(unit, unmade, "encoding"))
         except OSError as error:
             release_frames(error)
             log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)
@@ -360,79 +438,96 @@ class Residency:
             return
         trim_made(unit.made_file.parent, {other.made_file for other in self.units() if other.made_file})
 
-    def _room_bytes(self, unit: ManagedModel) -> int:
-        """Return what a unit could have once everything that may leave has left."""
+    def _room(self, unit: ManagedModel, evicting: bool = True) -> _Room:
+        """Return the room for the weights of a unit.
+
+        With `evicting`, units that may leave are taken to have left. Without, every unit is taken to stay.
+        """
         partners = self._partners(unit)
-        return self._free_room(unit, *partners) - self._held_bytes(partners) - self._left_to_partners(unit)
+        others = [other for other in self.units() if other is not unit]
+        if evicting:
+            others = [u for u in others if u in partners or u.leases or u.pinned]
+        working = [self.work.working_bytes(each, self.budget.brought_by_stage_bytes) for each in (unit, *partners)]
+        return _Room(
+            budget_bytes=self.budget.vram_bytes,
+            other_weights_bytes=_weights_bytes(others),
+            weights_to_come_bytes=sum(max(0, self._taking_turns[u] - u.resident_bytes) for u in partners),
+            extra_working_bytes=max(working) - working[0],
+        )
 
-    def _free_room(self, *besides: ManagedModel) -> int:
-        """Return what the weights of some units could have together once everything that may leave has left."""
-        fixed = (u for u in self.units() if u.placement and u not in besides and (u.leases or u.pinned))
-        return self.budget.vram_bytes - self._held_bytes(fixed)
+    def _vram_after_evicting(self) -> int:
+        """Return the VRAM for weights once all units that may leave have left."""
+        return self.budget.vram_bytes - _weights_bytes(u for u in self.units() if u.leases or u.pinned)
 
-    def _held_bytes(self, units: Iterable[ManagedModel]) -> int:
-        return sum(unit.resident_bytes for unit in units)
-
-    def _partners(self, unit: ManagedModel | None) -> list[ManagedModel]:
-        """Return the units that take turns with one and do not leave for it."""
-        return [other for other in self._beside if other is not unit] if unit in self._beside else []
-
-    def _left_to_partners(self, unit: ManagedModel) -> int:
-        """Return the bytes left to the units that take turns with one: weights still to come, and the most work."""
-        partners = self._partners(unit)
-        weights = sum(max(0, self._beside[other] - other.resident_bytes) for other in partners)
-        working = [self.work.working_bytes(each, self.budget.live_bytes) for each in (unit, *partners)]
-        return weights + max(working) - working[0]
+    def _partners(self, unit: ManagedModel) -> list[ManagedModel]:
+        """Return the units that take turns with `unit` and are not evicted for its calls."""
+        if unit not in self._taking_turns:
+            return []
+        return [other for other in self._taking_turns if other is not unit]
 
     def _fitting_placements(self, unit: ManagedModel) -> list[str]:
-        """Placements that a unit has room for, best first."""
-        room, free = self._room_bytes(unit), self.accelerator.free_bytes()
-        return fitting_placements(self._wants(unit), room, free, stated=self.budget.vram_limit is not None)
+        """Return the placements that a unit has room for, best first."""
+        room, free = self._room(unit).nbytes, self.accelerator.free_bytes()
+        return fitting_placements(self._demand_in_ram(unit), room, free, stated=self.budget.vram_limit is not None)
 
-    def _weights(self, unit: ManagedModel, kind: str) -> int:
+    def _weights_to_hold(self, unit: ManagedModel, kind: str) -> int:
+        """Return the most bytes of weights that a unit is to hold in a placement.
+
+        They are in RAM for "cpu", else on the device.
+        """
         if kind == "cpu":
             return weights_on_cpu(sizes_of(unit), self.host_cache.held_in(unit) or 0)
-        room = self._room_bytes(unit)
-        if kind == "resident":  # to decode some for good nothing has to go
-            room = self.budget.vram_bytes - self._held_bytes(u for u in self.units() if u is not unit)
-            room -= self._left_to_partners(unit)
-        return self._wants(unit).weights_to_hold(kind, room)
+        # A resident unit beyond its least keeps weights dequantized, for which no other unit is evicted.
+        room = self._room(unit, evicting=kind != "resident")
+        return self._demand_in_ram(unit).weights_to_hold(kind, room.nbytes)
 
-    def _wants(self, unit: ManagedModel) -> Demand:
-        return self.work.demand(unit, self.budget.live_bytes)
+    def _demand_in_ram(self, unit: ManagedModel) -> Demand:
+        """Return the demand of a unit as if all its weights were in RAM."""
+        return self.work.demand(unit, self.budget.brought_by_stage_bytes)
 
-    def _demand(self, unit: ManagedModel, short: bool = False) -> Demand:
-        """Return the demand of a unit where its weights are: in RAM, or as far as it holds them, if it is `short`."""
-        demand = self._wants(unit)
-        if unit.in_ram and not short:
+    def _demand_as_held(self, unit: ManagedModel) -> Demand:
+        """Return the demand of a unit that reads from disk the groups that RAM does not hold now."""
+        demand = self._demand_in_ram(unit)
+        if unit.in_ram:
             return demand
-        on_disk = frozenset(range(len(demand.sizes.groups))) - unit.held if not short else frozenset()
+        on_disk = frozenset(range(len(demand.sizes.groups))) - unit.held
         return replace(demand, loads=replace(demand.loads, ram_bytes=self.host_cache.held_in(unit), on_disk=on_disk))
 
-    def _ram_groups(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
-        if kind == "cpu":  # where what stays is in RAM
-            return frozenset(), self._weights(unit, kind) + window_bytes(sizes_of(unit), "streamed")
-        return ram_groups(self._demand(unit, short=True), kind, self._weights(unit, kind), spare_bytes)
+    def _demand_before_held(self, unit: ManagedModel) -> Demand:
+        """Return the demand of a unit of which RAM is to hold some groups. The solver is free to choose which."""
+        demand = self._demand_in_ram(unit)
+        loads = replace(demand.loads, ram_bytes=self.host_cache.held_in(unit), on_disk=frozenset())
+        return replace(demand, loads=loads)
 
-    def _make_room(self, unit: ManagedModel, kind: str) -> None:
-        """Evict what must leave, of ours by the policy and of the host's by its own."""
+    def _ram_groups(self, unit: ManagedModel, kind: str, spare_bytes: int) -> tuple[frozenset[int], int]:
+        """Return the groups of a unit that RAM is to hold, and the bytes that it takes there. See `fit.ram_groups`."""
+        weights_bytes = self._weights_to_hold(unit, kind)
+        if kind == "cpu":  # no groups: the placement itself keeps weights in RAM
+            return frozenset(), weights_bytes + window_bytes(sizes_of(unit), "streamed")
+        return ram_groups(self._demand_before_held(unit), kind, weights_bytes, spare_bytes)
+
+    def _make_vram_room(self, unit: ManagedModel, kind: str) -> None:
+        """Make room for a unit in a placement: evict units of ours by the policy, and ask the host for the rest."""
         if kind == "cpu":
             return
-        need = self._weights(unit, kind) if kind == "streamed" else self._wants(unit).least_weights(kind)
-        working = self.work.working_bytes(unit, self.budget.live_bytes)
-        self._shrink_for(Use(unit, need, working))
+        if kind == "streamed":
+            need = self._weights_to_hold(unit, kind)
+        else:
+            need = self._demand_in_ram(unit).least_weights(kind)
+        working = self.work.working_bytes(unit, self.budget.brought_by_stage_bytes)
+        self._shrink_others(Use(unit, need, working))
         self.budget.ask_host(need - unit.resident_bytes + working)
 
-    def _shrink_for(self, use: Use, coming: list[Use] | None = None) -> None:
-        """Shrink units by the policy until a use fits the budget, last those that take turns with its unit.
+    def _shrink_others(self, use: Use, coming: list[Use] | None = None) -> None:
+        """Shrink or evict units by the policy until `use` fits the budget.
 
-        `coming` is what runs next where nothing else is known.
+        Units that take turns with its unit come last. `coming` are the next uses if nothing is scheduled.
         """
-        partners = [unit for unit in self._beside if unit is not use.unit]
-        for turn in (False, True):
-            leaves = [u for u in self.evictable() if u is not use.unit and (u in partners) == turn]
+        partners = [unit for unit in self._taking_turns if unit is not use.unit]
+        for are_partners in (False, True):
+            leaves = [u for u in self.evictable() if u is not use.unit and (u in partners) == are_partners]
             evictable = {unit: unit.resident_bytes for unit in leaves}
-            others = self._held_bytes(u for u in self.units() if u not in evictable and u is not use.unit)
+            others = _weights_bytes(u for u in self.units() if u not in evictable and u is not use.unit)
             leaving = choose_shrinks(
                 evictable, self.budget.vram_bytes - others, use, self.schedule.uses(self.work.working_bytes) or coming
             )
@@ -441,30 +536,33 @@ class Residency:
                     self.evict(other)
 
     def _resize(self, unit: ManagedModel, grow: bool = True) -> None:
-        """Keep more or fewer of a unit's groups, or of them dequantized, as the room and the work now want it."""
+        """Fit a unit in place to the present room and workload: more or fewer groups stay, or stay dequantized.
+
+        Without `grow` a streamed unit only shrinks.
+        """
         placement = unit.placement
         if placement is None or placement.name == "cpu":
             return
-        weights_bytes = self._weights(unit, placement.name)
+        weights_bytes = self._weights_to_hold(unit, placement.name)
         if placement.name == "streamed":
             if weights_bytes > unit.resident_bytes and grow:
                 # Else groups settle in the gaps that the last call left, and the next one finds none.
                 self.accelerator.empty_cache()
             if weights_bytes >= unit.resident_bytes and not grow:
                 return
-        placement.apply(self._demand(unit).layout(placement.name, weights_bytes))
+        placement.apply(self._demand_as_held(unit).layout(placement.name, weights_bytes))
 
-    def _complete(self, unit: ManagedModel, alone: bool) -> None:
-        """Make a unit ready for a call, which may have to be whole, and given others the room of some groups."""
+    def _prepare_call(self, unit: ManagedModel, has_one_lease: bool) -> None:
+        """Make a unit in place ready for a call. A resident unit gets back the groups that were evicted from it."""
         if unit.placement is None:
             return
         if is_short := unit.placement.name == "resident" and not unit.placement.is_whole:
-            self._make_room(unit, "resident")
-            if alone:
+            self._make_vram_room(unit, "resident")
+            if has_one_lease:
                 self._resize(unit)
-        unit.placement.complete(alone)
+        unit.placement.complete(has_one_lease)
         if is_short:
-            self._placed(unit)
+            self._record_placed(unit)
 
     # What is told
 
@@ -472,15 +570,22 @@ class Residency:
         placed = sorted((u for u in self.units() if u.resident_bytes), key=lambda unit: (unit.role, unit.name))
         return tuple(OnDevice(unit.name, unit.role, unit.resident_bytes) for unit in placed)
 
-    def _placed(self, unit: ManagedModel) -> None:
-        self.timeline.record("place", unit, self._came(unit))
+    def _record_placed(self, unit: ManagedModel) -> None:
+        self.timeline.record("place", unit, self._record_transfer(unit))
 
-    def _came(self, unit: ManagedModel) -> int:
-        """Count what a unit has brought to the device since this was last asked. Returns the bytes."""
-        came = unit.placement.take_bytes_in() if unit.placement else 0
-        self.device_bytes_in += came
-        self.host_cache.disk_bytes += unit.placement.take_bytes_read() if unit.placement else 0
-        return came
+    def _record_transfer(self, unit: ManagedModel) -> int:
+        """Add the bytes that a unit moved since the last such call to the totals. Return those to the device."""
+        if unit.placement is None:
+            return 0
+        bytes_in = unit.placement.take_bytes_in()
+        self.device_bytes_in += bytes_in
+        self.host_cache.count_read(unit.placement.take_bytes_read())
+        return bytes_in
 
     def _seat(self, unit: ManagedModel) -> _Seat:
         return self._seats.setdefault(unit, _Seat())
+
+
+def _weights_bytes(units: Iterable[ManagedModel]) -> int:
+    """Return the bytes of weights that units have on the device."""
+    return sum(unit.resident_bytes for unit in units)

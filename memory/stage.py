@@ -1,4 +1,4 @@
-"""A stage of a graph: its units are placed when their modules are called, and leave the device when it ends."""
+"""A stage of a graph: its units are placed when their modules are called, and evicted when the stage ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,22 +35,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 
+@dataclass(frozen=True)
+class StageRequest:
+    """The arguments of `MemoryManager.stage`, except for its budgets and the units that follow."""
+
+    name: str
+    units: Sequence[ManagedModel]
+    strategy: str
+    work: Hashable
+    forecast: Forecast | None
+    planned: StagePlan | None
+    alone: bool
+    keep: bool
+
+
 @contextmanager
-def run_stage(
-    manager: MemoryManager,
-    name: str,
-    units: Sequence[ManagedModel],
-    strategy: str,
-    *,
-    work: Hashable,
-    forecast: Forecast | None,
-    planned: StagePlan | None,
-    alone: bool,
-    keep: bool,
-) -> Iterator[None]:
+def run_stage(manager: MemoryManager, stage: StageRequest) -> Iterator[None]:
     """Run a stage. See `MemoryManager.stage`, which holds the stage's lock and budget around this."""
+    units, strategy, forecast, planned = stage.units, stage.strategy, stage.forecast, stage.planned
     flags = host_flags()
-    keep, ended = flags.keeps(keep), False
+    keep, ended_well = flags.keeps(stage.keep), False
     outside = Overhead(outside_bytes=manager.accelerator.outside_bytes())
     with ExitStack() as exits:
         for unit in units:
@@ -62,15 +66,15 @@ def run_stage(
             attempt = Fallback(strategy, share=0.0 if flags.least or strategy == "leafwise" else 1.0)
             card = "" if manager.accelerator.is_cpu or strategy == "cpu" else card_of(manager.device)
             rates, pages = known_rates(manager.device, unit.disk), manager.accelerator.pages_silently
-            doing = Workload(work, found, attempt, rates, card=card, pages=pages, overhead=outside)
+            doing = Workload(stage.work, found, attempt, rates, card=card, pages=pages, overhead=outside)
             manager.work.begin(unit, doing)
             unit.runs_on(manager.execution_device(strategy))
-            exits.callback(interpose(unit.module, _Calls(manager, unit, units, alone).run))
+            exits.callback(interpose(unit.module, _Calls(manager, unit, units, stage.alone).run))
         overhead = manager.work.overheads(units)
-        exits.enter_context(manager.budget.leaves(overhead))
+        exits.enter_context(manager.budget.reserving(overhead))
         exits.enter_context(manager.take_turns(units))
-        manager.fit(units, strategy, forecast.idle_bytes if forecast else 0)
-        record = manager.timeline.begin(name, units, overhead.driver_bytes(manager.budget_bytes))
+        manager.shrink_for_stage(units, strategy, forecast.idle_bytes if forecast else 0)
+        record = manager.timeline.begin(stage.name, units, overhead.driver_bytes(manager.budget_bytes))
         # Exits run in reverse: the record is finished first, whatever happens as the units leave, then learned from.
         learn = exits.enter_context(ExitStack())
         exits.callback(manager.timeline.finish, record, units)
@@ -79,16 +83,15 @@ def run_stage(
         try:
             with torch.inference_mode():
                 yield
-            ended = True
             learn.callback(_learn, manager, record, units)
+            ended_well = True
         except BaseException as error:
-            keep = False
             record.ended_by(error)
             release_frames(error)
             raise
         finally:
-            manager.leave(units, keep)
-            if not ended:
+            manager.end_stage(units, keep and ended_well)
+            if not ended_well:
                 manager.stop_reading()
             manager.accelerator.empty_cache()
             give_back_heap()
@@ -100,7 +103,7 @@ def _entered(manager: MemoryManager, unit: ManagedModel) -> Iterator[None]:
 
     An `on_step` callback may run such an inner stage.
     """
-    work, device = manager.work.of(unit), vars(unit.module)["_runs_on"]
+    work, device = manager.work.of(unit), unit.reported_device
     unit.stages += 1
     try:
         yield
@@ -113,7 +116,7 @@ def _entered(manager: MemoryManager, unit: ManagedModel) -> Iterator[None]:
 
 
 def _learn(manager: MemoryManager, record: StageRecord, units: Sequence[ManagedModel]) -> None:
-    """Keep what a stage took beyond tensors, unless other models had a part in it."""
+    """Record what a stage took beyond tensors, unless models outside the pack took a part of it."""
     if not record.has_others:
         manager.work.took_in_all(units, record.overhead)
 
@@ -123,7 +126,7 @@ class _Calls:
 
     def __init__(self, manager: MemoryManager, unit: ManagedModel, stage: Sequence[ManagedModel], alone: bool) -> None:
         self.manager, self.unit, self.stage, self.alone = manager, unit, stage, alone
-        self.depth = unit.stages
+        self.depth = unit.stages  # number of stages of the unit that are open, each within the one before
         self.first = True
         self.placement: str | None = None  # chosen at the first call, and kept for the others
         self.pace = Pace(manager.device) if manager.accelerator.pages_silently else None
@@ -179,29 +182,44 @@ class _Calls:
 
         If that does not help, the unit gets its full share again, and its calls are not timed any more.
         """
-        unit, manager, attempt = self.unit, self.manager, self.attempt
         seconds = self.pace.seconds() if self.pace else None
-        if self.pace is None or seconds is None or unit.placement is None or not unit.in_ram:
+        if seconds is None or self.unit.placement is None or not self.unit.in_ram:
             return
-        planned = manager.work.call_seconds(unit, unit.placement.name, unit.resident_bytes)
-        share = None if attempt.strategy == "resident" else next_share(attempt.share, seconds, planned, self.slow)
+        planned = self.manager.work.call_seconds(self.unit, self.unit.placement.name, self.unit.resident_bytes)
+        share = None
+        if self.attempt.strategy != "resident":
+            share = next_share(self.attempt.share, seconds, planned, self.slow)
         if share is None:
             self.slow = None
-            return
-        if share == 1.0:
-            self.pace = None  # holding less did not help: the calls are slow for another reason
+        elif share == 1.0:
+            self._restore_share(seconds)
         else:
+            self._lower_share(share, seconds, planned)
+
+    def _restore_share(self, seconds: float) -> None:
+        """Give a unit its full share again, since holding less did not help: calls are slow for another reason."""
+        self.pace, self.slow = None, seconds
+        self.manager.evict(self.unit)
+        self._retry(self.usual or self.attempt)
+
+    def _lower_share(self, share: float, seconds: float, planned: float) -> None:
+        """Let a unit hold `share` of its weights on the device, after a call of `seconds` in place of `planned`."""
+        if self.pace:
             self.pace.forget()
-            if self.usual is None:
-                log.warning(
-                    "Ballast: %s takes %.3g s a call on %s, not %.3g s as planned, as where memory is paged; from now "
-                    "on fewer of its weights stay there. Lower the vram budget to begin so.",
-                    unit.name, seconds, manager.device, planned,
-                )  # fmt: skip
-        self.usual = self.usual or attempt
+        if self.usual is None:
+            log.warning(
+                "Ballast: %s takes %.3g s a call on %s, not %.3g s as planned, as where memory is paged; from now "
+                "on fewer of its weights stay there. Lower the vram budget to begin so.",
+                self.unit.name, seconds, self.manager.device, planned,
+            )  # fmt: skip
+            self.usual = self.attempt
         self.slow = seconds
-        manager.evict(unit)
-        manager.work.retry(unit, self.usual if share == 1.0 else replace(attempt, strategy="streamed", share=share))
+        self.manager.evict(self.unit)
+        self._retry(replace(self.attempt, strategy="streamed", share=share))
+
+    def _retry(self, attempt: Fallback) -> None:
+        """Make `attempt` the way in which calls are tried from now on. The next call chooses the placement."""
+        self.manager.work.retry(self.unit, attempt)
         self.placement = None
 
     @property
@@ -219,25 +237,36 @@ class _Calls:
 
         Raises DoesNotFitError if there is none.
         """
-        unit, manager, attempt = self.unit, self.manager, self.attempt
-        placement = unit.placement.name if unit.placement else None
-        sizes, batch = sizes_of(unit), batch_of(args, kwargs, unit.batch_dims)
-        if placement == "streamed" and unit.resident_bytes <= sizes.least_streamed_bytes:
-            attempt = replace(attempt, share=0.0)  # it holds the least already: a lower share would free nothing
-        manager.evict(unit)
+        failed = self._failed_attempt()
+        can_stream = (sizes := sizes_of(self.unit)).least_streamed_bytes < sizes.resident_bytes
+        self.manager.evict(self.unit)
         if self.pace:
             self.pace.forget()
-        lower = next_fallback(attempt, sizes.least_streamed_bytes < sizes.resident_bytes, batch)
+        lower = next_fallback(failed, can_stream, batch_of(args, kwargs, self.unit.batch_dims))
         if lower is None:
-            how, activations = describe(attempt), format_bytes(manager.work.working_bytes(unit))
-            raise DoesNotFitError(
-                f"{unit.name} ran out of memory on {manager.device} even {how}: its activations take "
-                f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a "
-                f"smaller size or fewer frames, or raise the vram budget. ({error})"
-            ) from None
-        log.warning("Ballast: out of memory in %s; once more %s", unit.name, describe(lower))
-        manager.work.retry(unit, lower)
-        self.placement = None
+            raise self._no_fallback_left(failed, error) from None
+        log.warning("Ballast: out of memory in %s; once more %s", self.unit.name, describe(lower))
+        self._retry(lower)
         gc.collect()
-        manager.make_room()
-        manager.budget.ask_host(manager.accelerator.total_bytes())
+        self.manager.make_device_room()
+        self.manager.budget.ask_host(self.manager.accelerator.total_bytes())
+
+    def _failed_attempt(self) -> Fallback:
+        """Return the attempt that ran out of memory. Its share is 0 if the unit held the least that it can stream in.
+
+        A lower share than the present one would then free nothing.
+        """
+        unit, placement = self.unit, self.unit.placement
+        if placement and placement.name == "streamed" and unit.resident_bytes <= sizes_of(unit).least_streamed_bytes:
+            return replace(self.attempt, share=0.0)
+        return self.attempt
+
+    def _no_fallback_left(self, failed: Fallback, error: BaseException) -> DoesNotFitError:
+        """Return the error for a unit whose last attempt ran out of memory."""
+        unit, manager = self.unit, self.manager
+        how, activations = describe(failed), format_bytes(manager.work.working_bytes(unit))
+        return DoesNotFitError(
+            f"{unit.name} ran out of memory on {manager.device} even {how}: its activations take "
+            f"{activations} beside its weights, of a budget of {format_bytes(manager.budget_bytes)}. Choose a "
+            f"smaller size or fewer frames, or raise the vram budget. ({error})"
+        )

@@ -68,7 +68,7 @@ def _is_same(one: torch.device, other: torch.device) -> bool:
 # Room
 
 
-def make_room(wanted_bytes: int, wanted_on: torch.device, coming: Sequence[Role] | None = None) -> None:
+def evict_host_models(wanted_bytes: int, wanted_on: torch.device, coming: Sequence[Role] | None = None) -> None:
     """Ask the host to evict its own models until `wanted_bytes` are free, beside its own reserve.
 
     `coming` lists the roles of the models that will run again, in order, where that is known. Others leave first, then

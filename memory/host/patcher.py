@@ -88,8 +88,8 @@ class Mover(Protocol[AnyUnit]):
     def grow(self, unit: AnyUnit, bytes: int) -> int:
         """Keep up to `bytes` more of a unit on the device. Return the bytes taken."""
 
-    def let_go(self, unit: AnyUnit) -> None:
-        """Evict a unit, as soon as it does not run."""
+    def evict_when_idle(self, unit: AnyUnit) -> None:
+        """Evict a unit, at once or when its last lease ends."""
 
 
 class HostPatcher(Generic[Unit]):
@@ -166,10 +166,10 @@ class HostPatcher(Generic[Unit]):
         return manager.shrink(unit, int(min(memory_to_free, unit.resident_bytes)))
 
     @_never_raises(None)
-    def _leave(self) -> None:
+    def _evict(self) -> None:
         manager, unit = self._manager(), self.unit
         if manager is not None and unit is not None:
-            manager.let_go(unit)
+            manager.evict_when_idle(unit)
 
     def detach(self, unpatch_all: bool = True) -> Any:
         """Evict the unit, as far as it is not running.
@@ -177,7 +177,7 @@ class HostPatcher(Generic[Unit]):
         Without `unpatch_all` the host only sorts its list: nothing moves.
         """
         if unpatch_all:
-            self._leave()
+            self._evict()
         return self.model
 
     # Members for patches, clones, memory-mapped weights and pins, none of which a unit has

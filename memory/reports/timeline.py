@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done", "look"]
-Progress = Literal["encoding", "reading", "compile", "compiled"]
+Activity = Literal["encoding", "reading", "compile", "compiled"]
 
 _MAX_EVENTS = 20_000
 _MAX_STAGES = 64
@@ -53,7 +53,7 @@ class Event:
     """
 
     seconds: float
-    kind: EventKind | Progress
+    kind: EventKind | Activity
     unit: str
     bytes: int
     allocated_bytes: int
@@ -283,7 +283,7 @@ class Timeline:
         peak = self._peaks.take().allocated_bytes + uncounted
         return Event(time.perf_counter(), "look", "", 0, allocated, peak, models)
 
-    def tell(self, kind: Progress, unit: ManagedModel, bytes: int = 0, total_bytes: int = 0) -> None:
+    def tell(self, kind: Activity, unit: ManagedModel, bytes: int = 0, total_bytes: int = 0) -> None:
         """Send the watcher an event of progress. It is not recorded, and the peak counts for the next event."""
         if self._watcher is not None:
             allocated = self._accelerator.allocated_bytes()

@@ -277,6 +277,11 @@ class ManagedModel:
         vars(self.module)["_runs_on"] = device
 
     @property
+    def reported_device(self) -> torch.device:
+        """The device that `module.device` reports, as set by `runs_on`."""
+        return vars(self.module)["_runs_on"]
+
+    @property
     def tier(self) -> Tier:
         """Where the weights are now."""
         if self.placement is not None and self.placement.on_device:

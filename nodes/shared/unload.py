@@ -24,4 +24,4 @@ async def _answered(request: Any, response: Any) -> None:
     asked = await request.json()  # which the host has read, and aiohttp keeps
     if asked.get("unload_models") or asked.get("free_memory"):
         for each in managers():
-            each.unload()
+            each.drop_unclaimed()

@@ -100,7 +100,7 @@ class VaeRun:
                 if host.is_interrupt(error) or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
                     raise
                 log.warning("Ballast: %s %d at once ran out of memory; trying one by one", self.name, len(tensor))
-                self.manager.make_room()
+                self.manager.make_device_room()
         done = []
         for part in tensor.split(1 if self.splits else len(tensor)):
             made, way = self._step_down(part, way)
@@ -208,7 +208,7 @@ class VaeRun:
                     lower = less(lower)
                 if lower is None:
                     raise
-                self.manager.make_room()
+                self.manager.make_device_room()
                 if short:
                     log.warning("Ballast: %s %s ran out of memory; trying %s", self.name, way.words, lower.words)
                 else:

@@ -295,7 +295,7 @@ class StageRunner(ModelFamily):
                 release_frames(error)
                 if not is_out_of_memory(error):
                     raise
-                self.manager.make_room()
+                self.manager.make_device_room()
                 if not again:
                     raise
                 if attempt == "leafwise" or strategy == attempt == "cpu":

@@ -160,7 +160,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
                 run = last if number == numbers[-1] else more
                 yield run._sample_item(number, items[number], conds.pop(number), latents)
         finally:
-            self.manager.leave(self.denoisers, False)
+            self.manager.end_stage(self.denoisers, False)
 
     def _decode_chunk(self, numbers: Sequence[int], latents: Latents) -> Iterator[Made]:
         """Decode those of these items that are sampled. What was yielded is let go of."""
@@ -173,7 +173,7 @@ class ManyRuns(ManyTexts, SampleStage, VaeStages):
                 if made.error is None:
                     del latents[number]
         finally:
-            self.manager.leave([self.decoder], False)
+            self.manager.end_stage([self.decoder], False)
 
     def _sample_item(self, number: int, item: Item, cond: Conditioning, latents: Latents) -> Made:
         try:

@@ -101,7 +101,7 @@ class ManyTexts(TextStage):
                 for number, reading in readings.items():
                     found[number] = reading.conditioning or self._alone(reading.text)
             finally:
-                self.manager.leave(self.encoders, False)
+                self.manager.end_stage(self.encoders, False)
         return [each for each in found if each is not None]
 
     def _cached(self, text: Text) -> Conditioning | Exception | None:

@@ -227,4 +227,4 @@ def test_host_that_evicts_everything_between_any_two_blocks(
     gc.collect()
     manager("sim").free()
     assert sim.stats().allocated_bytes == 0
-    assert not any(unit.leases or manager("sim")._residency.is_leaving(unit) for unit in run.units)
+    assert not any(unit.leases or unit in manager("sim")._residency.leaving for unit in run.units)

@@ -279,9 +279,9 @@ def test_error_at_the_very_end_of_a_stage(stage: str, tiny_folders: Callable[[st
         whole(*args)
         raise FaultError(held.shape)
 
-    whole = stages.pipe.manager.leave
+    whole = stages.pipe.manager.end_stage
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages.pipe.manager, "leave", leave)
+        patch.setattr(stages.pipe.manager, "end_stage", leave)
         leaving = stages.error_of(stage)
     assert type(leaving) is FaultError
     assert sim.stats().allocated_bytes == 0

@@ -471,11 +471,11 @@ def test_the_host_is_asked_for_room_before_the_choice(mgr: MemoryManager, monkey
     idle = [torch.empty(a.size_bytes + a.size_bytes // 2, dtype=torch.uint8, device="sim")]
     asked = []
 
-    def make_room(wanted_bytes: int, wanted_on: torch.device, coming: list[Role]) -> None:
+    def evict_host_models(wanted_bytes: int, wanted_on: torch.device, coming: list[Role]) -> None:
         asked.append((wanted_bytes, coming))
         idle.clear()
 
-    monkeypatch.setattr(host, "make_room", make_room)
+    monkeypatch.setattr(host, "evict_host_models", evict_host_models)
     mgr.schedule([a], ["vae"])
     with mgr.use(a):
         assert a.placement is not None

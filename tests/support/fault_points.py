@@ -212,7 +212,7 @@ class Run:
         if (allocated := simulated.stats().allocated_bytes) != held:
             found.append(f"{allocated - held} bytes on the device")
         for unit in self.units:
-            if unit.leases or ours._residency.is_leaving(unit):
+            if unit.leases or unit in ours._residency.leaving:
                 found.append(f"{unit.name} has {unit.leases} leases")
             if unit.placement is None:
                 found += [f"{unit.name}.{name} on the device" for name in _on_device(unit.module)]
@@ -222,7 +222,7 @@ class Run:
         found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ballast")]
         if (
             any(seat.before for seat in ours._residency._seats.values())
-            or ours.budget._not_ours is not None
+            or ours.budget._stage is not None
             or ours.timeline._stage is not None
         ):
             found.append("the manager is in a stage")

@@ -563,7 +563,7 @@ def test_what_the_graph_needs_last_makes_room_first(coming: list[Any], leaves: s
         held = {model.name: model.bytes for model in host.loaded_models()}
         assert len(held) == 3
         free = mm.get_free_memory(mm.get_torch_device()) - mm.extra_reserved_memory()
-        host.make_room(free + held[leaves] // 2, mm.get_torch_device(), coming)
+        host.evict_host_models(free + held[leaves] // 2, mm.get_torch_device(), coming)
     left = {model.name: model.bytes for model in host.loaded_models()}
     assert left.pop(leaves, 0) < held[leaves]
     assert left == {name: held[name] for name in held if name != leaves}, "and nothing else leaves"
