@@ -153,7 +153,7 @@ def scenario(mm: Any) -> dict[str, Any]:
     from ballast.memory.host import management as host
     from ballast.memory.manager import manager
     from ballast.memory.weights.unit import ManagedModel
-    from ballast.memory.workload import Work
+    from ballast.memory.workload import Workload
 
     ours = manager("sim")
     unit = ManagedModel.from_module("blocks", "transformer", Blocks())
@@ -198,7 +198,7 @@ def scenario(mm: Any) -> dict[str, Any]:
     note("loaded once more by the host")
     mm.unload_all_models()
     note("all unloaded")
-    ours.work.begin(unit, Work("a"))
+    ours.work.begin(unit, Workload("a"))
     ours.work.took(unit, MB)
     ours.limit(vram=5 * MB)
     note("streamed", equal=run("streamed"))
