@@ -230,7 +230,6 @@ def test_what_may_scale_a_layer_that_is_there_is_never_left_out(tmp_path: Path) 
     }
     for stray in (
         f"transformer.{name}.lora_alpha",
-        f"transformer.{name}.lora_A.second.weight",
         f"transformer.{name}.lora_A.weight_scale",
         "transformer.transformer_blocks.0.attn.to_k.weight",
         "diffusion_model.double_blocks.0.img_attn.qkv.alpha",
@@ -239,6 +238,10 @@ def test_what_may_scale_a_layer_that_is_there_is_never_left_out(tmp_path: Path) 
         path = lora_files.write(tmp_path / "stray.safetensors", pair | {stray: torch.ones(1)})
         with pytest.raises(ValueError, match=f"no place for, such as {re.escape(stray)}. It is of another model"):
             read_lora(path, None, {"transformer": module}, leave_out=LeaveOut([stray, *stray.split(".")]))
+    second = f"transformer.{name}.lora_A.second.weight"  # of another of peft's adapters
+    path = lora_files.write(tmp_path / "two.safetensors", pair | {second: torch.ones(4, 32)})
+    with pytest.raises(ValueError, match="beside another of its kind"):
+        read_lora(path, None, {"transformer": module}, leave_out=LeaveOut([second, *second.split(".")]))
 
 
 def test_settings_of_no_model_are_refused(tmp_path: Path) -> None:
