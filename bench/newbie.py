@@ -148,7 +148,7 @@ def _predicted(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) ->
 
 def _own_vae(pipe: Any) -> ManagedModel:
     """Return the VAE of the baseline in bfloat16, as FLUX.1's is published and stock pipelines run it."""
-    return replace(pipe.parts["vae"], dtype=pipe.parts["transformer"].run_dtype).unit("baseline")
+    return replace(pipe.model.parts["vae"], dtype=pipe.model.parts["transformer"].run_dtype).unit("baseline")
 
 
 def _measured(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) -> dict[str, Any]:

@@ -23,8 +23,13 @@ from ..memory.planning.solver import GroupLoad, Loads, place
 from ..memory.planning.tiers import windows_bytes
 from ..memory.rates import ASSUMED
 from ..pipelines import open_pipeline
+from ..pipelines.encoding.pictures import Pictures
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.planning.forecasts import quietly
 from ..pipelines.planning.plans import TYPICAL_PROMPT
+from ..pipelines.sampling.inputs import Request
+from ..pipelines.stages.encode import encoding_of, text_of
+from ..pipelines.stages.sample import Drawing, prepare, sampling_of
 from . import charts, full_size, report
 from .apart import measure
 from .bounds import bound_seconds
@@ -140,13 +145,15 @@ def main(argv: Sequence[str]) -> None:
     answer.write_text(json.dumps({"groups": groups, "before_seconds": loads.before_seconds}), "utf-8")
 
 
-def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
+def loads_of(pipe: Pipeline, run: dict[str, Any]) -> Loads:
     """Return the groups of an open pipeline's transformer, and the work of one call on the assumed card."""
-    size = run.get("width"), run.get("height"), pipe.default_steps
-    arguments = pipe._checked(None, *size, run.get("guidance"), run.get("frames"), "auto", {})
-    sampling = pipe._sampling(arguments | {"generator": None, "latents": None})
+    model = pipe.model
+    size = run.get("width"), run.get("height"), model.default_steps
+    request = Request(*size, run.get("guidance"), run.get("frames"))
+    job = prepare(model, pipe.runner, None, 1, Pictures(), request, Drawing())
+    sampling = sampling_of(model, {**job.arguments, "generator": None, "latents": None})
     with quietly():
-        _, cond = pipe._encoding(TYPICAL_PROMPT, pipe._negative(TYPICAL_PROMPT, None), {}).dry_run()
+        _, cond = encoding_of(model, text_of(model, TYPICAL_PROMPT, None, {})).dry_run()
         forecast, _ = sampling.dry_run(cond)
     unit = pipe.denoisers[0]
     unit.learn(forecast.units[unit.name].call_order)

@@ -25,7 +25,7 @@ from ..memory.planning.forecast import UnitForecast
 from ..memory.planning.planner import UnitSizes
 from ..memory.rates import Rates
 from ..memory.weights import hostbuffer
-from ..pipelines.families.hidream.routing import any_routing
+from ..pipelines.models.hidream.routing import any_routing
 from . import charts, models, report
 from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
 from .published import RING_GROUPS

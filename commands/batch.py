@@ -20,8 +20,8 @@ from .request import FRAMES, Request
 from .results import LatentFiles, Result
 
 if TYPE_CHECKING:
-    from ..pipelines import StagedPipeline
-    from ..pipelines.staged import Made
+    from ..pipelines import Pipeline
+    from ..pipelines.stages.batch_runs import Made
 
 _DEFAULTS = (
     "width", "height", "frames", "steps", "guidance", "true_cfg", "seed", "batch", "strategy", "compile", "attention",
@@ -113,9 +113,7 @@ class _Job:
     request: Request
 
 
-def _jobs(
-    pipe: StagedPipeline, lines: Sequence[Line], arguments: argparse.Namespace
-) -> tuple[list[_Job], dict[int, str]]:
+def _jobs(pipe: Pipeline, lines: Sequence[Line], arguments: argparse.Namespace) -> tuple[list[_Job], dict[int, str]]:
     """Return what the lines ask for, and what is wrong with the others, by their numbers."""
     suffix = f".{arguments.format or ('webp' if pipe.is_video else 'png')}".lower()
     if suffix not in (ANIMATIONS if pipe.is_video else PICTURES):
@@ -136,7 +134,7 @@ def _jobs(
 
 
 def _job(
-    pipe: StagedPipeline,
+    pipe: Pipeline,
     line: Line,
     usual: Mapping[str, Any],
     facts: Mapping[str, Any],
@@ -184,7 +182,7 @@ def _paths(given: Any, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def _here(pipe: StagedPipeline, jobs: Sequence[_Job], stepped: Callable[..., None]) -> Iterator[Made]:
+def _here(pipe: Pipeline, jobs: Sequence[_Job], stepped: Callable[..., None]) -> Iterator[Made]:
     """Run jobs on this machine."""
     steps = [functools.partial(stepped, number) for number in range(len(jobs))]
     items = [job.request.item(pipe.edits, step) for job, step in zip(jobs, steps, strict=True)]
@@ -192,7 +190,7 @@ def _here(pipe: StagedPipeline, jobs: Sequence[_Job], stepped: Callable[..., Non
 
 
 def _followed(
-    pipe: StagedPipeline,
+    pipe: Pipeline,
     jobs: Sequence[_Job],
     running: Callable[[Callable[..., None]], Iterator[Made]],
     beneath: Callable[[], str] = str,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .streams import escape_unprintable
 
 if TYPE_CHECKING:
-    from ..pipelines import StagedPipeline
+    from ..pipelines import Pipeline
     from ..pipelines.encoding.conditioning import Conditioning
 
 _PATIENCE = timedelta(hours=12)  # of processes that wait for the first one's encoders; when one ends, all do
@@ -135,7 +135,7 @@ def _here() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def sampler(pipe: StagedPipeline, cards: int, processes: int | None = None) -> StagedPipeline:
+def sampler(pipe: Pipeline, cards: int, processes: int | None = None) -> Pipeline:
     """Return the pipeline with the RAM budget to sample within, where a machine's processes read the same files.
 
     `pipe` has an even share of what there is for so many, by default those that are here.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..memory.reports.timeline import Event
     from ..memory.weights.unit import ManagedModel
-    from ..pipelines import StagedPipeline
+    from ..pipelines import Pipeline
 
 SIM_BYTES = "64MB"  # the simulated card of a machine without a GPU
 
@@ -122,7 +122,7 @@ def _check_files(out: Path, timeline: Path | None) -> None:
         raise ValueError(f"--out and --timeline are both {out}. Name two files.")
 
 
-def _sample(pipe: StagedPipeline, arguments: argparse.Namespace) -> torch.Tensor:
+def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
     from tqdm import tqdm
 
     optional = {"denoise": arguments.denoise, "true_cfg": arguments.true_cfg}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .images import joined, open_frames, open_image, open_mask
 
 if TYPE_CHECKING:
-    from ..pipelines.staged import Item
+    from ..pipelines.stages.batch_runs import Item
 
 FRAMES = ("control", "video")  # may be films
 File = Path | tuple[Path, bytes]  # or what it holds
@@ -29,7 +29,7 @@ class Request:
 
     def item(self, edits: bool, on_step: Callable[..., None] | None = None) -> Item:
         """Return the item to run. Where the model `edits`, the image belongs to the prompt."""
-        from ..pipelines.staged import Item
+        from ..pipelines.stages.batch_runs import Item
 
         def encode() -> dict[str, Any]:
             images = {"images": self._opened("image")} if edits and "image" in self.pictures else {}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .request import Request
 
 if TYPE_CHECKING:
-    from ..pipelines.staged import Made
+    from ..pipelines.stages.batch_runs import Made
 
 _RETRIES = 2  # of work whose worker died
 _MOST = 8  # requests at once: models come once for all of them
@@ -141,7 +141,7 @@ class Cluster:
         """
         import torch
 
-        from ..pipelines.staged import Made
+        from ..pipelines.stages.batch_runs import Made
 
         size = max(1, min(_MOST, len(requests) // (_SHARES * len(self._workers))))
         ahead = iter(range(0, len(requests), _ROUND * len(self._workers)))

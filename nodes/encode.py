@@ -103,7 +103,7 @@ class TextEncode(io.ComfyNode):
 
     @classmethod
     def _encode_natively(cls, clip: Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
-        from ..pipelines.staged.prompts import check_text
+        from ..pipelines.encoding.prompts import check_text
         from .native.clip import encode_prompts, is_clip, native_cache
 
         if not is_clip(clip):

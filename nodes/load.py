@@ -6,15 +6,7 @@ from comfy_api.latest import io
 
 from ..pipelines.options import ForeignOptionError
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_llamas, find_pipelines
-from .shared.inputs import (
-    NONE,
-    Option,
-    controlnet_folder,
-    controlnet_input,
-    late_inputs,
-    loader_inputs,
-    weights_option,
-)
+from .shared.inputs import NONE, Option, controlnet_folder, controlnet_input, late_inputs, loader_inputs, weights_option
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_files, find_pipelines, find_tokenizers
-from .shared.inputs import (
-    NONE,
-    Option,
-    controlnet_folder,
-    controlnet_input,
-    late_inputs,
-    loader_inputs,
-    weights_option,
-)
+from .shared.inputs import NONE, Option, controlnet_folder, controlnet_input, late_inputs, loader_inputs, weights_option
 from .shared.progress import show_text
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure

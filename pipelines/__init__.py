@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..collector import paused_collector
 
 if TYPE_CHECKING:
-    from .opening import FAMILIES, GenericPipeline, StagedPipeline, open_pipeline
+    from .opening import MODELS, Pipeline, open_pipeline
 
-__all__ = ["FAMILIES", "GenericPipeline", "StagedPipeline", "open_pipeline"]
+__all__ = ["MODELS", "Pipeline", "open_pipeline"]
 
 
 def __getattr__(name: str) -> Any:

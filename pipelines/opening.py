@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..collector import paused_collector
 from ..memory.files import placed
 from .encoding.embedding_cache import shared_cache
-from .families.hidream import HiDreamPipeline
-from .families.newbie import NewbiePipeline, is_newbie
-from .families.pyramid_flow import PyramidFlowPipeline, is_pyramid
 from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
-from .generic import GenericPipeline
+from .models.claims import Claims
+from .models.diffusers.diffusers_model import open_diffusers
+from .models.hidream import open_hidream
+from .models.newbie import NewbieModel, is_newbie
+from .models.pyramid_flow import PyramidFlowModel, is_pyramid
 from .options import ForeignOptionError, plain_defaults
+from .pipeline import Pipeline
+from .runner import Runner, Settings
 from .sampling.loras import Given as Loras
-from .staged import StagedPipeline
 
-# Pipelines with quirks of their own; every other one takes the generic path.
-FAMILIES: dict[str, type[StagedPipeline]] = {
-    "HiDreamImagePipeline": HiDreamPipeline,
-    "NewbiePipeline": NewbiePipeline,
-    "PyramidFlow": PyramidFlowPipeline,
+if TYPE_CHECKING:
+    from .models.model import Model
+
+# Models with quirks of their own; every other one is driven by its class of diffusers.
+MODELS: dict[str, Callable[..., Model]] = {
+    "HiDreamImagePipeline": open_hidream,
+    "NewbiePipeline": NewbieModel,
+    "PyramidFlow": PyramidFlowModel,
 }
 _PATHS = ("llama", "gemma", "jina", "text", "vae", "controlnet")  # of the families' own arguments
-_COMMON = ("folder", "dtype", "files", "shared")  # arguments of every family's class
+_COMMON = ("folder", "dtype", "claims", "files")  # arguments of everything that opens a model
 
 
 @plain_defaults()
@@ -53,7 +58,7 @@ def open_pipeline(
     cache_encoded: bool = False,
     image_encoder: str | Path | None = None,
     **family: Any,
-) -> StagedPipeline:
+) -> Pipeline:
     """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
@@ -69,7 +74,7 @@ def open_pipeline(
     8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
     leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
     runs, which take as much disk as the encoded weights do; runs read these, piece by piece where RAM is short.
-    `loras` are LoRA files with their strengths, see `StagedPipeline.set_loras`.
+    `loras` are LoRA files with their strengths, see `Pipeline.set_loras`.
     `controlnet` is the folder of a ControlNet for the model, whose picture is `control` of `sample`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
     file of its transformer, the files `gemma`, `jina` and `vae`; Pyramid-Flow `variant` and, by the file of its
@@ -99,34 +104,26 @@ def open_pipeline(
         family["vae"] = vae  # of a family that has such a file
     family |= {name: placed(family[name]) for name in _PATHS if family.get(name)}
     name = _family(folder)
-    cls: Any = FAMILIES.get(name, GenericPipeline)
-    if shared and not issubclass(cls, GenericPipeline):
+    open_model = MODELS.get(name, open_diffusers)
+    parameters = inspect.signature(open_model).parameters
+    if shared and "files" not in parameters:
         raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
-    known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
+    known = [option for option in parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise ForeignOptionError(name, unknown, known)
     cache = shared_cache(placed(cache_dir) if cache_dir else None)
+    settings = Settings.of(vram, ram, keep)
     try:
         with paused_collector():  # the first of a family imports its classes
-            pipe: StagedPipeline = cls(
-                folder,
-                dtype,
-                device=device,
-                vram=vram,
-                ram=ram,
-                keep=keep,
-                cache=cache,
-                weights=weights,
-                cache_encoded=cache_encoded,
-                **shared,
-                **family,
-            )
+            claims = Claims(device, cache, weights, cache_encoded)
+            model = open_model(folder, dtype, claims, **shared, **family)
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.
         raise ValueError(
             f"{folder} cannot be opened: its configs lack something, or contradict each other "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}). Download them again."
         ) from error
+    pipe = Pipeline(model, Runner(model.title, model.titles, claims, settings))
     pipe.set_loras(loras)
     return pipe
 
@@ -162,4 +159,4 @@ def _family(path: Path) -> str:
     return read_model_index(path)["_class_name"]
 
 
-__all__ = ["StagedPipeline", "open_pipeline"]
+__all__ = ["MODELS", "Pipeline", "open_pipeline"]

@@ -18,8 +18,8 @@ from ...memory.vocabulary import Role
 
 if TYPE_CHECKING:
     from ...memory.weights.unit import ManagedModel
-    from ...pipelines import StagedPipeline
-    from ...pipelines.staged.family import StageName
+    from ...pipelines import Pipeline
+    from ...pipelines.pipeline import StageName
 
 Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API format
 
@@ -27,7 +27,7 @@ Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API forma
 class Loaded(Protocol):
     """The output of a loader: a pipeline that may be open by now."""
 
-    def opened(self) -> StagedPipeline | None:
+    def opened(self) -> Pipeline | None:
         """Return the pipeline, if it is open."""
 
 
@@ -165,7 +165,7 @@ def _is_output(class_type: str) -> bool:
     return class_type not in known or bool(getattr(known[class_type], "OUTPUT_NODE", False))
 
 
-def _pipeline_of(prompt: Prompt, name: str) -> StagedPipeline | None:
+def _pipeline_of(prompt: Prompt, name: str) -> Pipeline | None:
     """Return the pipeline that a node is given, if it is open by now."""
     link = prompt[name].get("inputs", {}).get("pipeline")
     while isinstance(link, list) and link and link[0] in prompt:

@@ -19,7 +19,7 @@ from .preview import PREVIEW_PIXELS, FalseColours, as_grid
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...pipelines import StagedPipeline
+    from ...pipelines import Pipeline
 
 # The host's latent formats, which know what latents look like: by VAE class and its scaling factor, or its
 # channels where it has none.
@@ -114,7 +114,7 @@ def as_picture(latents: torch.Tensor, form: Any, width: int, height: int) -> tor
 class StepProgress:
     """Called after each step: stops an interrupted run, moves the bar, and shows a preview if previews are on."""
 
-    def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, steps: int, width: int, height: int) -> None:
+    def __init__(self, node: type[io.ComfyNode], pipe: Pipeline, steps: int, width: int, height: int) -> None:
         self._bar = comfy.utils.ProgressBar(steps, node_id=node.hidden.unique_id)
         self._size = width, height
         self._form = latent_format(pipe.decoder_config)

@@ -20,7 +20,7 @@ from .inputs import GPU_OR_SIM, Option, weights_option
 from .progress import show_text
 
 if TYPE_CHECKING:
-    from ...pipelines import StagedPipeline
+    from ...pipelines import Pipeline
 
 log = logging.getLogger("ballast")
 
@@ -29,7 +29,7 @@ ConditioningType = io.Custom("BALLAST_CONDITIONING")
 OptionsType = io.Custom("BALLAST_OPTIONS")  # arguments of a pipeline's `sample`, by name
 
 # By the model and the budgets of a reference: a key that was the reference itself would keep its pipeline alive.
-_open: weakref.WeakValueDictionary[tuple, StagedPipeline] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[tuple, Pipeline] = weakref.WeakValueDictionary()
 
 
 # A LoRA's file, its stamp, its strength, or one for each model by name, and the parts that are left out.
@@ -53,11 +53,11 @@ class PipelineReference:
     ram_bytes: int | None = None
     loras: tuple[LoraFile, ...] = ()
 
-    def opened(self) -> StagedPipeline | None:
+    def opened(self) -> Pipeline | None:
         """Return the pipeline, if it is open."""
         return _open.get(self._key())
 
-    def open(self) -> StagedPipeline:
+    def open(self) -> Pipeline:
         """Return the pipeline, with the budgets of this reference; the same one for equal references."""
         pipe = self.opened()
         if pipe is None:

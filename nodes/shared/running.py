@@ -22,7 +22,7 @@ from .progress import clear_failure, show_failure, show_text
 if TYPE_CHECKING:
     from ...memory.reports.timeline import Event
     from ...memory.weights.unit import ManagedModel
-    from ...pipelines import StagedPipeline
+    from ...pipelines import Pipeline
 
 _SECONDS = 0.25  # between two texts: people read them
 _LONGEST = 500  # characters of an error
@@ -81,7 +81,7 @@ def _gigabytes(size: str) -> str:
 
 @contextmanager
 def running(
-    node: type[io.ComfyNode], pipe: StagedPipeline, doing: str, idle: str = "", notes: Sequence[str] = ()
+    node: type[io.ComfyNode], pipe: Pipeline, doing: str, idle: str = "", notes: Sequence[str] = ()
 ) -> Iterator[list[str]]:
     """While a stage runs, tell the manager which models come next, and show progress in the node.
 
@@ -113,7 +113,7 @@ def prompt_id() -> str:
 class _Page:
     """Shows events of a stage in the node, slowly enough to read, and reading from disk as a bar."""
 
-    def __init__(self, node: type[io.ComfyNode], pipe: StagedPipeline, doing: str) -> None:
+    def __init__(self, node: type[io.ComfyNode], pipe: Pipeline, doing: str) -> None:
         self._node, self._pipe, self._doing = node, pipe, doing
         self._shown, self._at = "", 0.0
         self._bar: comfy.utils.ProgressBar | None = None
@@ -135,7 +135,7 @@ class _Page:
             show_text(self._node, words)
 
 
-def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
+def describe(pipe: Pipeline, event: Event, unit: ManagedModel, doing: str) -> str:
     """Such as "Llama 3.1 8B: encoding, streamed, 32% of the weights stay, 5.20 of 8.00 GB"; empty for evictions."""
     title = pipe.titles.get(unit.name, unit.name)
     if event.kind == "read":

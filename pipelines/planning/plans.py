@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from . import forecast_cache
 from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly
 from .sampling_forecasts import Sampling
+
+if TYPE_CHECKING:
+    from ..stock.answers import Answers
 
 # As many words as people write. Some families keep as many tokens as there are words.
 TYPICAL_PROMPT = (
@@ -80,7 +84,7 @@ class Run:
     encoding: Encoding
     sampling: Sampling
     decoding: VaeRun
-    foresee: Callable[[Conditioning], list[Sight]] | None = None
+    foresee: Callable[[Conditioning], tuple[Answers, list[Sight]]] | None = None
     pictures: int = 1
     machine_bytes: int = 0
     ram_stated: bool = True
@@ -398,6 +402,9 @@ def _dry_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
     forecasts, cond = {}, run.cond
     if cond is None:
         forecasts["encode"], cond = run.encoding.dry_run()
-    sights = run.foresee(cond) if run.foresee else []
-    forecasts["sample"], _ = run.sampling.dry_run(cond)
+    sampling, sights = run.sampling, list[Sight]()
+    if run.foresee:
+        answers, sights = run.foresee(cond)
+        sampling = replace(sampling, denoise=functools.partial(sampling.denoise, answers=answers))
+    forecasts["sample"], _ = sampling.dry_run(cond)
     return forecasts, sights

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...memory.planning.cards import divided
 from ...memory.planning.forecast import Forecast
@@ -17,9 +16,7 @@ from ..sampling.batches import generators
 from ..sampling.loras import branches
 from .forecasts import Forecaster, shape_of, shapes_in
 
-Denoise = Callable[
-    [Conditioning, dict[str, Any], Callable[..., None] | None, torch.device, Mapping[str, nn.Module]], torch.Tensor
-]
+Denoise = Callable[..., torch.Tensor]  # of a model, see `Model.denoise`
 
 _BYTES_A_STEP = 64  # at most, in the scheduler's tables on the device
 _DRY_STEPS = 4  # after which multistep solvers hold their full history

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,11 +15,14 @@ from ...memory.planning.forecast import Forecast
 from ...memory.rates import ASSUMED
 from ...memory.striped import StripedForecast
 from ...memory.weights.unit import ManagedModel
-from ..decoding.decode import Call
+from ..decoding.decode import Call, run_decoder, run_encoder
 from ..decoding.policy import WayName
 from ..decoding.tiling import first_tile
 from . import forecast_cache
 from .forecasts import Forecaster, quietly, shape_of, shapes_in
+
+if TYPE_CHECKING:
+    from ..models.model import Model
 
 log = logging.getLogger("ballast")
 
@@ -134,3 +137,24 @@ class VaeForecasts:
 
 def _on(call: Call, module: torch.nn.Module, sample: torch.Tensor, device: torch.device) -> torch.Tensor:
     return call(module, sample, device, "whole").float().cpu()
+
+
+def vae_forecasts(
+    model: Model, method: Method, given: Mapping[str, Any], room_bytes: int, encode: Call = run_encoder
+) -> VaeForecasts:
+    """Return forecasts of the VAE's method with `given` arguments, in `room_bytes` on the device, weights included."""
+    if method == "encode":
+        way_of = {"by": getattr(encode, "__name__", type(encode).__name__)}
+        return VaeForecasts(
+            model.forecaster, method, model.decoder, encode, lambda *_: way_of, moves_out=model.decodes_to_host
+        )
+
+    def arguments(latents: torch.Tensor, way: WayName) -> Mapping[str, Any]:
+        return model.decode_arguments(latents, given, way, room_bytes)
+
+    def decode(module: torch.nn.Module, latents: torch.Tensor, device: torch.device, way: WayName) -> torch.Tensor:
+        return run_decoder(module, latents, device, arguments(latents, way))
+
+    return VaeForecasts(
+        model.forecaster, method, model.decoder, decode, arguments, model.decode_sample, model.decodes_to_host
+    )

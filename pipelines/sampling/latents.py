@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...memory.engine.streams import Queues
 from ...memory.weights import hostbuffer
+
+if TYPE_CHECKING:
+    from ..models.model import Model
 
 _MOST = 2**31  # elements; 8 GiB in float32, where the latents of a picture of 16384 x 16384 have 256 MiB
 
@@ -120,3 +123,13 @@ def check_latents(latents: Any) -> None:
         kind = f"of {latents.numel()} elements"
     if kind:
         raise ValueError(f"the latents are {kind}; a VAE takes dense ones in floating point. Sample them again.")
+
+
+def check_decodable(model: Model, latents: Any) -> None:
+    """Raise TypeError or ValueError, in one line, for what a model cannot decode."""
+    model.check_ready()
+    check_latents(latents)
+    takes = model.decoder_config.get("latent_channels") or model.decoder_config.get("z_dim")
+    advice = "Sample and decode with the same pipeline."
+    check_fit(latents, f"the VAE of {model.title}", takes, model.latent_dimensions, advice)
+    check_finite(latents, "the latents hold")

@@ -161,15 +161,15 @@ def test_a_picture_is_never_half_there(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_other_pictures_and_other_weights_are_other_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What decides a result is what its files hold, not how they are called."""
-    from ballast.pipelines.staged import samples
+    from ballast.pipelines.pipeline import Pipeline
 
-    sample = samples.SampleStage.sample
+    sample = Pipeline.sample
     seeing = {"image", "strength"}  # which the demo model does not take
 
     def blind(self: Any, cond: Any, **given: Any) -> Any:
         return sample(self, cond, **{name: value for name, value in given.items() if name not in seeing})
 
-    monkeypatch.setattr(samples.SampleStage, "sample", blind)
+    monkeypatch.setattr(Pipeline, "sample", blind)
     lines = jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0], "image": "start.png", "strength": 0.5})
     model = shutil.copytree(DEMO, tmp_path / "model")
     (weights,) = (model / "transformer").glob("*.safetensors")
@@ -189,19 +189,19 @@ def test_a_disk_that_is_full_ends_the_run(
 ) -> None:
     """Instead of drawing what cannot be kept."""
     from ballast.pipelines.decoding import rescue
-    from ballast.pipelines.staged import samples
+    from ballast.pipelines.pipeline import Pipeline
 
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    drawn, sample = [], samples.SampleStage.sample
+    drawn, sample = [], Pipeline.sample
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         drawn.append(1)
         return sample(self, *args, **kwargs)
 
     monkeypatch.setattr(rescue, "save_latents", full)
-    monkeypatch.setattr(samples.SampleStage, "sample", counted)
+    monkeypatch.setattr(Pipeline, "sample", counted)
     assert batch(jsonl(tmp_path / "prompts.txt", *PROMPTS[:3]), tmp_path / "out") == 1
     assert "ballast: no space left on device" in capsys.readouterr().err and drawn == [1]
 
@@ -215,7 +215,7 @@ def test_lines_may_name_films_and_what_to_follow(
     (tmp_path / "frames").mkdir()
     for number, frame in enumerate(film):
         write_image(frame, tmp_path / "frames" / f"{number}.png", ".png")
-    from ballast.pipelines.staged import samples
+    from ballast.pipelines.pipeline import Pipeline
 
     found: list[dict[str, Any]] = []
 
@@ -223,7 +223,7 @@ def test_lines_may_name_films_and_what_to_follow(
         found.append(given)
         raise ValueError("enough is seen")
 
-    monkeypatch.setattr(samples.SampleStage, "sample", noted)
+    monkeypatch.setattr(Pipeline, "sample", noted)
     both = {"control": "film.gif", "video": "frames"}
     assert batch(jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0], **both}), tmp_path / "out") == 1
     assert "line 1: enough is seen" in capsys.readouterr().err
@@ -284,9 +284,9 @@ def test_latents_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(images, "write_image", full)
         assert batch(lines, out) == 1
     assert len(list((out / "latents").iterdir())) == 2 and not seen(out)
-    from ballast.pipelines.staged import samples
+    from ballast.pipelines.pipeline import Pipeline
 
-    monkeypatch.setattr(samples.SampleStage, "sample", full)
+    monkeypatch.setattr(Pipeline, "sample", full)
     assert batch(lines, out) == 0
     assert len(seen(out)) == 2 and not (out / "latents").exists()
     for path in seen(out):  # of a run that was killed when its picture was there, and its latents still were

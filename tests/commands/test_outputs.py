@@ -19,8 +19,7 @@ from ballast.commands.results import Result
 from ballast.commands.workers import Worker
 from ballast.memory import files
 from ballast.pipelines.decoding.rescue import DecodeError, load_latents, rescued
-from ballast.pipelines.staged import samples
-from ballast.pipelines.staged.vae import VaeStages
+from ballast.pipelines.pipeline import Pipeline
 from PIL import Image
 from places import ROOT
 
@@ -37,13 +36,13 @@ def generate(model: Path, out: Path, *more: str) -> int:
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each call of `sample`."""
-    counted, sample = [], samples.SampleStage.sample
+    counted, sample = [], Pipeline.sample
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         counted.append(1)
         return sample(self, *args, **kwargs)
 
-    monkeypatch.setattr(samples.SampleStage, "sample", count)
+    monkeypatch.setattr(Pipeline, "sample", count)
     return counted
 
 
@@ -129,13 +128,13 @@ def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def full_when_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = VaeStages.decode
+    decode = Pipeline.decode
 
     def then_full(self: Any, latents: torch.Tensor) -> torch.Tensor:
         full(folder, monkeypatch)
         return decode(self, latents)
 
-    monkeypatch.setattr(VaeStages, "decode", then_full)
+    monkeypatch.setattr(Pipeline, "decode", then_full)
 
 
 @pytest.mark.parametrize("command", ["generate", "demo"])
@@ -210,7 +209,7 @@ def test_a_list_keeps_the_latents_that_its_folder_does_not_take(
     """Moved to where the line says, they are decoded by the next run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "list.txt").write_text("a red circle\na blue square\n", "utf-8")
-    out, sample = tmp_path / "out", samples.SampleStage.sample
+    out, sample = tmp_path / "out", Pipeline.sample
     command = ["batch", str(tmp_path / "list.txt"), "--model", str(DEMO), "--device", "cpu", "--out", str(out)]
 
     def then_full(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -218,7 +217,7 @@ def test_a_list_keeps_the_latents_that_its_folder_does_not_take(
         return sample(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(samples.SampleStage, "sample", then_full)
+        patch.setattr(Pipeline, "sample", then_full)
         assert main([*command, "--steps", "2"]) == 1
     monkeypatch.undo()
     (saved,) = (tmp_path / "cache" / "ballast" / "latents").iterdir()
@@ -228,13 +227,13 @@ def test_a_list_keeps_the_latents_that_its_folder_does_not_take(
     meant.parent.mkdir(exist_ok=True)
     saved.rename(meant)
     before = len(sampled)
-    monkeypatch.setattr(samples.SampleStage, "sample", counting := _count(sampled))
+    monkeypatch.setattr(Pipeline, "sample", counting := _count(sampled))
     assert main([*command, "--steps", "2"]) == 0 and counting
     assert len(sampled) == before + 1 and len(list(out.glob("*.png"))) == 2
 
 
 def _count(sampled: list[int]) -> Callable[..., Any]:
-    sample = samples.SampleStage.sample
+    sample = Pipeline.sample
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampled.append(1)
@@ -264,7 +263,7 @@ def test_a_worker_hands_back_what_it_cannot_decode(monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> None:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(VaeStages, "decode", broken)
+    monkeypatch.setattr(Pipeline, "decode", broken)
     worker = Worker({"path": DEMO, "device": "cpu"}, None)
     request = Request("a red circle", "", {}, {"steps": 2}, {})
     (drawn,), _, _ = worker.run([request], worker.encode([request]))

@@ -24,7 +24,7 @@ from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import least_ram_on_cpu
 from ballast.memory.weights import hostbuffer
 from ballast.memory.weights.structure import parameter_refs
-from ballast.pipelines import StagedPipeline
+from ballast.pipelines import Pipeline
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def rooms(pipe: StagedPipeline, **size: Any) -> dict[str, int]:
+def rooms(pipe: Pipeline, **size: Any) -> dict[str, int]:
     """The least VRAM of each placement, as it is planned, and something between."""
     plan = pipe.plan(**size, cond=pipe.encode("a red circle"), vram=1).sampling
     least = {"streamed": 2**60, "resident": 2**60}
@@ -108,12 +108,12 @@ def expected(models: dict[str, Path], sim: ModuleType) -> dict[str, torch.Tensor
     return found
 
 
-def placed(pipe: StagedPipeline) -> str | None:
+def placed(pipe: Pipeline) -> str | None:
     (unit,) = pipe.denoisers
     return unit.placement.name if unit.placement else None
 
 
-def encoded(pipe: StagedPipeline) -> Any:
+def encoded(pipe: Pipeline) -> Any:
     """A prompt, encoded in any VRAM: the budgets here are for sampling, which takes less."""
     return pipe.within(ram=pipe.ram_bytes, keep=pipe.keep).encode("a red circle")
 
@@ -121,7 +121,7 @@ def encoded(pipe: StagedPipeline) -> Any:
 class Run:
     """Samples, and says what that took."""
 
-    def __init__(self, pipe: StagedPipeline, **more: Any) -> None:
+    def __init__(self, pipe: Pipeline, **more: Any) -> None:
         mgr = pipe.manager
         cond = encoded(pipe)
         read = mgr.disk_bytes_read
@@ -220,7 +220,7 @@ def test_ram_budget_holds_in_every_placement(
         assert torch.equal(run.latents, expected["shapes"])
     assert max(held) <= 2_500_000
     check_books(sim)
-    pipe.ram_bytes = None
+    pipe.runner = pipe.runner.set(ram_bytes=None)
     assert torch.equal(Run(pipe, strategy=strategy).latents, expected["shapes"])
     assert manager("sim").report().host_bytes >= TRANSFORMER, "it is in RAM again"
     assert Run(pipe, strategy=strategy).read == 0
@@ -431,7 +431,7 @@ class Changes(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.pipes: list[StagedPipeline] = []
+        self.pipes: list[Pipeline] = []
         manager("sim").free()
 
     @rule(

@@ -15,7 +15,7 @@ from ballast.memory.planning import planner
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.sizes import format_bytes
 from ballast.memory.weights import hostbuffer
-from ballast.pipelines import StagedPipeline
+from ballast.pipelines import Pipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -39,10 +39,10 @@ class Bench:
         for unit in (*pipe.encoders, *pipe.denoisers):
             unit.drop()
 
-    def plan(self, pipe: StagedPipeline, **more: Any) -> Any:
+    def plan(self, pipe: Pipeline, **more: Any) -> Any:
         return pipe.plan(**SIZE, cond=self.cond, **more).sampling
 
-    def open(self, vram_share: float, ram_share: float, **more: Any) -> StagedPipeline:
+    def open(self, vram_share: float, ram_share: float, **more: Any) -> Pipeline:
         vram = self.least_vram + int(vram_share * (self.most_vram - self.least_vram))
         ram = self.windows + int(ram_share * (self.size_bytes - self.windows))
         return ballast.open_pipeline(self.folder, device="sim", vram=vram, ram=ram, **more)

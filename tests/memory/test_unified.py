@@ -28,7 +28,7 @@ def test_weights_are_on_the_device_or_on_disk(tiny_folders: Callable[[str], Path
     sim.enable(total="4GB", unified=True)
     least = pipe.plan(**SIZE, cond=cond, vram=1, strategy="streamed").sampling
     for vram, placement in ((2**30, "resident"), (least.peak_vram_bytes, "streamed")):
-        pipe.vram_bytes = vram
+        pipe.runner = pipe.runner.set(vram_bytes=vram)
         plan = pipe.plan(**SIZE, cond=cond, vram=vram).sampling
         assert (plan.placement, plan.from_disk) == (placement, True)
         assert plan.ram_bytes < dit.size_bytes / 2
@@ -39,7 +39,7 @@ def test_weights_are_on_the_device_or_on_disk(tiny_folders: Callable[[str], Path
         assert (manager("sim").disk_bytes_read == read) == (placement == "resident"), "it stays, and is not read again"
     assert torch.equal(pipe.sample(cond, **SIZE, strategy="cpu"), expected)
     assert dit.in_ram
-    pipe.vram_bytes = 2**30
+    pipe.runner = pipe.runner.set(vram_bytes=2**30)
     pipe.encode("a blue boat")
     assert not any(unit.in_ram for unit in pipe.encoders if unit.source() is not None)
 

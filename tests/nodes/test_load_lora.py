@@ -103,7 +103,7 @@ def test_the_second_transformer_has_its_own(
     given: dict[str, Any] = {"pipeline": plain, "lora": "wan.safetensors", "strength": 0.8}
     for more, worn in (({}, {"transformer": 0.8}), ({"transformer": "transformer_2"}, {"transformer_2": 0.8})):
         made = run_node(LoadLora, **given, **more).result[0]
-        (lora,) = made.open()._loras
+        (lora,) = made.open().runner.loras
         assert lora.strengths == worn and set(lora.adapters) == set(worn)
         assert hash(made) != hash(plain)
     del given["pipeline"]
@@ -143,4 +143,4 @@ def test_a_lora_of_another_model_fails_here(loras: list[str], sim: ModuleType) -
     with pytest.raises(ValueError, match="other.safetensors has weights that ZImage has no place for") as caught:
         with_lora(plain, "other.safetensors", 1.0)
     assert "\n" not in str(caught.value)
-    assert not plain.open()._loras
+    assert not plain.open().runner.loras

@@ -45,7 +45,7 @@ from ballast.nodes.sample import Sampler
 from ballast.nodes.shared import running
 from ballast.nodes.shared.folders import DEMO
 from ballast.nodes.shared.progress import StepProgress, as_picture, latent_format, show_text_in
-from ballast.pipelines.staged import samples
+from ballast.pipelines.stages import sample as samples
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import io
 from conftest import HOST

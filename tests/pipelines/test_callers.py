@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from ballast.memory.manager import manager
-from ballast.pipelines.staged import Item
+from ballast.pipelines.stages.batch_runs import Item
 from single_files import base_of, state_of, transformer_file
 
 Folders = Callable[[str], Path]

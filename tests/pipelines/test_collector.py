@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ballast.collector import paused_collector
 from ballast.pipelines import opening
+from ballast.pipelines.models.claims import Claims
+from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel, open_diffusers
 
 
 def test_the_collector_waits_for_an_opening(
@@ -17,12 +18,11 @@ def test_the_collector_waits_for_an_opening(
 ) -> None:
     collecting = []
 
-    class Watched(opening.GenericPipeline):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            collecting.append(gc.isenabled())
-            super().__init__(*args, **kwargs)
+    def watched(folder: Path, dtype: str, claims: Claims) -> DiffusersModel:
+        collecting.append(gc.isenabled())
+        return open_diffusers(folder, dtype, claims)
 
-    monkeypatch.setattr(opening, "GenericPipeline", Watched)
+    monkeypatch.setattr(opening, "open_diffusers", watched)
     opening.open_pipeline(tiny_folders("flux"), device="cpu")
     assert collecting == [False] and gc.isenabled()
     with pytest.raises(FileNotFoundError):

@@ -190,7 +190,7 @@ def test_budget_below_the_transformer_streams_it(name: str, tiny_folders: Folder
     sample(cond)
     forecast, least = pipe.manager.work.of(dit).forecast, sizes_of(dit).least_streamed_bytes
     assert forecast is not None and least < dit.size_bytes
-    pipe.vram_bytes = (least + dit.size_bytes) // 2 + forecast.peak_bytes
+    pipe.runner = pipe.runner.set(vram_bytes=(least + dit.size_bytes) // 2 + forecast.peak_bytes)
     for _ in range(2):
         latents = sample(cond)
         torch.testing.assert_close(latents, expected.float(), atol=1e-5, rtol=0)

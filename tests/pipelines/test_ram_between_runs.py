@@ -120,7 +120,7 @@ def test_kept_vae_is_read_once(runs: Callable[[str, float], Runs]) -> None:
     latents, vae, mgr = run.pipe.sample(run.pipe.encode("a car"), **run.given), run.pipe.decoder, manager("sim")
     vae.drop()
     pipe, read = run.pipe.within(ram=vae.size_bytes // 2), mgr.disk_bytes_read
-    pipe.keeps_vae = True
+    pipe.runner = pipe.runner.set(keeps_vae=True)
     first = pipe.decode(latents)
     assert vae.resident_bytes == vae.size_bytes
     assert mgr.disk_bytes_read - read == sum(parameter.nbytes for parameter in vae.module.parameters())

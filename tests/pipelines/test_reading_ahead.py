@@ -23,8 +23,8 @@ from ballast.memory.weights import reader
 from ballast.memory.weights.reader import Job, Reading
 from ballast.memory.weights.structure import parameter_refs
 from ballast.memory.weights.unit import ManagedModel
-from ballast.pipelines.staged import Item
-from ballast.pipelines.staged.runner import StageRunner
+from ballast.pipelines import Pipeline
+from ballast.pipelines.stages.batch_runs import Item
 
 Folders = Callable[[str], Path]
 SECONDS = 20.0  # after which a test has failed
@@ -90,7 +90,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Path]]:
 def opened(folders: Folders, cache: Path, name: str = "sd3", **budgets: Any) -> Any:
     """A pipeline whose prompts are not known yet; its dry runs are, from the first test on."""
     pipe = ballast.open_pipeline(folders(name), device="sim", cache_dir=cache, **budgets)
-    pipe.forecasts = folders(name).parent / "forecasts"
+    pipe.model.claims.forecasts = folders(name).parent / "forecasts"
     return pipe
 
 
@@ -293,7 +293,7 @@ def test_what_is_needed_next_stays_in_ram(
     read = {}
     for known in (True, False):
         if not known:
-            monkeypatch.setattr(StageRunner, "followed_by", lambda pipe, *stages: pipe)
+            monkeypatch.setattr(Pipeline, "followed_by", lambda pipe, *stages: pipe)
         pipe = emptied(opened(tiny_folders, tmp_path / str(known), ram=ram))
         expected = drawn(pipe, PROMPTS[:2])
         before = mgr.disk_bytes_read

@@ -14,7 +14,10 @@ import pytest
 import tiny
 import torch
 from ballast.memory import manager
-from ballast.pipelines.staged import Item, runs, texts
+from ballast.pipelines.encoding.prompts import Text
+from ballast.pipelines.stages import batch_runs as runs
+from ballast.pipelines.stages import prompt_batches as texts
+from ballast.pipelines.stages.batch_runs import Item
 
 Folders = Callable[[str], Path]
 NEGATIVE = "blurry, grey"
@@ -71,7 +74,7 @@ def test_chunks_that_ram_holds(
     pipe, run = opened("sd3", tiny_folders("sd3"), tmp_path / "one")
     prompts = [f"boat {number}" for number in range(5)]
     whole = list(pipe.run(prompts, negative_prompt=NEGATIVE, **run))
-    (cond,) = pipe.encode_some([texts.Text(prompts[0], NEGATIVE)], 0)
+    (cond,) = texts.PromptBatch(pipe.model, pipe.runner).encode([Text(prompts[0], NEGATIVE)], 0)
     pipe, _ = opened("sd3", tiny_folders("sd3"), tmp_path / "two")
     monkeypatch.setattr(runs, "_MOST_BYTES", 5 * cond.nbytes)
     manager("sim").timeline.clear()

@@ -38,7 +38,7 @@ def write(folder: Path, keys: list[str], turns: int, disk_bytes: int = 2**30, ra
     from ballast.memory.planning.forecast import Forecast
     from ballast.pipelines.encoding.conditioning import Conditioning
     from ballast.pipelines.encoding.embedding_cache import EmbeddingCache
-    from ballast.pipelines.generic import proof
+    from ballast.pipelines.equivalence import verdicts as proof
     from ballast.pipelines.planning import forecast_cache
 
     os.environ["XDG_CACHE_HOME"] = str(folder)

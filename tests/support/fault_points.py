@@ -23,7 +23,7 @@ from ballast.memory.planning.planner import window_bytes
 from ballast.memory.simulated import card as cards
 from ballast.memory.simulated.tensor import SimTensor
 from ballast.memory.weights import reader
-from ballast.pipelines.staged import StagedPipeline
+from ballast.pipelines import Pipeline
 from places import ROOT
 
 KINDS = ("operator", "allocation", "copy", "read", "block")
@@ -98,7 +98,7 @@ def ram_for_windows(folder: Path) -> int:
 class Run:
     """A pipeline, the arguments of its stages, and what they gave when nothing disturbed them."""
 
-    pipe: StagedPipeline
+    pipe: Pipeline
     encoding: dict[str, Any]
     sampling: dict[str, Any]
     expected: dict[str, Any]
@@ -159,11 +159,11 @@ class Run:
         return self.pipe.decode(self._sample(self.pipe.encode(**self.encoding)))
 
     def _sample(self, cond: Any, **more: Any) -> torch.Tensor:
-        self.pipe.vram_bytes = self.vram
+        self.pipe.runner = self.pipe.runner.set(vram_bytes=self.vram)
         try:
             return self.pipe.sample(cond, **self.sampling, **more)
         finally:
-            self.pipe.vram_bytes = None
+            self.pipe.runner = self.pipe.runner.set(vram_bytes=None)
 
     def _note(self, *_: Any) -> None:
         placement = self.pipe.denoisers[0].placement

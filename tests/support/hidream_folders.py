@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import tiny
 import transformers
-from ballast.pipelines.families.hidream.variants import VARIANTS
+from ballast.pipelines.models.hidream.variants import VARIANTS
 
 LLAMA_PARTS = ("text_encoder_4", "tokenizer_4")
 PUBLISHED_GIB = {"text_encoder": 0.23, "text_encoder_2": 1.29, "text_encoder_3": 8.87, "text_encoder_4": 13.98}

@@ -24,7 +24,7 @@ def image_vae(latent_channels: int, quant: bool, **more: Any) -> Any:
 
 
 def pyramid() -> Any:
-    from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
+    from ballast.pipelines.models.pyramid_flow.vae import CausalVideoVAE
     from safetensors.torch import load_file
 
     vae = CausalVideoVAE(**json.loads((DATA / "vae.config.json").read_text("utf-8")))

@@ -201,7 +201,7 @@ def test_loras_on_weights_that_are_encoded_when_read(
     found = pipe.sample(cond, **SIZE, strategy="resident")
     assert torch.equal(found, expected) == (weights == "exact12")
     for strategy, ram in (("streamed", None), ("leafwise", None), ("leafwise", 0.6)):
-        pipe.ram_bytes = ram and int(ram * pipe.denoisers[0].size_bytes)
+        pipe.runner = pipe.runner.set(ram_bytes=ram and int(ram * pipe.denoisers[0].size_bytes))
         assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), found), strategy
         assert sim.stats().allocated_bytes == 0
 

@@ -25,7 +25,7 @@ from ballast.memory.planning.planner import GroupSize, UnitSizes
 from ballast.memory.planning.ring_offsets import offsets, overwritten, step_seconds
 from ballast.memory.planning.solver import GroupLoad, Loads
 from ballast.memory.simulated import card, clock
-from ballast.pipelines import StagedPipeline
+from ballast.pipelines import Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed_models import Blocks, budget, nbytes, noise, put, run
@@ -223,7 +223,7 @@ class Bench:
     def vram(self, share: float) -> int:
         return self.least + int(share * (self.most - self.least))
 
-    def plan(self, vram: int | str, pipe: StagedPipeline | None = None, **more: Any) -> Any:
+    def plan(self, vram: int | str, pipe: Pipeline | None = None, **more: Any) -> Any:
         return (pipe or self.pipe).plan(**self.run, cond=self.cond, vram=vram, **more).sampling
 
     def seconds_of(self, plan: Any) -> float:
@@ -237,10 +237,10 @@ class Bench:
         ago = overwritten(passing, offsets(passing, plan.ring_bytes))
         return step_seconds(computes, copies, plan.streamed, ago, loads.before_seconds)
 
-    def sample(self, vram: int, pipe: StagedPipeline | None = None) -> tuple[torch.Tensor, list[float]]:
+    def sample(self, vram: int, pipe: Pipeline | None = None) -> tuple[torch.Tensor, list[float]]:
         """The latents, and the seconds of each step but the first."""
         pipe, ends = pipe or self.pipe, list[float]()
-        pipe.vram_bytes = vram
+        pipe.runner = pipe.runner.set(vram_bytes=vram)
         result = pipe.sample(self.cond, **self.run, on_step=lambda *_: ends.append(self.sim.stats().clock_seconds))
         assert manager("sim").timeline.stages[-1].peak_bytes <= vram
         assert self.sim.stats().hazards == 0

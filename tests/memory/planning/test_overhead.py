@@ -130,7 +130,7 @@ class Bench:
             torch.sim.synchronize()
             ends.append(self.sim.stats().clock_seconds)
 
-        self.pipe.vram_bytes = vram
+        self.pipe.runner = self.pipe.runner.set(vram_bytes=vram)
         result = self.pipe.sample(self.cond, **self.run, on_step=ended)
         steps = [end - begin for begin, end in itertools.pairwise(ends)]
         return result, steps[-1], manager("sim").timeline.stages[-1]

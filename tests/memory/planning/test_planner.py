@@ -258,7 +258,7 @@ def test_predicted_seconds_are_those_of_the_virtual_clock(
         )
         for vram in (least, (least + most) // 2):
             plan = pipe.plan(**run, cond=cond, vram=vram).sampling
-            pipe.vram_bytes = vram
+            pipe.runner = pipe.runner.set(vram_bytes=vram)
             ends: list[float] = []
             pipe.sample(cond, **run, on_step=lambda *_, ends=ends: ends.append(sim.stats().clock_seconds))
             measured = (ends[-1] - ends[1]) / 3

@@ -26,6 +26,8 @@ from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.decoding.rescue import DecodeError, _claimed, load_latents, save_latents
 from ballast.pipelines.planning.plans import _plan_vae
+from ballast.pipelines.planning.vae_forecasts import vae_forecasts
+from ballast.pipelines.stages.vae_stages import vae_run
 from comfy.cli_args import args
 from conftest import HOST
 from host import page, run_node
@@ -67,7 +69,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def budget_between(pipe: Any, z: torch.Tensor, share: float) -> int:
     """The weights and part of what decoding whole works in."""
-    whole = pipe._vae_forecasts("decode", {}, 0).whole(z)
+    whole = vae_forecasts(pipe.model, "decode", {}, 0).whole(z)
     return pipe.decoder.size_bytes + int(share * whole.units["vae"].peak_bytes)
 
 
@@ -81,7 +83,7 @@ def test_way_is_chosen_beforehand(share: float, pipe: Any, sim: ModuleType, monk
     z = latents()
     expected = pipe.decode(z)
     taken = ways_taken(monkeypatch)
-    pipe.vram_bytes = budget_between(pipe, z, share)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z, share))
     sim.reset_stats()
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert taken == [("whole" if share == 1 else "in stripes", 1)], "and nothing was tried in vain"
@@ -90,7 +92,7 @@ def test_way_is_chosen_beforehand(share: float, pipe: Any, sim: ModuleType, monk
 
 
 def test_peak_does_not_grow_with_the_picture(pipe: Any, sim: ModuleType) -> None:
-    pipe.vram_bytes = budget_between(pipe, latents(), 0.5)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, latents(), 0.5))
     peaks = []
     for height in (24, 48, 96):
         sim.reset_stats()
@@ -103,8 +105,8 @@ def test_encoding_goes_in_stripes_too(pipe: Any, sim: ModuleType, monkeypatch: p
     picture = torch.rand(2, 160, 136, 3, generator=torch.Generator().manual_seed(0))
     expected = pipe.encode_image(picture)
     taken = ways_taken(monkeypatch)
-    whole = pipe._vae_forecasts("encode", {}, 0).whole(picture[:1].permute(0, 3, 1, 2))
-    pipe.vram_bytes = pipe.decoder.size_bytes + whole.units["vae"].peak_bytes // 2
+    whole = vae_forecasts(pipe.model, "encode", {}, 0).whole(picture[:1].permute(0, 3, 1, 2))
+    pipe.runner = pipe.runner.set(vram_bytes=pipe.decoder.size_bytes + whole.units["vae"].peak_bytes // 2)
     sim.reset_stats()
     torch.testing.assert_close(pipe.encode_image(picture), expected, atol=1e-5, rtol=0)
     assert taken == [("in stripes", 1), ("in stripes", 1)]
@@ -131,7 +133,7 @@ def test_batch_that_does_not_fit_is_decoded_one_by_one(
     z = latents(3)
     expected = pipe.decode(z)
     taken = ways_taken(monkeypatch)
-    pipe.vram_bytes = budget_between(pipe, z[:1], 1.0)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z[:1], 1.0))
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert taken == [("whole", 1)] * 3
 
@@ -162,7 +164,7 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
     z = latents(3)
     expected = pipe.decode(z)
     taken = ways_taken(monkeypatch)
-    pipe.vram_bytes = budget_between(pipe, z[:1], 1.0)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z[:1], 1.0))
     run, count = decode.VaeRun._run, 0
 
     def short(self: decode.VaeRun, tensor: torch.Tensor, way: decode.Way) -> torch.Tensor:
@@ -182,7 +184,7 @@ def test_pictures_that_are_done_are_kept(pipe: Any, sim: ModuleType, monkeypatch
 @pytest.mark.long
 def test_tiles_where_ram_is_short(pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     z = latents(1, 80, 80)
-    pipe.vram_bytes = budget_between(pipe, z, 0.9)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z, 0.9))
     monkeypatch.setattr(copies, "spare_ram_bytes", lambda: 0)
     taken = ways_taken(monkeypatch)
     assert pipe.decode(z).isfinite().all()
@@ -197,14 +199,14 @@ def test_tiles_are_told_where_one_looks(
     z = latents(1, 80, 80)
     told = "in tiles, which may show faint seams"
     monkeypatch.setattr(decode.VaeRun, "_ram_room", lambda self: 0)
-    forecasts = pipe._vae_forecasts("decode", {}, 0)
+    forecasts = vae_forecasts(pipe.model, "decode", {}, 0)
     budget = pipe.decoder.size_bytes + forecasts.tiles(z).units["vae"].peak_bytes
     assert budget < pipe.decoder.size_bytes + forecasts.whole(z).units["vae"].peak_bytes
-    run = pipe._vae_run("decode", {}, budget, planned=True)
+    run = vae_run(pipe.model, pipe.runner, "decode", {}, budget, planned=True)
     planned = _plan_vae("decode", run, z, budget_bytes=budget, ram_bytes=2**40, rates=ASSUMED, ram_stated=True)
     assert planned.note == told and planned.peak_vram_bytes <= budget
     opened = in_host.open()
-    opened.vram_bytes = budget
+    opened.runner = opened.runner.set(vram_bytes=budget)
     monkeypatch.setattr(type(in_host), "open", lambda self: opened)
     with page() as shown:
         run_node(VaeDecode, pipeline=in_host, latent={"samples": z})
@@ -225,7 +227,7 @@ def test_error_in_stripes_does_not_change_the_picture(
 ) -> None:
     z = latents(2, 80, 80)  # more than a tile
     expected = pipe.decode(z)
-    pipe.vram_bytes = budget_between(pipe, z[:1], 0.8)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z[:1], 0.8))
     taken = ways_taken(monkeypatch)
     failing_stripes(monkeypatch)
     torch.testing.assert_close(pipe.decode(z), expected, atol=5e-4, rtol=0)
@@ -240,8 +242,8 @@ def test_error_in_stripes_is_told_where_nothing_else_gives_the_same_picture(
     pipe: Any, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     z = latents(1, 80, 80)
-    whole = pipe._vae_forecasts("decode", {}, 0).whole(z).units["vae"].peak_bytes
-    pipe.vram_bytes = budget_between(pipe, z, 0.8)
+    whole = vae_forecasts(pipe.model, "decode", {}, 0).whole(z).units["vae"].peak_bytes
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z, 0.8))
     taken = ways_taken(monkeypatch)
     failing_stripes(monkeypatch)
     monkeypatch.setattr(decode.VaeRun, "_ram_room", lambda self: whole - 1)
@@ -258,11 +260,13 @@ def test_copies_of_weights_in_ram_make_room_for_maps(
     z = latents()
     expected = pipe.decode(z)
     pipe.encode("a boat")
-    pipe.vram_bytes = budget_between(pipe, z, 0.3)
+    pipe.runner = pipe.runner.set(vram_bytes=budget_between(pipe, z, 0.3))
     pipe.decoder.load()
     encoder = pipe.encoders[0]
     assert encoder.host_bytes > 0
-    wanted = pipe._vae_forecasts("decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
+    wanted = (
+        vae_forecasts(pipe.model, "decode", {}, 0).stripes(z, pipe.vram_bytes - pipe.decoder.size_bytes).host_peak_bytes
+    )
     held = encoder.host_bytes
     monkeypatch.setattr(copies, "spare_ram_bytes", lambda: wanted - 1 + held - encoder.host_bytes)
     taken = ways_taken(monkeypatch)
@@ -288,7 +292,7 @@ def test_cpu_takes_no_more_ram_than_there_is(
     monkeypatch.setattr(decode.striped, "run", noted)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert budgets == []
-    whole = pipe._vae_forecasts("decode", {}, 0).whole(z).units["vae"].peak_bytes
+    whole = vae_forecasts(pipe.model, "decode", {}, 0).whole(z).units["vae"].peak_bytes
     for spare in (whole - 1, 0):
         monkeypatch.setattr(copies, "spare_ram_bytes", lambda spare=spare: spare)
         torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
@@ -472,7 +476,7 @@ def test_step_at_which_values_stop_being_finite_is_named(pipe: Any, sim: ModuleT
 def test_a_budget_that_holds_nothing_goes_to_the_cpu(pipe: Any, sim: ModuleType) -> None:
     z = latents()
     expected = pipe.decode(z)
-    pipe.vram_bytes = 1000
+    pipe.runner = pipe.runner.set(vram_bytes=1000)
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     with pytest.raises(DoesNotFitError):
         pipe.encode("another boat")

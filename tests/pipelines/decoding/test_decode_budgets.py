@@ -19,6 +19,7 @@ from ballast.memory import simulated
 from ballast.memory.manager import manager
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.planning.plans import _plan_vae
+from ballast.pipelines.stages.vae_stages import vae_run
 
 Folders = Callable[[str], Path]
 
@@ -50,8 +51,16 @@ def work_of(name: str, pipe: Any, size: tuple[int, int], method: str) -> tuple[C
 
 def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], given: Any, more: dict) -> tuple:
     """Plan and run within a budget, and hold one against the other. Returns the way, and the result."""
-    pipe.vram_bytes = budget
-    planned = _plan_vae(method, pipe._vae_run(method, more, budget, planned=True), given, budget, 2**40, ASSUMED, True)
+    pipe.runner = pipe.runner.set(vram_bytes=budget)
+    planned = _plan_vae(
+        method,
+        vae_run(pipe.model, pipe.runner, method, more, budget, planned=True),
+        given,
+        budget,
+        2**40,
+        ASSUMED,
+        True,
+    )
     manager("sim").timeline.clear()
     gc.collect()
     simulated.reset_stats()
@@ -78,7 +87,7 @@ def test_budgets_are_kept_as_planned(name: str, method: str, tiny_folders: Folde
     chosen = random.Random(f"{name} {method}")
     call, given, more = work_of(name, pipe, chosen.choice(SIZES[: 4 if pipe.is_video else 5]), method)
     expected = call()
-    forecasts = pipe._vae_run(method, more, GB, planned=True).forecasts
+    forecasts = vae_run(pipe.model, pipe.runner, method, more, GB, planned=True).forecasts
     weights, whole = pipe.decoder.size_bytes, forecasts.whole(given).units[pipe.decoder.name].peak_bytes
     budgets = [weights + whole, weights + whole - 1, weights, weights + 2]
     budgets += [weights + int(whole * chosen.random() ** 2) for _ in range(2)]
@@ -94,5 +103,5 @@ def test_budgets_are_kept_as_planned(name: str, method: str, tiny_folders: Folde
 def test_picture_without_further_frames_goes_in_stripes(tiny_folders: Folders, sim: ModuleType) -> None:
     """HunyuanVideo 1.5 takes the frames behind the first apart, also where there are none."""
     pipe: Any = ballast.open_pipeline(tiny_folders("hunyuan_video15"), device="sim")
-    forecasts = pipe._vae_run("encode", {}, GB, planned=True).forecasts
+    forecasts = vae_run(pipe.model, pipe.runner, "encode", {}, GB, planned=True).forecasts
     assert forecasts.stripes(torch.rand(1, 3, 1, 160, 192), 2_000_000).peak_bytes <= 2_000_000

@@ -18,6 +18,7 @@ from ballast.memory import manager
 from ballast.memory.manager import STRATEGIES
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.files.components import Component, read_config
+from ballast.pipelines.planning.vae_forecasts import vae_forecasts
 
 FOUR = (4, 8, 8, 8)
 
@@ -86,7 +87,7 @@ def test_vae_without_tiling_is_not_run_in_tiles(
         raise RuntimeError("not in stripes")
 
     monkeypatch.setattr(decode, "_in_stripes", fail)
-    pipe.vram_bytes = whole // 10
+    pipe.runner = pipe.runner.set(vram_bytes=whole // 10)
     sim.reset_stats()
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
     assert sim.stats().peak_bytes <= pipe.vram_bytes
@@ -122,12 +123,12 @@ def test_vae_that_cannot_do_without_tiling(
 
     pipe: Any = ballast.open_pipeline(tiny_folders("cogvideox"), device="sim")
     config = read_config(tmp_path / "vae", tmp_path)
-    pipe.decoder = Component("vae", tmp_path / "vae", type(vae), torch.float32, config).unit("allegro")
-    pipe.decoder_config = config
+    pipe.model.decoder = Component("vae", tmp_path / "vae", type(vae), torch.float32, config).unit("allegro")
+    pipe.model.decoder_config = config
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-5, rtol=0)
 
-    forecast = pipe._vae_forecasts("decode", {}, 0).whole(z)
-    pipe.vram_bytes = pipe.decoder.size_bytes + int(0.9 * forecast.units["vae"].peak_bytes)
+    forecast = vae_forecasts(pipe.model, "decode", {}, 0).whole(z)
+    pipe.runner = pipe.runner.set(vram_bytes=pipe.decoder.size_bytes + int(0.9 * forecast.units["vae"].peak_bytes))
     sim.reset_stats()
     torch.testing.assert_close(pipe.decode(z), expected, atol=1e-4, rtol=0)
     assert 0 < sim.stats().peak_bytes <= pipe.vram_bytes

@@ -90,7 +90,7 @@ def test_disk_that_fails_at_any_call_costs_no_run(
     expected = pipe.encode("a boat").tensors["prompt_embeds"]
     for owner, name in WRITING:
         folder = tmp_path / f"{owner.__name__}.{name}"
-        pipe.cache = EmbeddingCache(folder)
+        pipe.model.claims.cache = EmbeddingCache(folder)
         for at in range(1, 4):
             calls, function = [], getattr(owner, name)
 

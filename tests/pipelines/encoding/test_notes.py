@@ -20,7 +20,7 @@ from ballast.nodes.load import LoadPipeline
 from ballast.nodes.sample import Sampler
 from ballast.nodes.shared import running
 from ballast.pipelines.encoding.embedding_cache import shared_cache
-from ballast.pipelines.encoding.listening import Listener, encoder_title
+from ballast.pipelines.encoding.truncation import Truncation, encoder_title
 from host import run_node
 from import_pack import ROOT
 from tiny_parts import tokenizer
@@ -65,7 +65,7 @@ class Processor:
 
 
 def test_a_text_that_is_read_with_pictures_is_measured_with_them() -> None:
-    listener = Listener()
+    listener = Truncation()
     read = listener.attach(Processor(), "Qwen")
     read(text=["<picture> a red boat"], images=[object()], truncation=True, max_length=3)
     (note,) = listener.notes("Kandinsky", ["a red boat"], [], "")
@@ -133,10 +133,10 @@ def test_families_with_tokenizers_of_their_own(tmp_path: Path) -> None:
 def test_a_tokenizer_in_comfyuis_files_tells_it(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece", reason="the sentencepiece package is not installed")
     import newbie_folders as files
-    from ballast.pipelines.families.newbie.tokenizers import embedded_tokenizer
+    from ballast.pipelines.models.newbie.tokenizers import embedded_tokenizer
 
     path = files.piece_file(tmp_path / "j.safetensors", bos_id=0, pad_id=1, eos_id=2, unk_id=3)
-    plain, listener = embedded_tokenizer(path), Listener()
+    plain, listener = embedded_tokenizer(path), Truncation()
     heard = listener.attach(embedded_tokenizer(path), "Jina")
     text = "a red boat on the water, a red boat on the water"
     given = {"max_length": 8, "padding": True, "truncation": True, "return_tensors": "pt"}
@@ -264,7 +264,7 @@ def test_vae_encode_shows_it(reference: Any, shown: list[str]) -> None:
 
 
 def test_listening_changes_nothing_that_is_read() -> None:
-    plain, heard = tokenizer(77), Listener().attach(tokenizer(77), "CLIP")
+    plain, heard = tokenizer(77), Truncation().attach(tokenizer(77), "CLIP")
     given = {"padding": "max_length", "max_length": 20, "truncation": True, "return_tensors": "pt"}
     for texts in ("a boat", ["a boat", "a red boat on the wide water"]):
         one, other = plain(texts, **given), heard(texts, **given)

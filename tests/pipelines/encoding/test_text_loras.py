@@ -52,7 +52,7 @@ def test_equal_to_stock(
     assert sim.stats().allocated_bytes == 0
     only = {"transformer": STRENGTHS[0]}
     pipe.set_loras([(loras[0][0], only)])
-    assert set(pipe._loras[0].adapters) == {"transformer"}
+    assert set(pipe.runner.loras[0].adapters) == {"transformer"}
     plain = encode()
     pipe.set_loras([])
     assert equal(encode(), plain) and not equal(plain, cond)

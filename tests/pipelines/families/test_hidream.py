@@ -19,9 +19,10 @@ import torch
 import transformers
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
-from ballast.pipelines.families.hidream.pipeline import HiDreamPipeline
-from ballast.pipelines.families.hidream.states import OnDevice
-from ballast.pipelines.families.hidream.variants import VARIANTS, detect
+from ballast.pipelines.models.hidream.hidream_model import HiDreamModel
+from ballast.pipelines.models.hidream.states import OnDevice
+from ballast.pipelines.models.hidream.variants import VARIANTS, detect
+from ballast.pipelines.sampling.inputs import Inputs, Request
 from hidream_folders import PUBLISHED_GIB, complete, in_proportion, published, scheduler_of, write_index
 from streamed_models import rests, streamed_engine
 
@@ -69,7 +70,7 @@ def test_equals_stock(
     latents, picture = stock(source, guidance, size, steps=4)
     folder, llama = published(source, tmp_path / "published")
     pipe = ballast.open_pipeline(folder, device="sim", llama=llama)
-    assert pipe.variant == VARIANTS[variant]
+    assert pipe.model.variant == VARIANTS[variant]
     cond = pipe.encode("a red boat", "blurry, grey", **WORDS)
     ours = pipe.sample(cond, *size, steps=4, guidance=guidance, seed=3)
     torch.testing.assert_close(ours, latents.float(), atol=1e-5, rtol=0)
@@ -134,7 +135,7 @@ def test_a_scheduler_of_the_models_own_kind_is_kept(tiny_folders: Folders, tmp_p
     folder = complete(tiny_folders("hidream"), tmp_path / "hidream", "fast")
     diffusers.FlowMatchLCMScheduler(shift=4.5).save_pretrained(folder / "scheduler")
     pipe: Any = ballast.open_pipeline(folder, device="cpu")
-    assert pipe._tool("scheduler").config["shift"] == 4.5
+    assert pipe.model.parts.tool("scheduler").config["shift"] == 4.5
     assert ballast.open_pipeline(folder, device="cpu", variant="dev")._tool("scheduler").config["shift"] == 6.0  # type: ignore[attr-defined]
 
 
@@ -142,7 +143,7 @@ def test_a_scheduler_that_diffusers_lacks_is_replaced(tiny_folders: Folders, tmp
     folder = complete(tiny_folders("hidream"), tmp_path / "hidream", "fast")
     write_index(folder, {"scheduler": ["hi_diffusers", "FlashFlowMatchEulerDiscreteScheduler"]})
     pipe: Any = ballast.open_pipeline(folder, device="cpu", variant="dev")
-    assert pipe._tool("scheduler").config["shift"] == 6.0
+    assert pipe.model.parts.tool("scheduler").config["shift"] == 6.0
 
 
 def test_published_numbers() -> None:
@@ -167,7 +168,7 @@ def test_variant_that_is_named_is_run_with_its_own_numbers(
     monkeypatch.setattr(
         pipe.denoisers[0].module, "forward", lambda *a, **k: batches.append(len(k["hidden_states"])) or forward(*a, **k)
     )
-    scheduler = pipe._tool("scheduler")
+    scheduler = pipe.model.parts.tool("scheduler")
     assert type(scheduler) is type(scheduler_of(variant)) and scheduler.config == scheduler_of(variant).config
     pipe.sample(cond, width=32, height=32, on_step=lambda step, steps, _: seen.append((step, steps)))
     chosen = VARIANTS[variant]
@@ -209,7 +210,7 @@ def test_asked_size_is_what_comes_out(size: tuple[int, int], tiny_folders: Folde
 
 def test_one_side_alone_leaves_the_other_as_it_is(tiny_folders: Folders) -> None:
     pipe: Any = ballast.open_pipeline(tiny_folders("hidream"), device="cpu")
-    arguments = pipe._sample_arguments(16, None, 1, None, None, {})
+    arguments = pipe.model.sample_arguments(Inputs(pipe.model), Request(width=16))
     assert (arguments["width"], arguments["height"]) == (16, 1024)
 
 
@@ -236,7 +237,7 @@ def test_llama_of_either_kind_of_checkpoint(kind: str, tiny_folders: Folders, tm
         whole.model.save_pretrained(llama)
     assert json.loads((llama / "config.json").read_text("utf-8"))["architectures"] == [kind]
     pipe: Any = ballast.open_pipeline(folder, device="cpu", llama=llama)
-    unit = pipe._units["text_encoder_4"]
+    unit = pipe.model.parts.units["text_encoder_4"]
     assert type(unit.module).__name__ == "LlamaModel"
     assert not any("lm_head" in name for name, _ in unit.module.named_parameters())
     assert unit.source() is not None
@@ -429,7 +430,9 @@ def test_encoders_peak_at_the_largest_one(tmp_path: Path, sim: ModuleType) -> No
     ours = sim.stats().peak_bytes
 
     whole = transformers.LlamaModel.from_pretrained(llama).eval().to("sim")
-    tokens = pipe._tool("tokenizer_4")(["a red boat"], padding="max_length", max_length=128, return_tensors="pt")
+    tokens = pipe.model.parts.tool("tokenizer_4")(
+        ["a red boat"], padding="max_length", max_length=128, return_tensors="pt"
+    )
     sim.reset_stats()
     with torch.inference_mode():
         whole(**tokens.to("sim"), output_hidden_states=True, use_cache=False)
@@ -445,7 +448,7 @@ def test_encoders_stream_below_their_size(tmp_path: Path, sim: ModuleType) -> No
     pipe: Any = ballast.open_pipeline(folder, device="sim", llama=llama, cache_dir=tmp_path / "one")
     few = {"max_sequence_length": 16}  # activations are large beside such small weights
     expected = pipe.encode("a red boat", "blurry, grey", **few)
-    cap = round(pipe._units["text_encoder_4"].size_bytes * 4 / PUBLISHED_GIB["text_encoder_4"])
+    cap = round(pipe.model.parts.units["text_encoder_4"].size_bytes * 4 / PUBLISHED_GIB["text_encoder_4"])
     pipe = ballast.open_pipeline(folder, device="sim", llama=llama, cache_dir=tmp_path / "two", vram=cap)
     sim.reset_stats()
     cond = pipe.encode("a red boat", "blurry, grey", **few)
@@ -476,7 +479,7 @@ def streamed_seconds(sim: ModuleType, module: Any, copying: float) -> tuple[floa
     forecast, _ = dry_run(
         {"dit": skeleton},
         lambda device: skeleton(**{k: v.to(device) for k, v in inputs.items()}),
-        HiDreamPipeline.stand_ins,
+        HiDreamModel.stand_ins,
     )
     unit.learn(forecast.units["dit"].call_order)
     for _ in range(2):  # the first time to see how long computing takes

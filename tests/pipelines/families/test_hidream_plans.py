@@ -14,7 +14,7 @@ from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes
 from ballast.memory.weights.structure import block_lists
-from ballast.pipelines.families.hidream.variants import VARIANTS
+from ballast.pipelines.models.hidream.variants import VARIANTS
 from places import ROOT
 
 GIB = 2**30

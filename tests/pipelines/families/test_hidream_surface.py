@@ -17,7 +17,7 @@ from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.sample import Sampler
-from ballast.pipelines.families.hidream.variants import VARIANTS
+from ballast.pipelines.models.hidream.variants import VARIANTS
 from hidream_folders import published
 from host import InputError, page, run_node
 from places import ROOT

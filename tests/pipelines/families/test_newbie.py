@@ -15,10 +15,10 @@ import newbie_folders
 import pytest
 import torch
 from ballast.memory import manager
-from ballast.pipelines.families.newbie.sampling import euler, guide, midpoint, start, times
-from ballast.pipelines.families.newbie.sizes import config_of
-from ballast.pipelines.families.newbie.transformer import NewbieTransformer2DModel, transformer_names
 from ballast.pipelines.files.checkpoint import Checkpoint
+from ballast.pipelines.models.newbie.sampling import euler, guide, midpoint, start, times
+from ballast.pipelines.models.newbie.sizes import config_of
+from ballast.pipelines.models.newbie.transformer import NewbieTransformer2DModel, transformer_names
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from newbie_folders import DATA
 from safetensors.torch import load_file, save_file
@@ -129,7 +129,7 @@ def open_layout(path: Path, files: dict[str, Path], device: str = "sim", **more:
     if files:  # tokenizers inside files of weights have tests of their own
         from tiny_parts import tokenizer
 
-        pipe._tokenizers = {"gemma": tokenizer(), "jina": tokenizer()}
+        pipe.model._tokenizers = {"gemma": tokenizer(), "jina": tokenizer()}
     return pipe
 
 
@@ -342,7 +342,7 @@ def test_attention_that_takes_no_mask_is_used_where_none_is_needed(
         asked.append((str(getattr(backend, "value", backend)), attn_mask is not None))
         return dispatch_attention_fn(*args, attn_mask=attn_mask, backend="native", **kwargs)
 
-    monkeypatch.setattr("ballast.pipelines.families.newbie.transformer.dispatch_attention_fn", dispatched)
+    monkeypatch.setattr("ballast.pipelines.models.newbie.transformer.dispatch_attention_fn", dispatched)
     pipe = open_layout(*layouts["official"], device="cpu")
     pipe.sample(pipe.encode("a boat", "a long negative prompt of other words"), **RUN, attention="_native_math")
     assert {backend for backend, masked in asked if masked} == {"native"}

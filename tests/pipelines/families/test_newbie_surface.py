@@ -51,7 +51,10 @@ def picture(reference: Any, **sampling: Any) -> torch.Tensor:
 def test_both_loaders_give_the_same_picture(files: dict[str, str], sim: ModuleType) -> None:
     folder = run_node(LoadPipeline, pipeline=FOLDER, device="sim").result[0]
     split = run_node(LoadNewbie, **files, device="sim").result[0]
-    split.open()._tokenizers = {"gemma": tokenizer(), "jina": tokenizer()}  # those in files have tests of their own
+    split.open().model._tokenizers = {
+        "gemma": tokenizer(),
+        "jina": tokenizer(),
+    }  # those in files have tests of their own
     expected = picture(folder)
     assert expected.shape == (1, 48, 64, 3)
     torch.testing.assert_close(picture(split), expected, atol=1e-5, rtol=0)

@@ -20,8 +20,8 @@ from accelerate import init_empty_weights
 from ballast.memory.weights.loading import load_stored
 from ballast.memory.weights.stored import Stored, stored_tensors
 from ballast.memory.weights.unit import ManagedModel
-from ballast.pipelines.families.newbie.adapter import AdaptedTower, read_merged
-from ballast.pipelines.families.newbie.gemma import (
+from ballast.pipelines.models.newbie.adapter import AdaptedTower, read_merged
+from ballast.pipelines.models.newbie.gemma import (
     GEMMA_3_4B,
     SYSTEM_PROMPT,
     gemma_features,
@@ -29,8 +29,8 @@ from ballast.pipelines.families.newbie.gemma import (
     make_gemma,
     with_system_prompt,
 )
-from ballast.pipelines.families.newbie.jina import has_adapter, jina_features, jina_names, make_jina
-from ballast.pipelines.families.newbie.tokenizers import PieceTokenizer, embedded_tokenizer, folder_tokenizer
+from ballast.pipelines.models.newbie.jina import has_adapter, jina_features, jina_names, make_jina
+from ballast.pipelines.models.newbie.tokenizers import PieceTokenizer, embedded_tokenizer, folder_tokenizer
 from newbie_folders import XML
 from places import DATA
 from safetensors.torch import load_file, save_file
@@ -378,7 +378,7 @@ def test_which_adapter_and_how_strong(facts: dict[str, Any], index: int, scale: 
 
 
 def test_merged_weights_are_cast_and_ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ballast.pipelines.families.newbie.adapter._ROWS", 7)
+    monkeypatch.setattr("ballast.pipelines.models.newbie.adapter._ROWS", 7)
     tensors, file = adapted(1), tmp_path / "model.safetensors"
     halves = sorted(tensors)[::2]  # in two files, the factors of most apart
     save_file({name: tensors.pop(name) for name in halves}, tmp_path / "first.safetensors")

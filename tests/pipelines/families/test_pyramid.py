@@ -15,7 +15,8 @@ import pytest
 import torch
 from ballast.memory import manager
 from ballast.pipelines.encoding.conditioning import Conditioning
-from ballast.pipelines.families.pyramid_flow.vae_decode import decode_bytes, from_vae
+from ballast.pipelines.models.pyramid_flow.vae_decode import decode_bytes, from_vae
+from ballast.pipelines.sampling.inputs import Inputs, Request
 from pyramid_folders import DATA
 from safetensors.torch import load_file
 
@@ -60,7 +61,7 @@ def test_videos_are_the_references(
     golden = load_file(DATA / f"{kind}.{mode}.safetensors")
     facts = json.loads((DATA / "generate.json").read_text("utf-8"))
     monkeypatch.setattr(
-        "ballast.pipelines.families.pyramid_flow.pipeline.SeededNoise", lambda *_: Recorded(golden)
+        "ballast.pipelines.models.pyramid_flow.pyramid_model.SeededNoise", lambda *_: Recorded(golden)
     )  # once more for the dry run
     pipe = ballast.open_pipeline(folders[kind], device="sim")
     run: dict[str, Any] = {"width": facts["width"], "height": facts["height"], "frames": 8 * (facts["temp"] - 1) + 1}
@@ -143,8 +144,8 @@ def test_nothing_is_left_by_an_error_that_is_held(folders: dict[str, Path], sim:
 def test_variants(folders: dict[str, Path]) -> None:
     for variant, named in (("auto", "768p"), ("384p", "384p")):
         pipe: Any = ballast.open_pipeline(folders["flux"], device="cpu", variant=variant)
-        assert pipe.layout.variant == named
-        arguments = pipe._sample_arguments(None, None, 10, None, None, {})
+        assert pipe.model.layout.variant == named
+        arguments = pipe.model.sample_arguments(Inputs(pipe.model), Request(steps=10))
         size = {"768p": (16, 16, 96, 160), "384p": (16, 16, 48, 80)}[named]
         assert arguments["shape"] == size and arguments["num_inference_steps"] == 60 + 15 * 30
 
@@ -162,7 +163,9 @@ def test_decoding_keeps_its_budget(budget: str, folders: dict[str, Path], sim: M
     latents = torch.randn(1, 16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     whole = pipe.decode(latents)
     if budget == "less":
-        pipe.vram_bytes = pipe.decoder.size_bytes + decode_bytes(pipe.decoder_config, 256, 256) - 1
+        pipe.runner = pipe.runner.set(
+            vram_bytes=pipe.decoder.size_bytes + decode_bytes(pipe.decoder_config, 256, 256) - 1
+        )
         sim.reset_stats()
         torch.testing.assert_close(pipe.decode(latents), whole, atol=1e-4, rtol=0)
         assert sim.stats().peak_bytes <= pipe.vram_bytes

@@ -14,7 +14,8 @@ import pytest
 import torch
 from ballast.memory.errors import release_frames
 from ballast.memory.planning.dry_run import dry_run
-from ballast.pipelines.families.pyramid_flow.loop import (
+from ballast.pipelines.files.checkpoint import Checkpoint
+from ballast.pipelines.models.pyramid_flow.loop import (
     GuidedVelocity,
     History,
     SeededNoise,
@@ -25,9 +26,8 @@ from ballast.pipelines.families.pyramid_flow.loop import (
     generate,
     halve,
 )
-from ballast.pipelines.families.pyramid_flow.scheduler import PyramidFlowMatchEulerDiscreteScheduler
-from ballast.pipelines.families.pyramid_flow.transformers import TRANSFORMERS
-from ballast.pipelines.files.checkpoint import Checkpoint
+from ballast.pipelines.models.pyramid_flow.scheduler import PyramidFlowMatchEulerDiscreteScheduler
+from ballast.pipelines.models.pyramid_flow.transformer_classes import TRANSFORMERS
 from safetensors.torch import load_file
 from torch import nn
 

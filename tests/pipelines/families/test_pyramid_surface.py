@@ -127,7 +127,7 @@ def test_repackaged_single_files_are_the_same(tmp_path: Path) -> None:
     pipe: Any = ballast.open_pipeline(
         tmp_path / "pyramid_flow_miniflux_bf16_v2.safetensors", device="cpu", vae=files["vae"], text=made
     )
-    assert (pipe.layout.kind, pipe.layout.variant) == ("flux", "768p")
+    assert (pipe.model.layout.kind, pipe.model.layout.variant) == ("flux", "768p")
     assert all(unit.source() is not None for unit in (*pipe.denoisers, pipe.decoder))
     assert sum(p.numel() for p in pipe.denoisers[0].module.parameters()) == pytest.approx(1.972e9, rel=1e-3)
 

@@ -14,10 +14,10 @@ import torch
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.weights.stored import stored_tensors
 from ballast.memory.weights.structure import block_lists
-from ballast.pipelines.families.pyramid_flow.frames import patches, unpatched
-from ballast.pipelines.families.pyramid_flow.kinds import Kind, kind_of
-from ballast.pipelines.families.pyramid_flow.transformers import TRANSFORMERS
 from ballast.pipelines.files.checkpoint import Checkpoint
+from ballast.pipelines.models.pyramid_flow.frames import patches, unpatched
+from ballast.pipelines.models.pyramid_flow.kinds import Kind, kind_of
+from ballast.pipelines.models.pyramid_flow.transformer_classes import TRANSFORMERS
 from ballast.pipelines.sampling.kernels import kernels
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file

@@ -17,16 +17,9 @@ from ballast.memory.errors import release_frames
 from ballast.memory.simulated.dry import dry_card
 from ballast.memory.weights.stored import stored_tensors
 from ballast.memory.weights.unit import ManagedModel
-from ballast.pipelines.families.pyramid_flow.vae import CausalVideoVAE
-from ballast.pipelines.families.pyramid_flow.vae_decode import (
-    cache_bytes,
-    choose,
-    decode_bytes,
-    from_vae,
-    spans,
-    to_vae,
-)
 from ballast.pipelines.files.checkpoint import Checkpoint
+from ballast.pipelines.models.pyramid_flow.vae import CausalVideoVAE
+from ballast.pipelines.models.pyramid_flow.vae_decode import cache_bytes, choose, decode_bytes, from_vae, spans, to_vae
 from safetensors.torch import load_file, save_file
 
 DATA = places.DATA / "pyramid_flow"

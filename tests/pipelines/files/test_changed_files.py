@@ -14,7 +14,7 @@ import ballast
 import pytest
 import torch
 from ballast.memory.weights import reader
-from ballast.pipelines.staged import StagedPipeline
+from ballast.pipelines import Pipeline
 from fault_points import ram_for_windows
 from newbie_folders import official
 from places import ROOT
@@ -68,7 +68,7 @@ def change(path: Path, how: str) -> None:
     assert (path.stat().st_size == before.st_size) == (how == "other content")
 
 
-def run(pipe: StagedPipeline, name: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def run(pipe: Pipeline, name: str, seed: int = 0) -> dict[str, torch.Tensor]:
     pipe.cache.clear()
     cond = pipe.encode("a boat")
     latents = pipe.sample(cond, seed=seed, **SIZES[name])
@@ -124,7 +124,9 @@ def test_file_that_is_replaced_between_two_steps_from_disk(tmp_path: Path, sim: 
     folder = shutil.copytree(DEMO, tmp_path / "model")
     pipe = ballast.open_pipeline(folder, device="sim", ram=ram_for_windows(folder))
     cond = pipe.encode("a red circle on a blue background, left")
-    pipe.vram_bytes = pipe.plan(cond=cond, steps=4, vram=1, strategy="streamed").sampling.peak_vram_bytes
+    pipe.runner = pipe.runner.set(
+        vram_bytes=pipe.plan(cond=cond, steps=4, vram=1, strategy="streamed").sampling.peak_vram_bytes
+    )
     with pytest.raises(
         ValueError, match="was changed since the pipeline was opened. Open the pipeline again"
     ) as caught:

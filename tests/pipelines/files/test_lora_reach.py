@@ -320,7 +320,7 @@ def test_a_file_goes_to_the_expert_of_its_name(tmp_path: Path) -> None:
         (both, {HIGH, LOW}, "used for transformer (high noise) and transformer_2 (low noise)"),
     ):
         opened.set_loras([(path, 0.5)])  # each is the same file as the one before, but for its name
-        assert opened._loras[0].strengths == dict.fromkeys(used, 0.5)
+        assert opened.runner.loras[0].strengths == dict.fromkeys(used, 0.5)
         assert opened.notes_of_loras() == [[told]]
     opened.set_loras([(low, {HIGH: 0.5})])
-    assert opened._loras[0].strengths == {HIGH: 0.5}, "what is said goes before a name"
+    assert opened.runner.loras[0].strengths == {HIGH: 0.5}, "what is said goes before a name"

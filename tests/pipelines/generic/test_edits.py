@@ -13,7 +13,6 @@ import diffusers
 import pytest
 import torch
 from ballast.memory import manager
-from ballast.pipelines.generic.stand_ins import DecodeCalledError
 from ballast.pipelines.planning.plans import SEEING
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.joyimage import image_processor
@@ -93,15 +92,15 @@ def test_several_prompts_of_a_list_of_pictures_are_refused(folders: Folders, mon
     with pytest.raises(ValueError, match=r"^[^\n]* edits pictures by one prompt at a time. Encode one.$"):
         pipe.encode(["a boat", "a cat"], images=[ONE])
 
-    def decodes_first(*args: Any) -> None:
-        raise DecodeCalledError(torch.zeros(1, 16, 1, 4, 6))
+    def decodes_first(*args: Any) -> torch.Tensor:
+        return torch.zeros(1, 16, 1, 4, 6)
 
     cond = pipe.encode("a boat", images=[ONE])
-    monkeypatch.setattr(pipe, "_call_stock", decodes_first)
-    assert pipe._denoise(cond, {}, None, torch.device("cpu"), {}).shape[0] == 1
+    monkeypatch.setattr(pipe.model, "_call_stock", decodes_first)
+    assert pipe.model.denoise(cond, {}, None, torch.device("cpu"), {}).shape[0] == 1
     cond.info["prompts"] = "2"
     with pytest.raises(ValueError, match=r"^[^\n]* draws one prompt at a time. Encode one.$"):
-        pipe._denoise(cond, {}, None, torch.device("cpu"), {})
+        pipe.model.denoise(cond, {}, None, torch.device("cpu"), {})
 
 
 def test_a_part_of_an_encoder_sees_the_first_frame(folders: Folders, sim: ModuleType) -> None:

@@ -23,9 +23,9 @@ from ballast.memory.rates import ASSUMED
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.sample import Sampler
-from ballast.pipelines.generic.stock import scales_of
+from ballast.pipelines.encoding.prompts import TOLD
 from ballast.pipelines.options import UnknownOptionError
-from ballast.pipelines.staged import TOLD
+from ballast.pipelines.stock.signatures import scales_of
 from diffusers import DiffusionPipeline
 from node_runner import run_node
 from PIL import Image

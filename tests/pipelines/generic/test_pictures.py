@@ -19,6 +19,7 @@ import diffusers
 import pytest
 import torch
 from ballast.memory import manager
+from ballast.pipelines.equivalence import check
 from diffusers import DiffusionPipeline
 from pictured import pipelines as tiny_pictured
 from pictured.pictures import mask, picture, pil
@@ -183,7 +184,7 @@ def takes_negative(cls: Any) -> bool:
 
 
 def encoded(task: Task, pipe: Any) -> Any:
-    negative = "blurry" if task.negative and takes_negative(pipe.pipeline_class) else None
+    negative = "blurry" if task.negative and takes_negative(pipe.model.pipeline_class) else None
     return pipe.encode("a boat", negative, **({"images": task.images} if task.images else {}), **task.text)
 
 
@@ -230,8 +231,8 @@ def test_a_prompt_is_recorded_beside_a_picture(folders: Folders, sim: ModuleType
     """Of a class whose call takes no embeddings, which Wan's is taken for: the encoder reads no picture there."""
     task = TASKS["wan 2.1"]
     pipe: Any = ballast.open_pipeline(folders(task.folder), device="sim")
-    pipe.replays = True
-    pipe._prove()
+    pipe.model.replays = True
+    check.prove(pipe.model)
     made = pipe.decode(pipe.sample(encoded(task, pipe), **run_of(task)))
     torch.testing.assert_close(made, stock(task, folders(task.folder)), atol=1e-5, rtol=0)
 
@@ -297,7 +298,7 @@ def test_a_picture_is_one_run_s(folders: Folders, sim: ModuleType) -> None:
     inside = pipe.sample(cond, **run, image=ONE, mask=MASK, strength=1.0)
     kept = pipe.sample(cond, **run, image=ONE, mask=torch.zeros_like(MASK), strength=1.0)
     assert not torch.allclose(inside, kept, atol=1e-2)
-    assert pipe.pictures == {} and pipe.inputs == frozenset()
+    assert pipe.model.inputs == frozenset()
 
 
 @pytest.mark.parametrize(("name", "given"), [("flux", {"image": ONE}), ("kontext", {"image": ONE}), ("wan_i2v", {})])
@@ -306,7 +307,7 @@ def test_a_pipeline_that_took_pictures_is_gone_at_once(name: str, given: dict[st
     pipe = ballast.open_pipeline(folders(name), device="cpu")
     task = next(task for task in TASKS.values() if task.folder == name)
     pipe.sample(pipe.encode("a boat"), **{**run_of(task), "steps": 1, **given})
-    gone = weakref.ref(pipe._owner)
+    gone = weakref.ref(pipe.model.claims._owner)
     gc.disable()
     try:
         del pipe

@@ -13,8 +13,9 @@ import diffusers
 import pytest
 import tiny
 import torch
-from ballast.pipelines.generic import proof, rehearsal
-from ballast.pipelines.generic.echo import Echo
+from ballast.pipelines.equivalence import comparison as rehearsal
+from ballast.pipelines.equivalence import verdicts as proof
+from ballast.pipelines.equivalence.fingerprints import Echo
 from diffusers.pipelines.ltx2.image_processor import LTX2VideoHDRProcessor
 from diffusers.pipelines.wan import pipeline_wan
 from hypothesis import given, settings
@@ -167,7 +168,7 @@ def test_an_echo_has_the_shapes_of_its_module(name: str, tiny_folders: Folders) 
         patch.setattr(diffusers.DiffusionPipeline, "from_pretrained", loaded)
         tiny.stock(tiny_folders(name))
     assert calls
-    echoes = proof.echoes_of(list(pipe._units.values()), {})
+    echoes = proof.echoes_of(list(pipe.model.parts.units.values()), {})
     for part, args, kwargs, result in calls:
         with torch.inference_mode():
             made = echoes[part].face(*args, **kwargs)
@@ -261,7 +262,7 @@ def test_a_pipeline_is_proved_once(tiny_folders: Folders, tmp_path: Path, monkey
         rehearsed.append(pipe.name)
         return rehearsal.rehearse(pipe, texts, options)
 
-    monkeypatch.setattr("ballast.pipelines.generic.proving.rehearse", counted)
+    monkeypatch.setattr("ballast.pipelines.equivalence.check.rehearse", counted)
 
     def opened() -> int:
         monkeypatch.setattr(proof, "_known", type(proof._known)())
@@ -284,7 +285,7 @@ def test_a_failed_proof_is_not_kept(tiny_folders: Folders, tmp_path: Path, monke
 
     monkeypatch.setattr(proof, "_known", type(proof._known)())
     with monkeypatch.context() as patch:
-        patch.setattr("ballast.pipelines.generic.proving.rehearse", failing)
+        patch.setattr("ballast.pipelines.equivalence.check.rehearse", failing)
         with pytest.raises(
             ValueError, match=r"cannot be staged: it cannot be compared .*\(no memory for that at all\)"
         ):

@@ -10,7 +10,7 @@ import ballast
 import pytest
 import torch
 from ballast.pipelines.encoding.conditioning import Conditioning
-from ballast.pipelines.generic.recording import RECORD, Recording
+from ballast.pipelines.stock.recording import RECORD, Recording
 from pipeline_classes import odd_pipelines
 
 
@@ -94,7 +94,7 @@ def test_what_has_no_digest_is_refused() -> None:
 def test_a_conditioning_of_another_class_is_refused(tmp_path: Path) -> None:
     pipe = ballast.open_pipeline(odd_pipelines.save("hunyuandit", tmp_path / "hunyuandit"), device="cpu")
     cond = pipe.encode("a cat")
-    assert pipe.replays and pipe.sampling_notes(cond, 4.0) == []
+    assert pipe.model.replays and pipe.sampling_notes(cond, 4.0) == []
     assert json.loads(cond.info[RECORD])["texts"] == {"prompt": "a cat"}
     with pytest.raises(ValueError, match="made by another class. Encode the prompt with this pipeline"):
         pipe.sample(Conditioning(cond.tensors), steps=1, width=32, height=32)

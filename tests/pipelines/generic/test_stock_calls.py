@@ -16,7 +16,7 @@ import diffusers
 import pytest
 import tiny
 import torch
-from ballast.pipelines.generic.stock import needed_inputs, text_options
+from ballast.pipelines.stock.signatures import needed_inputs, text_options
 from diffusers import DiffusionPipeline
 from pipeline_classes import odd_pipelines
 
@@ -297,7 +297,7 @@ def test_guidance_without_a_negative_prompt_is_told(tiny_folders: Folders) -> No
 
 def test_what_no_stage_runs_is_told(tiny_folders: Folders) -> None:
     pipe = ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu")
-    pipe.left_out = ("audio_vae", "vocoder")
+    pipe.model.left_out = ("audio_vae", "vocoder")
     (note,) = pipe.sampling_notes(pipe.encode("a cat"))
     assert note.endswith(
         "runs without audio_vae, vocoder: what these make beside pictures, such as sound, is left out."

@@ -16,9 +16,9 @@ import tiny
 import tiny_image
 import torch
 import transformers
-from ballast.pipelines.generic import proving
-from ballast.pipelines.generic.proof import Verdict
-from ballast.pipelines.generic.stock import encoding_of, negative_arguments
+from ballast.pipelines.equivalence import check as proving
+from ballast.pipelines.equivalence.verdicts import Verdict
+from ballast.pipelines.stock.signatures import encoding_of, negative_arguments
 
 Folders = Callable[[str], Path]
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"

@@ -27,6 +27,7 @@ from ballast.memory.planning import dry_run
 from ballast.memory.sizes import parse_bytes
 from ballast.pipelines.planning import forecast_cache
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
+from ballast.pipelines.stages.vae_stages import vae_run
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -86,7 +87,7 @@ class Opened:
 def keeps(opened: Opened, stage: str, run: Callable[[], Any], budget: int, sim: ModuleType) -> Any:
     """Run a stage in a budget or, if that is refused, in the least that does. Returns the result."""
     pipe, refused = opened.pipe, ""
-    pipe.vram_bytes = budget
+    pipe.runner = pipe.runner.set(vram_bytes=budget)
     sim.reset_stats()
     others = sim.stats().allocated_bytes
     try:
@@ -94,7 +95,7 @@ def keeps(opened: Opened, stage: str, run: Callable[[], Any], budget: int, sim: 
     except DoesNotFitError as error:
         refused = str(error)
         assert sim.stats().allocated_bytes <= others
-        pipe.vram_bytes = least_named(refused)
+        pipe.runner = pipe.runner.set(vram_bytes=least_named(refused))
         assert pipe.vram_bytes > budget
         sim.reset_stats()
         result = run()
@@ -129,10 +130,10 @@ def between(least: int, most: int, seed: str) -> list[int]:
 
 def span(opened: Opened, run: Callable[[], Any]) -> tuple[int, int]:
     """The least that a stage runs in, and what it takes whole."""
-    opened.pipe.vram_bytes = 1
+    opened.pipe.runner = opened.pipe.runner.set(vram_bytes=1)
     with pytest.raises(DoesNotFitError) as refused:
         run()
-    opened.pipe.vram_bytes = None
+    opened.pipe.runner = opened.pipe.runner.set(vram_bytes=None)
     run()
     planned = manager("sim").timeline.stages[-1].planned
     assert planned is not None
@@ -160,8 +161,10 @@ def decodes_whole(opened: Opened, latents: Any, sim: ModuleType) -> None:
 
     pipe = opened.pipe
     arguments = {name: torch.tensor(value) for name, value in opened.decoding.items()}
-    pipe.vram_bytes = pipe._vae_run("decode", arguments, 2**40).start(latents)[0].peak_bytes
-    way, _ = pipe._vae_run("decode", arguments, pipe.vram_bytes).start(latents)
+    pipe.runner = pipe.runner.set(
+        vram_bytes=vae_run(pipe.model, pipe.runner, "decode", arguments, 2**40).start(latents)[0].peak_bytes
+    )
+    way, _ = vae_run(pipe.model, pipe.runner, "decode", arguments, pipe.vram_bytes).start(latents)
     sim.reset_stats()
     pipe.decode(latents, **arguments)
     assert sim.stats().peak_bytes <= pipe.vram_bytes
@@ -180,7 +183,7 @@ def test_plans_of_runs_choose_what_runs(
     opened.options, pipe, prompt = {}, opened.pipe, "a red boat"
     least, most = span(opened, partial(pipe.encode, f"{prompt} -"))
     for part in range(5):
-        pipe.vram_bytes = least + part * (most - least) // 4
+        pipe.runner = pipe.runner.set(vram_bytes=least + part * (most - least) // 4)
         before = pipe.plan(**opened.size, prompt=f"{prompt} {part}").stages[0]
         pipe.encode(f"{prompt} {part}")
         after = pipe.plan(**opened.size, prompt=f"{prompt} {part}").stages[0]
@@ -230,11 +233,11 @@ def test_tables_of_a_kept_transformer_count(
 ) -> None:
     """Qwen-Image keeps tables of positions on the device, larger here than its weights."""
     opened = Opened("qwenimage", tiny_folders, tmp_path)
-    opened.pipe.keep = True
+    opened.pipe.runner = opened.pipe.runner.set(keep=True)
     cond = opened.encoding(4)()
     least, most = span(opened, opened.encoding(4))
     for budget in (int(1.05 * least), int(1.05 * most), 2 * most):
-        opened.pipe.vram_bytes = None
+        opened.pipe.runner = opened.pipe.runner.set(vram_bytes=None)
         opened.sample(cond, strategy)
         keeps(opened, "encode", opened.encoding(4), budget, sim)
     manager("sim").free()
@@ -248,7 +251,7 @@ def test_tables_of_others_are_no_part_of_what_a_stage_has_brought(
     opened = Opened("zimage", tiny_folders, tmp_path)
     _, most = span(opened, opened.encoding(6))
     cond = opened.encoding(3, 3)()
-    opened.pipe.keep, opened.pipe.vram_bytes = True, None
+    opened.pipe.runner = opened.pipe.runner.set(keep=True, vram_bytes=None)
     opened.sample(cond, "leafwise")
     keeps(opened, "encode", opened.encoding(*words), most, sim)
     manager("sim").free()
@@ -261,7 +264,7 @@ def test_tables_that_leave_with_their_transformer_count_again(
     opened = Opened("qwenimage", tiny_folders, tmp_path)
     cond = opened.encoding(4)()
     least, most = span(opened, partial(opened.sample, cond))
-    opened.pipe.keep = True
+    opened.pipe.runner = opened.pipe.runner.set(keep=True)
     for share in (0.2, 0.25, 0.3):
         keeps(opened, "sample", partial(opened.sample, cond), most, sim)
         keeps(opened, "sample", partial(opened.sample, cond), int(least + share * (most - least)), sim)
@@ -279,7 +282,7 @@ class Budgets(RuleBasedStateMachine):
         super().__init__()
         self.cond: Any = None
         self.share = 1.0
-        self.opened.pipe.keep = False
+        self.opened.pipe.runner = self.opened.pipe.runner.set(keep=False)
 
     def budget(self, stage: int) -> int:
         least, most = self.spans[stage]
@@ -291,7 +294,7 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(keep=st.booleans())
     def keep_or_not(self, keep: bool) -> None:
-        self.opened.pipe.keep = keep
+        self.opened.pipe.runner = self.opened.pipe.runner.set(keep=keep)
         if not keep:
             manager("sim").free()
 

@@ -44,7 +44,7 @@ def test_forced_strategy_keeps_the_budget_or_is_refused(
     family = tiny.FAMILIES.get(name)
     cond = pipe.encode("a red boat", **(family.encode_kwargs if family else {}))
     expected = pipe.sample(cond, **size)
-    pipe.vram_bytes = 20_000  # less than any of them takes
+    pipe.runner = pipe.runner.set(vram_bytes=20_000)  # less than any of them takes
     with pytest.raises(DoesNotFitError) as refused:
         pipe.sample(cond, **size, strategy=strategy)
     told = str(refused.value)
@@ -52,7 +52,7 @@ def test_forced_strategy_keeps_the_budget_or_is_refused(
     assert sim.stats().allocated_bytes == 0
     (least,) = re.findall(r"Raise the vram budget to ([\d.]+ \w+)", told)
     for budget in (int(1.01 * parse_bytes(least)), int(1.5 * parse_bytes(least))):
-        pipe.vram_bytes = budget
+        pipe.runner = pipe.runner.set(vram_bytes=budget)
         sim.reset_stats()
         torch.testing.assert_close(pipe.sample(cond, **size, strategy=strategy), expected, atol=1e-4, rtol=1e-4)
         assert sim.stats().peak_bytes <= budget

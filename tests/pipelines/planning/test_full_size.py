@@ -76,15 +76,15 @@ def test_they_open_without_weights(name: str, folders: Callable[[str], Path]) ->
     gc.collect()
     before = psutil.Process().memory_info().rss
     pipe: Any = open_pipeline(folder, device="cpu")
-    sizes = {part: unit.size_bytes for part, unit in pipe._units.items()}
+    sizes = {part: unit.size_bytes for part, unit in pipe.model.parts.units.items()}
     assert psutil.Process().memory_info().rss - before < 1.5e9, "structures, and what the proof made up"
-    assert all(unit.tier == "disk" for unit in pipe._units.values())
+    assert all(unit.tier == "disk" for unit in pipe.model.parts.units.values())
     # The decoder runs in float32, everything else in bfloat16.
     bytes_each = {part: 4 if part == "vae" else 2 for part in sizes}
     used = PUBLISHED[name] | ({"text_encoder_4": 8.030 - 128256 * 4096 / 1e9} if name == "hidream" else {})
     assert sizes == pytest.approx({part: n * 1e9 * bytes_each[part] for part, n in used.items()}, rel=0.01)
-    for part, unit in pipe._units.items():
-        stored = pipe.components[part].stored
+    for part, unit in pipe.model.parts.units.items():
+        stored = pipe.model.components[part].stored
         for key, parameter in unit.module.named_parameters():
             assert stored[key].shape == parameter.shape
 
@@ -93,7 +93,7 @@ def test_they_open_without_weights(name: str, folders: Callable[[str], Path]) ->
 def test_the_tools_of_a_folder_can_be_made(folders: Callable[[str], Path]) -> None:
     for name in full_size.FULL_SIZE:
         pipe: Any = open_pipeline(folders(name), device="cpu")
-        tools = {part: pipe._tool(part) for part in pipe._without_weights("")}
+        tools = {part: pipe.model.parts.tool(part) for part in pipe.model.parts.without_weights("")}
         assert type(tools["scheduler"]) is type(full_size.SCHEDULERS[name]())
         assert tools["tokenizer"]("a red boat").input_ids
 

@@ -31,7 +31,7 @@ def test_scores_are_part_of_the_predicted_peak(tiny_folders: Callable[[str], Pat
     sim.enable(total="4GB", fused_attention=False)
     planned = pipe.plan(**run, prompt=prompt, vram="1GB")
     assert planned.sampling.peak_vram_bytes > 1.5 * fused.sampling.peak_vram_bytes
-    pipe.vram_bytes = 2**30
+    pipe.runner = pipe.runner.set(vram_bytes=2**30)
     cond = pipe.encode(prompt)
     latents = pipe.sample(cond, **run)
     pipe.decode(latents)

@@ -53,10 +53,10 @@ def test_predicted_peaks_are_what_is_measured(name: str, folders: Folders, sim: 
         budget = least if strategy == "streamed" else seen.peak_vram_bytes
         budget = max(budget, *(stage.peak_vram_bytes for stage in seen.stages if stage.name == "encode picture"))
         plan = pipe.plan(vram=budget, cond=cond, **run)
-        pipe.vram_bytes = budget
+        pipe.runner = pipe.runner.set(vram_bytes=budget)
         before = len(manager("sim").timeline.stages)
         made.append(pipe.sample(cond, **run, on_step=lambda step, steps, latents: None))
-        pipe.vram_bytes = None
+        pipe.runner = pipe.runner.set(vram_bytes=None)
         records = list(manager("sim").timeline.stages)[before:]
         planned = [stage for stage in plan.stages if stage.name != "decode"]
         assert [record.name for record in records] == [stage.name for stage in planned]

@@ -407,7 +407,7 @@ def test_seconds_are_compared_for_measured_rates_alone(sim: ModuleType, monkeypa
         )
         return make(*arguments, **{**more, "rates": rates})
 
-    monkeypatch.setattr("ballast.pipelines.staged.runner.plan_stage", measured)
+    monkeypatch.setattr("ballast.pipelines.runner.plan_stage", measured)
     assert re.search(r"[\d.]+ m?s a step \(planned [\d.]+ [mu]?s\);", sample(load()))
 
 

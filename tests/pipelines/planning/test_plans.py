@@ -24,7 +24,7 @@ from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import make_plan
 from ballast.memory.rates import ASSUMED
-from ballast.pipelines.families.hidream import HiDreamPipeline
+from ballast.pipelines.models.hidream import HiDreamModel
 from ballast.pipelines.planning import forecast_cache
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from places import TESTS
@@ -97,7 +97,7 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, streamed: float) ->
         for budget in budgets:
             predicted = plan(vram=budget).stages[0]
             above = streamed if predicted.main.placement == "streamed" else 1.05
-            pipe.vram_bytes = budget
+            pipe.runner = pipe.runner.set(vram_bytes=budget)
             latents = pipe.sample(cond, **run, on_step=lambda step, steps, latents: None)
             record = manager("sim").timeline.stages[-1]
             expected = latents if expected is None else expected
@@ -185,10 +185,10 @@ def test_routing_does_not_reach_the_peak_of_the_full_size_hidream(
     run = {**FULL_RUNS["hidream"], "steps": 1, "vram": "60GB", "ram": "60GB", "strategy": "leafwise"}
     peaks = []
     for experts in (
-        HiDreamPipeline.stand_ins,
+        HiDreamModel.stand_ins,
         {("MOEFeedForwardSwiGLU", "moe_infer"): lambda module, x, *_: x.clone()},
     ):
-        monkeypatch.setattr(HiDreamPipeline, "stand_ins", experts)
+        monkeypatch.setattr(HiDreamModel, "stand_ins", experts)
         monkeypatch.setattr("ballast.pipelines.planning.forecast_cache._ram", OrderedDict())
         pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=tmp_path / f"cache{len(peaks)}" / "embeddings")
         peaks.append(pipe.plan(**run).sampling.peak_vram_bytes)
@@ -206,7 +206,7 @@ def test_kept_transformer_is_fitted_to_a_larger_run(tiny_folders: Folders, sim: 
     most = pipe.plan(**large, cond=cond, vram="1GB").sampling.peak_vram_bytes
     least = pipe.plan(**large, cond=cond, vram=1, strategy="streamed").sampling.peak_vram_bytes
     for vram in (most - 1, (most + least) // 2, least):
-        pipe.vram_bytes = vram
+        pipe.runner = pipe.runner.set(vram_bytes=vram)
         for run in (small, large, small, large):
             plan = pipe.plan(**run, cond=cond)
             pipe.sample(cond, **run)
@@ -355,7 +355,7 @@ def test_decoding_keeps_a_stated_budget(tiny_folders: Folders, sim: ModuleType) 
     assert striped.peak_vram_bytes <= less < whole.peak_vram_bytes
     assert "on the CPU" in pipe.plan(**size, cond=cond, vram=1).stages[-1].note
     for plan in (whole, striped):
-        pipe.vram_bytes = max(less, plan.peak_vram_bytes)
+        pipe.runner = pipe.runner.set(vram_bytes=max(less, plan.peak_vram_bytes))
         manager("sim").timeline.clear()
         sim.reset_stats()
         picture = pipe.decode(latents)

@@ -17,7 +17,8 @@ import tiny
 import torch
 from ballast.memory import manager
 from ballast.memory.planning.fit import sizes_of
-from ballast.pipelines.generic import proof, proving
+from ballast.pipelines.equivalence import check as proving
+from ballast.pipelines.equivalence import verdicts as proof
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from ballast.pipelines.sampling.batches import batch_of, halvings
 
@@ -102,7 +103,7 @@ def test_plan_is_what_is_measured(name: str, opened: Callable[[str], Stages], si
         budgets.append(plan.stages[-2].peak_vram_bytes)
     for batch, budget in ((4, budgets[2]), (4, budgets[1]), (3, budgets[1]), (4, budgets[0])):
         plan = pipe.plan(cond=cond, vram=budget, batch=batch, strategy="resident", **run)
-        pipe.vram_bytes = budget
+        pipe.runner = pipe.runner.set(vram_bytes=budget)
         pipe.sample(cond, **run, batch=batch, strategy="resident", on_step=lambda *_: None)
         record = manager("sim").timeline.stages[-1]
         predicted = plan.stages[-2].peak_vram_bytes
@@ -119,7 +120,9 @@ def test_parts_where_it_does_not_fit(opened: Callable[[str], Stages], sim: Modul
     pipe, cond, run = opened("flux")
     run["strategy"] = "resident"
     alone = [pipe.sample(cond, **run, seed=i) for i in range(5)]
-    pipe.vram_bytes = pipe.plan(cond=cond, vram="1GB", batch=3, **run).stages[-2].peak_vram_bytes
+    pipe.runner = pipe.runner.set(
+        vram_bytes=pipe.plan(cond=cond, vram="1GB", batch=3, **run).stages[-2].peak_vram_bytes
+    )
     steps: list[tuple[int, int, int]] = []
     before = len(pipe.manager.timeline.stages)
     made = pipe.sample(cond, **run, batch=5, on_step=lambda step, of, latents: steps.append((step, of, len(latents))))
@@ -135,7 +138,9 @@ def test_out_of_memory_keeps_what_is_drawn(opened: Callable[[str], Stages], sim:
     pipe, cond, run = opened("flux")
     run["strategy"] = "resident"
     alone = [pipe.sample(cond, **run, seed=i) for i in range(4)]
-    pipe.vram_bytes = pipe.plan(cond=cond, vram="1GB", batch=2, **run).stages[-2].peak_vram_bytes
+    pipe.runner = pipe.runner.set(
+        vram_bytes=pipe.plan(cond=cond, vram="1GB", batch=2, **run).stages[-2].peak_vram_bytes
+    )
     drawn: list[tuple[int, int]] = []
 
     def fail(step: int, steps: int, latents: torch.Tensor) -> None:
@@ -155,7 +160,7 @@ def test_one_after_the_other_where_it_is_not_proved(
     """A call that draws the noise of all pictures from the first generator."""
     pipe, cond, run = opened("sd3")
 
-    class Wrong(pipe.pipeline_class):  # type: ignore[name-defined, misc]
+    class Wrong(pipe.model.pipeline_class):  # type: ignore[name-defined, misc]
         def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
             parts = [part[0] if isinstance(part, list) else part for part in args]
             return super().prepare_latents(*parts, **{k: v[0] if isinstance(v, list) else v for k, v in kwargs.items()})
@@ -163,7 +168,7 @@ def test_one_after_the_other_where_it_is_not_proved(
     Wrong.__name__ = "Wrong"
     alone = [pipe.sample(cond, **run, seed=i) for i in range(2)]
     monkeypatch.setattr(pipe, "pipeline_class", Wrong)
-    assert "not those that are drawn alone" in pipe._batch_differs(pipe)
+    assert "not those that are drawn alone" in pipe.model.batch_differs(pipe.model, ())
     sizes: list[int] = []
     made = pipe.sample(cond, **run, batch=2, on_step=lambda step, steps, latents: sizes.append(len(latents)))
     assert torch.equal(made, torch.cat(alone)) and sizes == [1] * 4

@@ -17,7 +17,7 @@ import torch
 from ballast.memory.engine.engine import Engine
 from ballast.memory.weights.groups import CallOrder
 from ballast.memory.weights.structure import block_lists
-from ballast.pipelines.generic import GenericPipeline
+from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel
 from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch
 from streamed_models import WIDTH, Blocks, least_bytes, nbytes, rests, run, streamed_engine
@@ -122,13 +122,13 @@ def test_a_pipeline_compiles_in_its_first_step(
     name: str, tiny_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, compiler, seen = tiny.FAMILIES[name], Counting(), []
-    denoise, compiled = GenericPipeline._denoise, False
+    denoise, compiled = DiffusersModel.denoise, False
 
     def within(self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any) -> torch.Tensor:
         with kernels(modules.values(), compile=compiled, backend=compiler):
             return denoise(self, cond, arguments, on_step, device, modules)
 
-    monkeypatch.setattr(GenericPipeline, "_denoise", within)
+    monkeypatch.setattr(DiffusersModel, "denoise", within)
     pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
     cond = pipe.encode("a red boat", "blurry, grey", **family.encode_kwargs)
 

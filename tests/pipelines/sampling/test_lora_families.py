@@ -39,7 +39,7 @@ def test_equal_to_stock_in_every_placement(
     cond = encode()
     ways = [("resident", None), ("streamed", None), ("leafwise", None), ("leafwise", 0.5)]
     for strategy, ram in ways[: 3 if name in WHOLE else 4]:
-        pipe.ram_bytes = ram and int(ram * pipe.denoisers[0].size_bytes)
+        pipe.runner = pipe.runner.set(ram_bytes=ram and int(ram * pipe.denoisers[0].size_bytes))
         sim.reset_stats()
         torch.testing.assert_close(sample(cond, strategy=strategy), expected, atol=1e-5, rtol=0)
         record = manager("sim").timeline.stages[-1]
@@ -89,7 +89,7 @@ def test_every_kind_in_every_placement(tiny_folders: Folders, cache: Path, tmp_p
     pipe, encode, sample, _ = tiny.stages("flux", folder, "sim", cache_dir=cache, loras=[(path, 0.3)])
     cond = encode()
     for strategy, ram in (("resident", None), ("streamed", None), ("leafwise", None), ("leafwise", 0.5)):
-        pipe.ram_bytes = ram and int(ram * pipe.denoisers[0].size_bytes)
+        pipe.runner = pipe.runner.set(ram_bytes=ram and int(ram * pipe.denoisers[0].size_bytes))
         sim.reset_stats()
         torch.testing.assert_close(sample(cond, strategy=strategy), expected, atol=1e-5, rtol=1e-5)
         record = manager("sim").timeline.stages[-1]

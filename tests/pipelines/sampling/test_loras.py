@@ -15,7 +15,7 @@ import torch
 from adapters import lora_files
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
-from ballast.pipelines.generic import GenericPipeline
+from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel
 from ballast.pipelines.sampling.kernels import kernels
 
 Folders = Callable[[str], Path]
@@ -55,10 +55,10 @@ def test_what_a_lora_costs_is_planned(tiny_folders: Folders, cache: Path, tmp_pa
     more = planned.step_seconds - plain.step_seconds
     assert abs(1e-6 * float(cost[2]) - more) < 0.02 * more + 1e-6
     least = pipe.plan(**size, strategy="leafwise").sampling.peak_vram_bytes
-    pipe.vram_bytes = least
+    pipe.runner = pipe.runner.set(vram_bytes=least)
     sample()
     assert 0.95 * least <= manager("sim").timeline.stages[-1].peak_bytes <= least
-    pipe.vram_bytes = least // 2
+    pipe.runner = pipe.runner.set(vram_bytes=least // 2)
     with pytest.raises(ballast.DoesNotFitError, match="Raise the vram budget"):
         sample()
     pipe.set_loras([])
@@ -206,7 +206,7 @@ def test_compiled_they_are_those_of_stock(
     """Also where LoRAs come, go and count otherwise between runs, which compiles little anew."""
     torch._dynamo.reset()
     folder, graphs = tiny_folders(name), []
-    denoise = GenericPipeline._denoise
+    denoise = DiffusersModel.denoise
 
     def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
@@ -216,7 +216,7 @@ def test_compiled_they_are_those_of_stock(
         with kernels(modules.values(), compile=True, backend=compiler):
             return denoise(self, cond, arguments, on_step, device, modules)
 
-    monkeypatch.setattr(GenericPipeline, "_denoise", within)
+    monkeypatch.setattr(DiffusersModel, "denoise", within)
     loras = lora_files.two(folder, tmp_path)
     pipe, encode, sample, _ = tiny.stages(name, folder, "cpu", cache_dir=tmp_path)
     cond = encode()

@@ -68,7 +68,7 @@ def test_accepted_sizes_run_at_their_size(name: str, tiny_folders: Folders) -> N
     """Every multiple: the least, odd ones, unequal ones, the largest. A size that is rounded would be another."""
     pipe, sample = opened(name, tiny_folders(name))
     multiple, most = KNOWN[name]
-    assert (pipe.sizes.multiple, pipe.sizes.most) == (multiple, most and (most, most))
+    assert (pipe.model.sizes.multiple, pipe.model.sizes.most) == (multiple, most and (most, most))
     top = (most or 8 * multiple) // multiple
     draw = random.Random(name)
     sizes = {(1, 1), (2, 3), (3, 1), (top, 1), (1, top), (top - 1, 2)}

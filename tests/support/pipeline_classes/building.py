@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ballast.pipelines.generic.stock import Scales, needed_inputs, scales_of
+from ballast.pipelines.stock.signatures import Scales, needed_inputs, scales_of
 from diffusers import AutoencoderKL
 from PIL.Image import Image, fromarray
 from transformers import Gemma2Config, Gemma2Model, PreTrainedModel

@@ -94,7 +94,7 @@ def _judge_built(built: Built, sim: Any) -> Verdict:
     try:
         with small(built.cls), by_default(built.cls, built.inputs):
             pipes = {device: ballast.open_pipeline(built.folder, device=device) for device in ("sim", "cpu")}
-            if pipes["cpu"].fails and makes_pictures(built.cls):
+            if pipes["cpu"].model.fails and makes_pictures(built.cls):
                 Staged(pipes["cpu"], built, int).encode(Case())  # refused here, where its options do not help
     except (ValueError, FileNotFoundError) as error:
         clear = _is_clear(error)

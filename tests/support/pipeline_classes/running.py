@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ballast.pipelines.generic.stock import encoding_of
+from ballast.pipelines.stock.signatures import encoding_of
 from diffusers import DiffusionPipeline
 
 from .building import Built
@@ -144,8 +144,8 @@ class Staged:
         options = {k: v for k, v in inputs.items() if k in calls and _for_sampling(k, self.built)}
         latents = self.pipe.sample(
             cond,
-            width=None if self.pipe.own_size else inputs.get("width"),
-            height=None if self.pipe.own_size else inputs.get("height"),
+            width=None if self.pipe.model.own_size else inputs.get("width"),
+            height=None if self.pipe.model.own_size else inputs.get("height"),
             frames=next((inputs[name] for name in _FRAMES if name in inputs), None),
             steps=inputs["num_inference_steps"],
             guidance=case.guidance if self.built.scales.guidance else None,

@@ -194,7 +194,7 @@ def test_original_names_that_diffusers_does_not_convert(tiny_folders: Folders, t
         assert "HunyuanVideo 1.5 with its original names" in said and "diffusers folder" in said
     save_file(state := state_of(folder), path)
     pipe: Any = ballast.open_pipeline(path, device="cpu", base=base_of(folder, tmp_path / "base"))
-    unit = pipe.components["transformer"].unit("")
+    unit = pipe.model.components["transformer"].unit("")
     unit.load()
     assert all(torch.equal(unit.module.state_dict()[name], tensor) for name, tensor in state.items())
 

@@ -74,7 +74,7 @@ def test_it_gives_the_states_of_transformers(kind: str, folder: Path, tmp_path: 
         made = stock.encode_prompt(*PROMPT)
     expected = dict(zip(("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds"), made, strict=False))
     pipe = opened(folder, path, tmp_path)
-    stored = pipe.components["text_encoder"].stored
+    stored = pipe.model.components["text_encoder"].stored
     assert (kind == "gguf") == any(isinstance(source, EncodedWeight) for source in stored.values())
     found = pipe.encode(PROMPT[0]).tensors
     assert sim.stats().allocated_bytes == 0

@@ -92,7 +92,9 @@ def test_a_projection_that_does_nothing(tmp_path: Path, sim: ModuleType, monkeyp
     expected = tiny.stock(folder)[0].float()
     pipe, encode, sample, _ = tiny.stages("sd3", given.pop("path"), "sim", cache_dir=tmp_path, **given)
     torch.testing.assert_close(sample(encode()), expected, atol=1e-5, rtol=0)
-    assert "_unprojected" in str(pipe.components["text_encoder"].identity()), "or embeddings of both are taken for one"
+    assert "_unprojected" in str(pipe.model.components["text_encoder"].identity()), (
+        "or embeddings of both are taken for one"
+    )
 
 
 def test_a_vae_in_the_file_of_the_model(
@@ -113,7 +115,7 @@ def test_a_vae_in_the_file_of_the_model(
     torch.testing.assert_close(decode(latents), expected[1], atol=1e-5, rtol=0)
     assert sim.stats().allocated_bytes == 0
     pipe = ballast.open_pipeline(path, device="cpu", vae=vae, **given)
-    assert pipe.components["vae"].single.path == vae
+    assert pipe.model.components["vae"].single.path == vae
 
 
 @pytest.fixture
@@ -189,7 +191,7 @@ def test_settings_of_a_tokenizer_count(flux: dict[str, Any], tmp_path: Path) -> 
         index["_tokenizers"]["tokenizer"] = ["clip", settings]
         path.write_text(json.dumps(index), "utf-8")
         pipe = ballast.open_pipeline(**{"device": "cpu", **flux})
-        found.append((pipe.components["tokenizer"].create(), pipe.components["tokenizer"].identity()))
+        found.append((pipe.model.components["tokenizer"].create(), pipe.model.components["tokenizer"].identity()))
     assert found[1][0].pad_token == "!" != found[0][0].pad_token and found[1][0].model_max_length == 9
     assert found[0][1] != found[1][1]
 

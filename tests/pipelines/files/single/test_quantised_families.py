@@ -72,7 +72,7 @@ def test_newbie_files(how: str, tmp_path: Path, sim: ModuleType) -> None:
     for files in (ours, plain):
         transformer, words = files.pop("transformer"), tokenizer()
         pair.append(ballast.open_pipeline(transformer, device="sim", dtype="bf16", **files))
-        pair[-1]._tokenizers = {"gemma": words, "jina": words}  # those in files have tests of their own
+        pair[-1].model._tokenizers = {"gemma": words, "jina": words}  # those in files have tests of their own
     runs_alike(*pair, NEWBIE, sim)
 
 

@@ -208,6 +208,6 @@ def test_files_alone_have_their_tokenizer(
     pipe = ballast.open_pipeline(device="cpu", cache_dir=tmp_path, **given)
     one, other = (pipe.encode(text, max_sequence_length=16).tensors["prompt_embeds"] for text in ("a red boat", "sand"))
     assert one.shape[1] == 16 and not torch.equal(one, other)  # type: ignore[union-attr, arg-type]
-    tokens = pipe.components["tokenizer"].create()("a red boat").input_ids  # type: ignore[attr-defined]
+    tokens = pipe.model.components["tokenizer"].create()("a red boat").input_ids  # type: ignore[attr-defined]
     ids = sentencepiece.SentencePieceProcessor(model_proto=small).encode("a red boat")
     assert tokens == ([2, *ids] if more else [*ids, 1])

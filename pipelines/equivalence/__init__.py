@@ -1,0 +1,1 @@
+"""Compare a model in stages with its own call, before any weight is loaded."""

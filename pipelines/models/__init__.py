@@ -1,0 +1,1 @@
+"""The models: diffusers' classes, HiDream-I1, NewBie-image, Pyramid-Flow."""

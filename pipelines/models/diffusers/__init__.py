@@ -1,0 +1,1 @@
+"""Any class of diffusers, driven by its own code."""

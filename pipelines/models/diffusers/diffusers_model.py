@@ -1,0 +1,771 @@
+"""DiffusersModel: any class of diffusers, in three loads: encoders only, transformer only, VAE only.
+
+The class's own code runs unmodified in each. In the sampling stage a stand-in takes the VAE's place: it answers what
+the pipeline asks of the VAE and catches what it would have decoded, so no class needs decode code of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...decoding.policy import WayName
+from ...encoding.conditioning import Conditioning
+from ...encoding.pictures import Frames, Pictures, as_handed, as_stock, handed
+from ...encoding.prompts import COUNTS, TOLD, Prompt, Text, as_list, no_effect
+from ...equivalence import check
+from ...equivalence.verdicts import Verdict
+from ...files.components import read_model_index
+from ...files.lora_layouts import Converters
+from ...files.single.given import GivenFiles
+from ...options import TRUE_CFG, check_known, check_stage
+from ...planning.forecasts import Forecaster
+from ...planning.sampling_forecasts import dry_run_arguments
+from ...sampling.batches import Dims, for_batch
+from ...sampling.inputs import Inputs, Request
+from ...sampling.picture_sizes import PictureSizes
+from ...stock.answers import Answers, Run
+from ...stock.imagined import imagine
+from ...stock.module_call import ModuleCall
+from ...stock.postprocess import OF_ONE, TAILS
+from ...stock.recording import Recorded, Recording
+from ...stock.signatures import (
+    Scales,
+    asks_for_padding,
+    check_frames,
+    embeddings_of,
+    encode_defaults,
+    encoding_of,
+    fewest_frames,
+    guides,
+    needed_inputs,
+    negative_arguments,
+    passes,
+    picture_sizes,
+    returned_names,
+    scales_of,
+    text_options,
+)
+from ...stock.stand_ins import (
+    DecodeCalledError,
+    LateTool,
+    LoopReachedError,
+    StandIn,
+    StandInEncoder,
+    StandInVae,
+    Steps,
+    checking_noise,
+    keeping_embeddings,
+    keeping_processors,
+)
+from ...stock.tasks import EDITED, INPUTS, VIDEOS, WORDS, edits, reads_pictures, task_of
+from ..claims import Claims
+from ..model import Embeddings, Model, OnStep, See
+from .folder_parts import HOST, IN_LOOP, SEEING, Components, Source
+
+FRAMES = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
+_FRAME_RATES = {"Wan": 16, "CogVideoX": 8, "Mochi": 30}  # other than 24 a second
+_STEPS = 28  # where a pipeline has no number of its own
+_GUIDES = 3.0  # a scale of guidance that guides
+_OWN = INPUTS - {"images", "image_reference", "reference_images"}
+_FOLLOWED = {"control_image", "control_mask"}  # which a result need not start from
+_SIDE = 64  # pixels of a picture that is not read
+_AREA = "max_area"
+_AT_ONCE = "decode_chunk_size"  # how many frames a VAE of pictures decodes at once
+_BINNING = "use_resolution_binning"  # draws another size, and shrinks or widens the picture
+
+# Arguments that the stages set themselves.
+_OURS = {
+    "self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", *FRAMES, "guidance_scale",
+    "distilled_guidance_scale", "true_cfg_scale", "generator", "latents", "output_type", "return_dict", "callback",
+    "callback_steps", "callback_on_step_end", "callback_on_step_end_tensor_inputs", "device",
+    "do_classifier_free_guidance", "kwargs", *INPUTS, "strength", _AREA, _AT_ONCE, "padding_mask_crop",
+    "masked_image_latents", "image_embeds",
+}  # fmt: skip
+
+
+class DiffusersModel:
+    """A class of diffusers that drives the components of a folder, in stages.
+
+    `inputs` are the pictures that it is compared with its own call for, by default those without which the call does
+    not run. Prompts are encoded by `text_class`, by default the class itself.
+    """
+
+    titles: Mapping[str, str] = MappingProxyType({})
+    default_guidance: float | None = None
+    default_negative: str | None = ""
+    starts_from_latents = False
+    looks = False  # whether every run encodes images, also one without pictures
+    left_out: tuple[str, ...] = ()
+    latent_dimensions = 4
+    decodes_to_host = False
+    batch_dims: Mapping[str, int] = MappingProxyType({})
+    cond_dims: Dims = MappingProxyType({})
+    stand_ins: Mapping[tuple[str, str], Any] = MappingProxyType({})
+    forecast_caveat = ""
+    tail = ""  # what its call does with what the VAE decodes, by its name in TAILS
+    own_size = False  # whether it draws the size of its picture, whatever it is asked for
+    text_options: Mapping[str, Any] = MappingProxyType({})  # of `encode`, without which the stock call fails
+    fails = ""  # the stock call with its default arguments: the refusal, until a run gives those that it needs
+    is_compared = True  # with its own call, when it is opened
+
+    def __init__(
+        self, parts: Components, cls: Any, inputs: Collection[str] | None = None, text_class: Any = None
+    ) -> None:
+        text_class = text_class or cls
+        self.parts, self.pipeline_class, self.text_class = parts, cls, text_class
+        self.inputs = frozenset(needed_inputs(cls) if inputs is None else inputs)
+        self.name, self.title, self.knows, self.folder = parts.name, parts.title, parts.knows, parts.folder
+        self.claims, self.truncation, self.components = parts.claims, parts.truncation, parts.components
+        self._init = inspect.signature(cls).parameters
+        self.call: Mapping[str, inspect.Parameter] = inspect.signature(cls.__call__).parameters
+        self.frames = next((name for name in FRAMES if name in self.call), None)
+        encode: Any = encoding_of(text_class)
+        self.encode_prompt: Mapping[str, inspect.Parameter] = inspect.signature(encode).parameters
+        call = inspect.signature(text_class.__call__).parameters
+        self.is_video = not call.keys().isdisjoint({*FRAMES, *VIDEOS})
+        self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
+        steps = call.get("num_inference_steps")
+        self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
+        self.edits = edits(text_class)
+        returned = embeddings_of(text_class)
+        self.replays = not returned
+        self.takes_negative = "negative_prompt" in (call if self.replays else self.encode_prompt) or any(
+            f"negative_{name}" in call for name in returned
+        )
+        self.encoders, self.denoisers, self.decoder = parts.encoders, parts.denoisers, parts.units["vae"]
+        self.decoder_config = parts.components["vae"].config
+        self._tasks: dict[Any, DiffusersModel] = {}
+        for unit in self.denoisers:
+            unit.batch_dims = self.batch_dims
+
+    @property
+    def forecaster(self) -> Forecaster:
+        """Forecasts its stages on its device."""
+        return self.claims.forecaster(self.name, self.facts, self.stand_ins)
+
+    # Equivalence
+
+    def accept(self, verdict: Verdict) -> None:
+        """Take what the comparison with its own call found."""
+        self.default_negative, self.left_out = verdict.negative, verdict.left_out
+        self.latent_dimensions, self.own_size = verdict.dimensions, verdict.own_size
+        self.tail, self.looks = verdict.tail, verdict.looks
+        self.text_options, self.fails = verdict.needs, ""
+
+    def in_float32(self) -> DiffusersModel:
+        """Return the same model in float32, to be compared with its own call."""
+        components = {
+            name: replace(component, dtype=torch.float32) if component.is_module else component
+            for name, component in self.components.items()
+        }
+        other = type(self)(
+            replace(self.parts, components=components), self.pipeline_class, self.inputs, self.text_class
+        )
+        other.replays, other.default_negative, other.left_out = self.replays, self.default_negative, self.left_out
+        other.latent_dimensions, other.own_size, other.tail = self.latent_dimensions, self.own_size, self.tail
+        other.text_options, other.looks = self.text_options, self.looks
+        return other
+
+    def check_ready(self) -> None:
+        """Raise ValueError, in one line, where no run has given what the stock call needs."""
+        check.check_proven(self)
+
+    def batch_differs(self, texts: Model, own: Collection[str]) -> str:
+        """Return how pictures drawn at once would differ from each drawn alone, in a few words."""
+        assert isinstance(texts, DiffusersModel)
+        return check.batch_differs(self, texts, own)
+
+    def fewest_frames(self) -> int:
+        """Return the fewest frames that its VAE makes."""
+        return fewest_frames(self.stock_pipeline(HOST, {})) if self.is_video else 1
+
+    # Its own call
+
+    def stock_pipeline(
+        self,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        *tools: str,
+        reads: bool = True,
+        ask: Callable[[str], Callable[..., Any]] | None = None,
+        answers: Answers | None = None,
+    ) -> Any:
+        """Return the stock pipeline with these modules, the named tools, and stand-ins for the VAE and others.
+
+        Unless it `reads` texts its tokenizers come when they are asked for something: LTX-2's loop, on which side they
+        pad. `ask` gives the call of a module that sees a picture, by its name, or that comes before one which does; by
+        default the `answers` are told again.
+        """
+        telling, looks = (answers or Answers()).tell(), ask is not None
+        parts: dict[str, Any] = dict.fromkeys(
+            name for name, parameter in self._init.items() if parameter.default is inspect.Parameter.empty
+        )
+        parts |= {name: value for name, value in self.parts.config.items() if name in self._init}
+        parts |= modules
+        for name in tools:
+            later = not reads and name.startswith("tokenizer")
+            parts[name] = LateTool(functools.partial(self.parts.tool, name)) if later else self.parts.tool(name)
+        ask = ask or functools.partial(functools.partial, telling.answer)
+        parts["vae"] = StandInVae(self.decoder, device, torch.float32, ask("vae"))
+        for unit in self.parts.units.values():
+            in_loop = unit.role == "transformer" or unit.name in IN_LOOP
+            asked = unit.name in SEEING or (looks and unit.name in self.parts.beside)
+            dtype = self.components[unit.name].run_dtype
+            if unit.name in modules:
+                continue
+            if in_loop or asked:
+                parts[unit.name] = StandIn(unit, device, dtype, ask(unit.name) if asked else None)
+            elif self.replays and unit in self.encoders:
+                part_of = functools.partial(_asking_part, ask, unit.name)
+                parts[unit.name] = StandInEncoder(unit, device, dtype, part_of)
+        # The device is the manager's: an offloaded module reports `cpu` or `meta`.
+        on_device = property(lambda _: device)
+        stock = self.pipeline_class
+        namespace: dict[str, Any] = {
+            "__module__": stock.__module__,
+            "_execution_device": on_device,
+            "device": on_device,
+        }
+        if not self.replays:
+            namespace["encode_prompt"] = keeping_embeddings(stock.encode_prompt)
+        if "latents" in inspect.signature(getattr(stock, "prepare_latents", str)).parameters:
+            namespace["prepare_latents"] = checking_noise(stock.prepare_latents, telling)
+        staged = type(stock.__name__, (stock,), namespace)
+        pipe = staged(**parts)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    @property
+    def scales(self) -> Scales:
+        """The arguments of its call that `guidance` and `true_cfg` set."""
+        return scales_of(self.pipeline_class, "guider" in self.components, self._embeds_guidance)
+
+    @property
+    def _embeds_guidance(self) -> bool:
+        """Return whether the transformer embeds a scale of guidance: Flux-dev's does, Flux-schnell's does not."""
+        transformer = self.components.get("transformer")
+        name = "guidance_embeds"
+        if transformer is None or name in transformer.config:
+            return bool(transformer and transformer.config[name])
+        taken = inspect.signature(transformer.cls).parameters
+        return name not in taken or bool(taken[name].default)
+
+    @property
+    def distilled(self) -> bool:
+        return self.scales.distilled
+
+    @functools.cached_property
+    def sizes(self) -> PictureSizes:
+        """The sizes that it draws, by the pipeline's own checks and the transformer's tables."""
+        return picture_sizes(self.stock_pipeline(HOST, {}), self.components)
+
+    def converters(self) -> Converters:
+        """Return no names: those of its files are the modules'."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        import diffusers
+        import transformers
+
+        return {
+            "format": 3,  # to be raised when dry runs give other results
+            "pipeline": self.pipeline_class.__name__,
+            "libraries": [torch.__version__, diffusers.__version__, transformers.__version__],
+            "config": self.parts.config,
+            "components": {c.name: c.config if c.is_module else c.identity() for c in self.components.values()},
+            "dtypes": {c.name: str(c.run_dtype) for c in self.components.values() if c.is_module},
+        }
+
+    def files(self) -> dict[str, Sequence[str]]:
+        return {name: component.identity() for name, component in self.components.items()}
+
+    # Encode
+
+    def encode_options(self) -> Collection[str]:
+        negative = {name for name in negative_arguments(self.pipeline_class).values() if name.startswith("negative_")}
+        known = {name for name in {*self.encode_prompt, *negative} if not name.endswith("_per_prompt")} - _OURS
+        if self.replays:
+            known = {name for name in known & self.call.keys() if "embeds" not in name}
+        return known
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for options that `encode` does not take, or that count otherwise in stock."""
+        check_known(self.title, options, self.encode_options())
+        if self.is_compared:
+            check.prove_options(self, options)
+
+    def pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
+        cls = self.pipeline_class
+        if pictures and not self.edits:
+            raise ValueError(
+                f"{self.title} reads no pictures with its prompt. Leave images out, or give one to sample."
+            )
+        if not pictures and reads_pictures(cls):
+            raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
+        if self.replays:
+            return {"images": tuple(pictures)} if pictures else {}
+        return {"handed": self.handed(pictures)} if reads_pictures(cls) else {}
+
+    def encoding_facts(self, text: Text) -> dict[str, Any]:
+        """Return everything that decides the embeddings, as plain data."""
+        import diffusers
+        import transformers
+
+        negative = text.negative_prompt
+        read = [c for c in self.components.values() if not c.is_module or c.role == "text_encoder"]
+        files = {c.name: c.identity() for c in read if not c.name.startswith("scheduler")}
+        return {
+            "format": 2,  # to be raised when the same facts give other embeddings
+            "pipeline": self.name,
+            "libraries": [diffusers.__version__, transformers.__version__],
+            "files": files,
+            "config": self.parts.config,
+            "dtypes": {c.name: str(c.run_dtype) for c in read if c.is_module},
+            "options": text.options,
+            "prompt": text.prompt if isinstance(text.prompt, str) else list(text.prompt),
+            "negative_prompt": list(negative) if isinstance(negative, list | tuple) else negative,
+        }
+
+    def encode(self, text: Text, device: torch.device, modules: Mapping[str, nn.Module]) -> Embeddings:
+        """Return the embeddings that `encode_prompt` of the class makes with these encoders."""
+        if self.replays:
+            return self.record(text, device, modules)
+        prompt, negative_prompt, options = text.prompt, text.negative_prompt, text.options
+        tools = [n for n in self.parts.without_weights("") if not n.startswith("scheduler")]
+        pipe = self.stock_pipeline(device, modules, *tools)
+        usual = encode_defaults(self.encode_prompt, self.call) | {"device": device}
+        # The first is for the prompt, the last for the negative one.
+        handed = [own | {"image": as_handed(own["image"])} for own in options.get("handed", ())] or [{}]
+        names = returned_names(self.pipeline_class.encode_prompt)
+
+        def run(own: Mapping[str, Any], **texts: Any) -> dict[str, Any]:
+            given = {k: v for k, v in (usual | texts | dict(own)).items() if k in self.encode_prompt}
+            result = pipe.encode_prompt(**given)
+            return dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+
+        if "negative_prompt" in self.encode_prompt:
+            both = {"negative_prompt": negative_prompt, "do_classifier_free_guidance": True}
+            named = run(options | handed[0], prompt=prompt, **both)
+        else:
+            named = run(options | handed[0], prompt=prompt)
+            words = negative_arguments(self.pipeline_class)
+            own = {name: options[word] for name, word in words.items() if word in options}
+            instead = any(isinstance(v, torch.Tensor) and words[k].startswith("negative_") for k, v in own.items())
+            if (negative_prompt is not None or instead) and any(f"negative_{name}" in self.call for name in named):
+                negative = run(own | handed[-1], prompt=negative_prompt)
+                named |= {f"negative_{name}": value for name, value in negative.items()}
+        return {name: value for name, value in named.items() if value is not None and name in self.call}
+
+    # Image conditioning
+
+    def inputs_of(self, pictures: Pictures) -> Inputs:
+        """Return the pictures as arguments of the call of the class that takes them."""
+        if not pictures:
+            return Inputs(self)
+        task = task_of(self.pipeline_class, self.title, pictures)
+        key = task.cls, frozenset(task.pictures)
+        if key != (self.pipeline_class, self.inputs) and key not in self._tasks:
+            self._tasks[key] = self._for_task(*key)
+        model = self._tasks.get(key, self)
+        own: Mapping[str, str] = {}
+        starts = pictures.image and ("strength" in model.call or model.frames is not None)
+        if starts or len(pictures.control) > 1:  # one to follow is the same for all that are drawn at once
+            kept = _OWN if starts else _FOLLOWED
+            several = (n for n, given in task.pictures.items() if n in kept and not isinstance(given, Frames))
+            own = {name: WORDS.get(name, name) for name in several}
+        return Inputs(model, task.pictures, pictures.strength, own)
+
+    def _for_task(self, cls: Any, inputs: frozenset[str]) -> DiffusersModel:
+        """Return the model that another class drives, or that takes other pictures, compared with its own call."""
+        self.check_ready()
+        task = type(self)(self.parts, cls, inputs, self.text_class)
+        task.replays, task.text_options = self.replays, self.text_options
+        task.default_steps, task.default_guidance = self.default_steps, self.default_guidance
+        if self.is_compared:
+            check.prove(task, self)
+        return task
+
+    def encode_images(self, cond: Conditioning, arguments: Mapping[str, Any], see: See) -> Answers:
+        """Run the stock call until it samples, on the CPU. What it asks of modules that see a picture, `see` answers.
+
+        `see(name, *args, **kwargs)` gives the answer opened.
+        """
+        if "strength" in self.call and arguments["latents"] is not None:
+            raise ValueError("noise: this run starts from a picture, and its noise from a seed. Give seed instead.")
+        answers = Answers()
+
+        def ask(name: str) -> Run:
+            if name in self.parts.beside:  # which sees no picture: LTX-2's connectors
+                return functools.partial(self._imagine, name)
+            return answers.ask(name, functools.partial(see, name))
+
+        try:
+            self._call_stock(cond, arguments, None, HOST, {}, Answers(), ask)
+        except LoopReachedError:
+            return answers
+        raise RuntimeError(f"{self.name} never samples")
+
+    def module_call(self, name: str, args: Any, kwargs: Any) -> ModuleCall:
+        """Return the call of a module that sees pictures: of a unit, or of a part in it, as in "unit.part"."""
+        unit, _, part = name.partition(".")
+        return ModuleCall(name, self.parts.units[unit], part, args, kwargs)
+
+    def _imagine(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return zeros in the shape of a module's answer."""
+        return imagine(self, name, args, kwargs)[1]
+
+    def handed(self, pictures: Sequence[torch.Tensor]) -> tuple[dict[str, Any], ...]:
+        """Return what the stock call hands to `encode_prompt` for these pictures: the pictures, and numbers of its own.
+
+        Once for the prompt and, where it guides, once for the negative one. The call runs on the CPU; what it asks of
+        other modules before is imagined.
+        """
+        heard: list[dict[str, Any]] = []
+        usual = encode_defaults(self.encode_prompt, self.call)
+
+        def ask(name: str) -> Run:
+            return Answers().ask(name, functools.partial(self._imagine, name))
+
+        tools = [name for name in self.parts.without_weights("") if not name.startswith("scheduler")]
+        pipe = self.stock_pipeline(HOST, {}, *tools, ask=ask)
+        names, signature = returned_names(self.pipeline_class.encode_prompt), inspect.signature(pipe.encode_prompt)
+
+        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = {name: value for name, value in bound.arguments.items() if isinstance(value, int | float)}
+            own = {name: value for name, value in given.items() if name in usual and value != usual[name]}
+            heard.append(own | {"image": handed(bound.arguments["image"])})
+            if len(heard) > 1:
+                raise LoopReachedError
+            return tuple(torch.zeros(1, 1, 1) for _ in names) if len(names) > 1 else torch.zeros(1, 1, 1)
+
+        pipe.encode_prompt = encode_prompt
+        given: dict[str, Any] = {"prompt": "", **as_stock({"image": tuple(pictures)})}
+        if "negative_prompt" in self.call:
+            given["negative_prompt"] = ""
+        if (scale := self.scales.cfg) in self.call:
+            given[str(scale)] = _GUIDES
+        try:
+            pipe(**given)
+        except Exception:
+            if not heard:
+                raise
+        return tuple(heard)
+
+    def record(self, text: Text, device: torch.device, modules: Mapping[str, nn.Module]) -> Recorded:
+        """Record what the encoders make of a prompt in the stock call, with guidance and without, before it samples."""
+        prompt, negative_prompt, options = text.prompt, text.negative_prompt, text.options
+        recording = Recording()
+        texts = {"prompt": _plain(prompt), **{k: v for k, v in options.items() if k != "images"}}
+        if "negative_prompt" in self.call and negative_prompt is not None:
+            texts["negative_prompt"] = _plain(negative_prompt)
+        missing = {name: (torch.full((_SIDE, _SIDE, 3), 0.5),) for name in needed_inputs(self.pipeline_class)}
+        edited = next((name for name in EDITED if name in missing), EDITED[0])
+        pictures = {edited: options["images"]} if "images" in options else {}
+        if "images" in pictures and len(as_list(prompt)) > 1:  # its call takes a list of them for each prompt
+            raise ValueError(f"{self.title} edits pictures by one prompt at a time. Encode one.")
+        scale = self.scales.cfg
+        for guidance in (_GUIDES, 1.0) if scale in self.call else (None,):
+            before = recording.asked
+
+            def ask(name: str, before: int = before) -> Run:
+                return Answers().ask(name, functools.partial(self._imagined_first, recording, before, name))
+
+            pipe = self.stock_pipeline(device, modules, *self.parts.without_weights(""), ask=ask)
+            recording.listen(pipe)
+            given = texts | as_stock(missing | pictures) | ({} if guidance is None else {str(scale): guidance})
+            try:
+                pipe(**given, output_type="pt")
+            except LoopReachedError:
+                continue
+            except Exception:
+                if recording.asked == before:
+                    raise
+        if recording.sees and missing.keys() - pictures.keys():
+            raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
+        return recording.tensors(len(as_list(prompt)), **texts)
+
+    def _imagined_first(self, recording: Recording, before: int, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Make up the answer of a module that sees pictures before the prompt is encoded. After that none is needed."""
+        if recording.asked > before:
+            raise LoopReachedError
+        return self._imagine(name, *args, **kwargs)
+
+    # Sample
+
+    def passes(self, arguments: Mapping[str, Any]) -> int:
+        """Return how many steps a run with these arguments takes."""
+        return passes(self.call, arguments)
+
+    def dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `denoise` for a dry run: few steps."""
+        return dry_run_arguments(arguments)
+
+    def sample_arguments(self, inputs: Inputs, request: Request) -> dict[str, Any]:
+        """Check arguments of `sample` and return those of the stock call."""
+        steps, frames, options = request.steps, request.frames, request.options
+        width, height, guidance = request.width, request.height, request.guidance
+        self.check_ready()
+        if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - inputs.pictures.keys())):
+            if "controlnet" in self.components and missing == "control":
+                raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
+            raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
+        config = self.parts.tool("scheduler").config if "scheduler" in self.components else {}
+        if config.get("shift_terminal"):  # where the last step begins at pure noise it divides zero by zero
+            sigmas = options.get("sigmas")
+            if sigmas is None and steps == 1:
+                raise ValueError(f"steps is 1; the scheduler of {self.title} (shift_terminal) takes at least 2.")
+            if sigmas is not None and float(sigmas[-1]) == 1.0:
+                raise ValueError(
+                    f"sigmas end with 1; the scheduler of {self.title} (shift_terminal) needs a lower end."
+                )
+        # How many pictures is settled by how many prompts were encoded.
+        known = {k for k in self.call if "embeds" not in k and not k.endswith("_per_prompt")} - _OURS
+        scales = self.scales
+        known |= {TRUE_CFG} if scales.true_cfg else set()
+        known |= {scales.embedded} if scales.embedded and not scales.distilled else set()
+        check_stage(self.title, options, text_options(self.pipeline_class) & known)
+        if TRUE_CFG in options and scales.distilled and not scales.true_cfg:
+            raise ValueError(
+                f"{self.title} takes no true_cfg: {self.pipeline_class.__name__} has no classifier-free guidance. "
+                "Leave it out; guidance is its own scale."
+            )
+        check_known(self.title, options, known)
+        if options.get(_BINNING):
+            raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
+        arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **inputs.pictures}
+        if scales.true_cfg and TRUE_CFG in options:
+            arguments[scales.true_cfg] = arguments.pop(TRUE_CFG)
+        if inputs.strength is not None:
+            arguments["strength"] = inputs.strength
+        if _BINNING in self.call:
+            arguments[_BINNING] = False
+        if _AT_ONCE in self.call:
+            arguments[_AT_ONCE] = sys.maxsize  # all reach the VAE together, and the decoder's stage divides them
+        for key in ("prompt", "negative_prompt"):
+            if key in self.call:
+                arguments[key] = None
+        guidance = self.default_guidance if guidance is None else guidance
+        if guidance is not None:
+            if scales.guidance is None:
+                raise ValueError(f"{self.title} takes no guidance.")
+            arguments[scales.guidance] = guidance
+        if self.own_size and (width or height) and not self._is_of_picture(inputs, width, height):
+            raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
+        self._check_size(inputs, width, height)
+        width, height = self._size(inputs, width, height)
+        if _AREA in self.call and width and height:
+            arguments[_AREA] = width * height  # to which it brings every size
+        sides = (("width", width), ("height", height))
+        arguments |= {key: size for key, size in sides if size is not None and key in self.call}
+        if frames is not None:
+            if self.frames is None and self.is_video:
+                raise ValueError(f"{self.title} makes as many frames as it is given. Leave frames out.")
+            if self.frames is None:
+                raise ValueError(f"{self.title} makes pictures, not videos: leave frames out.")
+            check_frames(self.stock_pipeline(HOST, {}), self.title, frames)
+            arguments[self.frames] = frames
+        return arguments
+
+    def _check_size(self, inputs: Inputs, width: int | None, height: int | None) -> None:
+        """Raise ValueError, in one line, for a size that cannot be drawn: that asked for, or that of the picture."""
+        if width or height or not (drawn := self._drawn_of_picture(inputs)):
+            self.sizes.check(self.title, width, height)
+            return
+        try:
+            self.sizes.check(self.title, *drawn)
+        except ValueError as error:
+            high, wide = (inputs.pictures.get("image") or inputs.pictures["video"])[0].shape[:2]
+            words = f"the picture is {wide} wide and {high} high: scale it, or set width and height."
+            if self.own_size:
+                words = f"the picture is {wide} wide and {high} high: scale it."
+            raise ValueError(f"{words} ({error})") from None
+
+    def _is_of_picture(self, inputs: Inputs, width: int | None, height: int | None) -> bool:
+        """Return whether a size is that of the picture to start from, which a call that is told it draws as well."""
+        first = inputs.pictures.get("image") or inputs.pictures.get("video")
+        if "strength" not in self.call or not first:
+            return False
+        return (height, width) == tuple(first[0].shape[:2])
+
+    def _size(self, inputs: Inputs, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+        """Return the size asked for, or that of the picture to start from."""
+        drawn = self._drawn_of_picture(inputs)
+        return (width, height) if self.own_size or width or height or not drawn else drawn
+
+    def _drawn_of_picture(self, inputs: Inputs) -> tuple[int, int] | None:
+        """Return the width and height that are drawn of the picture to start from, where no other size is asked for."""
+        first = inputs.pictures.get("image") or inputs.pictures.get("video")
+        if "strength" not in self.call or not first:
+            return None
+        multiple = self.sizes.multiple
+        rows, columns = first[0].shape[:2]
+        return columns // multiple * multiple, rows // multiple * multiple
+
+    def picture_size(self, inputs: Inputs, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+        if self.own_size or "reference_images" in self.call:  # which keep the shape of a picture
+            return None, None
+        asked = zip(("width", "height"), self._size(inputs, width, height), strict=True)
+        width, height = (side or getattr(self.call.get(name), "default", None) for name, side in asked)
+        return (width, height) if isinstance(width, int) and isinstance(height, int) else (None, None)
+
+    def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
+        scales = self.scales
+        if scales.true_cfg:
+            given = options.get(TRUE_CFG)
+            counts = scales.true_cfg == "guider" if given is None else given > 1
+            return "" if counts else "The negative prompt has no effect without true_cfg. " + COUNTS
+        if scales.distilled:
+            return f"The negative prompt has no effect: {self.title} takes none."
+        name, scale = scales.cfg, self.default_guidance if guidance is None else guidance
+        if scale is None:
+            own = self.call.get(name or "")
+            scale = own.default if own and isinstance(own.default, int | float) else None
+        if name is None or scale is None or guides(self.stock_pipeline(HOST, {}), name, scale):
+            return ""
+        if scale > 1:
+            return f"The negative prompt has no effect: {self.title} is distilled, and runs without guidance."
+        return no_effect(scale, guidance is None)
+
+    def scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
+        scales, notes = self.scales, []
+        if not scales.distilled:
+            return []
+        if not self._embeds_guidance and guidance is not None:
+            way = " Set true_cfg above 1 instead; each step then runs twice." if scales.true_cfg else ""
+            notes.append(f"guidance has no effect: {self.title} embeds none, as Flux-schnell.{way}")
+        elif scales.true_cfg and true_cfg is None and guidance is not None and guidance > 1:
+            own = f"guidance is now the scale of {self.title} itself."
+            changed = f"{own} For classifier-free guidance, as before, set true_cfg."
+            notes += [changed] * (changed not in TOLD)
+        if true_cfg is not None and true_cfg > 1:
+            notes.append(f"true_cfg is {true_cfg:g}: each step runs twice.")
+        return notes
+
+    def check_count(self, count: int) -> None:
+        if count > 1 and self.tail in OF_ONE:
+            raise ValueError(f"{self.title} draws one at a time. Encode one prompt, and leave batch out.")
+
+    def denoise(
+        self,
+        cond: Conditioning,
+        arguments: dict[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        answers: Answers | None = None,
+    ) -> torch.Tensor:
+        """Return the latents that the stock call would decode, whose VAE is a stand-in."""
+        with keeping_processors(modules.values()):
+            latents = self._call_stock(cond, arguments, on_step, device, modules, answers or Answers())
+        if latents is None:
+            raise RuntimeError(f"{self.name} never called its VAE, and cannot be staged.")
+        if len(latents) % int(cond.info.get("prompts") or 1):
+            raise ValueError(f"{self.title} draws one prompt at a time. Encode one.")
+        return latents
+
+    def _call_stock(
+        self,
+        cond: Conditioning,
+        arguments: Mapping[str, Any],
+        on_step: OnStep | None,
+        device: torch.device,
+        modules: Mapping[str, nn.Module],
+        answers: Answers,
+        ask: Callable[[str], Callable[..., Any]] | None = None,
+    ) -> torch.Tensor | None:
+        """Run the stock call until it decodes, and return what; None if it never does.
+
+        The stand-in for its VAE ends the call by an error: there is no other way out of its code.
+        """
+        pads = asks_for_padding(self.pipeline_class)
+        tools = (name for name in self.parts.without_weights("") if pads or not name.startswith("tokenizer"))
+        pipe = self.stock_pipeline(device, modules, *tools, reads=False, ask=ask, answers=answers)
+        self.adjust(pipe, arguments)
+        arguments = as_stock(arguments)
+        if (scale := arguments.pop("guider", None)) is not None:
+            pipe.guider = pipe.guider.new(guidance_scale=scale)
+        dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
+        pipe.scheduler.step = steps = Steps(pipe.scheduler, arguments["generator"], on_step)
+        if arguments["latents"] is not None:
+            arguments["latents"] = arguments["latents"].to(device)
+        if self.replays:
+            recording, texts = Recording.of(cond, device)
+            recording.replay(pipe)
+            arguments = {name: value for name, value in arguments.items() if name not in ("prompt", "negative_prompt")}
+        else:
+            texts = self.embeddings(for_batch(cond, arguments["generator"], self.cond_dims), device, dtype)
+            untaken = {name for name in texts.keys() - self.call.keys() if name.startswith("negative_")}
+            if untaken and cond.info.get("negative_prompt", "").strip():
+                raise ValueError(f"{self.title} takes no negative prompt with these pictures. Encode an empty one.")
+            texts = {name: value for name, value in texts.items() if name not in untaken}
+        drawing = arguments["generator"]
+        with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
+            torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
+            try:
+                pipe(**arguments | texts, output_type="pt", return_dict=False)
+            except DecodeCalledError as caught:
+                steps.finite.finish()  # of a call that took fewer steps than its scheduler has
+                return caught.latents
+        return None
+
+    def embeddings(self, cond: Conditioning, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Return the conditioning as arguments of the pipeline's call."""
+        return cond.to(device, dtype)
+
+    def adjust(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        """Adjust the stock pipeline to one run. For families with quirks."""
+
+    # Decode
+
+    def finish(self, images: torch.Tensor) -> torch.Tensor:
+        """Finish decoded pictures as the stock call does."""
+        return TAILS[self.tail](images)
+
+    def decode_arguments(
+        self, latents: torch.Tensor, given: Mapping[str, Any], way: WayName, room_bytes: int
+    ) -> Mapping[str, Any]:
+        """Return arguments of the VAE's `decode`, those given included."""
+        if self.components["vae"].config.get("timestep_conditioning") and "temb" not in given:
+            return {**given, "temb": torch.zeros(latents.shape[0])}
+        return given
+
+    def decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return all latents: a dry run decodes the whole."""
+        return latents
+
+
+def _plain(prompt: Prompt | None) -> str | list[str] | None:
+    return prompt if prompt is None or isinstance(prompt, str) else list(prompt)
+
+
+def _asking_part(ask: Callable[[str], Callable[..., Any]], unit: str, part: str) -> Callable[..., Any]:
+    return ask(f"{unit}.{part}")
+
+
+def open_diffusers(
+    folder: Path,
+    dtype: str | torch.dtype,
+    claims: Claims,
+    files: GivenFiles | None = None,
+    *,
+    controlnet: str | Path | None = None,
+) -> DiffusersModel:
+    """Open a diffusers folder, and compare the class with its own call."""
+    source = Source(folder, read_model_index(folder), files=files)
+    if controlnet is not None:
+        source = source.with_controlnet(controlnet)
+    model = DiffusersModel(*source.read(dtype, claims))
+    check.prove_some(model)
+    return model

@@ -1,0 +1,1 @@
+"""The stages: encode, sample, decode, and many prompts stage by stage."""

@@ -1,0 +1,296 @@
+"""Draw latents with the transformer, a picture alone or a batch at once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.manager import STRATEGIES
+from ..encoding.conditioning import Conditioning, to_host
+from ..encoding.pictures import Pictures, stretch_notes
+from ..encoding.prompts import TOLD
+from ..options import TRUE_CFG, check_numbers, check_values
+from ..planning.sampling_forecasts import Sampling
+from ..runner import Runner, Stage
+from ..sampling.batches import Batch, batch_of
+from ..sampling.kernels import AUTO, check_attention, kernels
+from ..sampling.latents import check_finite, check_latents
+from ..sampling.loras import refuse_scales
+from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
+from .image_conditioning import encode_images
+
+if TYPE_CHECKING:
+    from ..models.model import Inputs, Model, OnStep, Request
+    from ..stock.answers import Answers
+
+log = logging.getLogger("ballast")
+
+_WORDS = re.compile(r"\w")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Arguments of `sample` that concern no one model: how many pictures, of which noise, and how they are run."""
+
+    seed: int = 0
+    noise: torch.Tensor | None = None
+    batch: int = 1
+    cards: int = 1
+    strategy: str = "auto"
+    compile: bool = False
+    attention: str = AUTO
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is checked: the arguments of `denoise`, save noise, and the pictures to draw.
+
+    `encodes_images` says that modules see pictures before it samples.
+    """
+
+    inputs: Inputs
+    arguments: Mapping[str, Any]
+    batch: Batch
+    drawing: Drawing = field(default_factory=Drawing)
+    encodes_images: bool = False
+
+    @property
+    def model(self) -> Model:
+        """The model that draws: the one that takes the run's pictures."""
+        return self.inputs.model
+
+    def given(self, begin: int, at_once: int) -> dict[str, Any]:
+        """Return the arguments for `at_once` pictures, with generators that have drawn nothing yet."""
+        return self.batch.arguments(self.arguments, begin, at_once)
+
+
+def prepare(
+    model: Model,
+    runner: Runner,
+    cond: Conditioning | None,
+    prompts: int,
+    pictures: Pictures,
+    request: Request,
+    drawing: Drawing,
+) -> Job:
+    """Check the arguments of a run once, for a plan or to sample it. `prompts` is how many are encoded.
+
+    Raises TypeError or ValueError, in one line, for what the model cannot draw.
+    """
+    inputs = model.inputs_of(pictures)
+    drawn_by = inputs.model
+    if cond is not None and (made_by := cond.info.get("pipeline", drawn_by.name)) != drawn_by.name:
+        raise ValueError(
+            f"the conditioning was made by {cond.info.get('model', made_by)}, not {drawn_by.title}. Encode the prompt "
+            "with this pipeline."
+        )
+    if drawing.strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {drawing.strategy!r}. Use {', '.join(STRATEGIES)}.")
+    options = dict(request.options)
+    refuse_scales(runner.loras, options)
+    whole = {"width": request.width, "height": request.height, "steps": request.steps, "frames": request.frames}
+    check_numbers(whole, {"guidance": request.guidance, TRUE_CFG: options.get(TRUE_CFG)})
+    if request.steps < 1:
+        raise ValueError(f"steps is {request.steps}; it takes at least 1.")
+    check_values(options)
+    if (given := options.get("init_latents")) is not None:
+        check_latents(given)
+        check_finite(given, "the latents to start from hold")
+    arguments = drawn_by.sample_arguments(inputs, request)
+    batch = batch_of(drawing.batch, drawing.seed, drawing.noise, prompts, arguments, inputs.own)
+    drawn_by.check_count(max(prompts, batch.count))
+    return Job(inputs, arguments, batch, drawing, bool(pictures) or drawn_by.looks)
+
+
+def notes_of(model: Model, cond: Conditioning, guidance: float | None, options: Mapping[str, Any]) -> list[str]:
+    """Return what a user should know of a run with these arguments of `sample`, a sentence each."""
+    notes = []
+    if names := ", ".join(model.left_out):
+        notes = [f"{model.title} runs without {names}: what these make beside pictures, such as sound, is left out."]
+    if not model.takes_negative:
+        return notes + model.scale_notes(guidance, None)
+    true_cfg = options.get(TRUE_CFG)
+    scale = true_cfg if model.distilled else guidance
+    if _WORDS.search(cond.info.get("negative_prompt", "")):
+        why = model.unguided(guidance, options)
+        notes += [why] * bool(why)
+    elif scale and scale > 1 and not (model.replays or any(n.startswith("negative_") for n in cond.tensors)):
+        of_distilled = "true_cfg has no effect without a negative prompt. Encode one; it may be empty."
+        of_others = "Guidance has no effect without a negative prompt. Encode one; it may be empty."
+        notes.append(of_distilled if model.distilled else of_others)
+        return notes + model.scale_notes(guidance, 1)
+    return notes + model.scale_notes(guidance, true_cfg)
+
+
+def stretched(inputs: Inputs, pictures: Pictures, width: int | None, height: int | None) -> list[str]:
+    """Say which pictures of a run are stretched, a sentence each."""
+    wide, high = inputs.model.picture_size(inputs, width, height)
+    return stretch_notes(pictures, wide, high) if wide and high else []
+
+
+def tell_notes(cond: Conditioning, pictures: Pictures, job: Job, request: Request) -> None:
+    """Log what a user should know of a run; what was told in this process is not told again."""
+    for note in notes_of(job.model, cond, request.guidance, request.options):
+        if note not in TOLD:
+            log.warning("Ballast: %s", note)
+            TOLD.add(note)
+    for note in stretched(job.inputs, pictures, request.width, request.height):
+        log.warning("Ballast: %s", note)
+
+
+def most_at_once(model: Model, texts: Model, own: Collection[str], count: int) -> int:
+    """Return how many of `count` pictures may be drawn at once: all, or one where it is not proved to be the same."""
+    if count > 1 and (differs := model.batch_differs(texts, own)):
+        log.info("Ballast: %s draws the pictures of a batch one after the other: %s", model.title, differs)
+        return 1
+    return count
+
+
+def check_run_on_cards(model: Model, cards: int, **options: Any) -> None:
+    """Raise ValueError, in one line, for what cannot be drawn on so many cards. `options` are as in `sample`."""
+    check_cards(cards, {unit.name: unit.module for unit in model.denoisers} if cards > 1 else {}, **options)
+
+
+def sample(texts: Model, runner: Runner, cond: Conditioning, job: Job, on_step: OnStep | None) -> torch.Tensor:
+    """Return the latents of a job, float32 on the CPU. The prompt was encoded by `texts`."""
+    model, drawing, cards = job.model, job.drawing, job.drawing.cards
+    check_attention(drawing.attention, [u.module for u in model.denoisers] if drawing.attention != AUTO else ())
+    check_run_on_cards(model, cards, compile=drawing.compile, attention=drawing.attention)
+    if cards > 1:
+        check_group(cards)
+        cond = same_everywhere(cond)
+    run = _Drawing(runner, cond, job, None if on_step is None else functools.partial(_called, runner, on_step))
+    # On the CPU nothing is copied that several could share, and one after the other they take less RAM.
+    # Nor would all processes find out at once that fewer have to do.
+    alone = drawing.strategy == "cpu" or runner.manager.accelerator.is_cpu or cards > 1
+    at_once = 1 if alone else most_at_once(model, texts, job.inputs.own, job.batch.count)
+    drawn: list[torch.Tensor] = []
+    while (begin := sum(map(len, drawn))) < job.batch.count:
+        try:
+            run.draw(begin, at_once, drawn)
+        except Exception as error:
+            release_frames(error)
+            if cards > 1 and is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
+                raise DoesNotFitError(
+                    f"memory ran out on one of {cards} cards, and the others cannot begin anew with it. State a "
+                    f"smaller vram budget, which leaves it more, or choose a smaller size. ({error})"
+                ) from None
+            if at_once == 1 or not (is_out_of_memory(error) or isinstance(error, DoesNotFitError)):
+                raise
+            at_once = -(-at_once // 2)
+            log.info("Ballast: the batch is drawn %d at a time (%s)", at_once, error)
+    with torch.inference_mode(False):
+        latents = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+    check_finite(latents, "the transformer made")
+    return latents
+
+
+def sampling_of(
+    model: Model, arguments: Mapping[str, Any], *, reports: bool = True, cards: int = 1, answers: Answers | None = None
+) -> Sampling:
+    """Return the stage of a run with these arguments of `denoise`, to forecast."""
+    asked = dict(arguments)
+    drawing, noise = asked.pop("generator"), asked.pop("latents")
+    return Sampling(
+        model.forecaster,
+        model.denoisers,
+        functools.partial(model.denoise, answers=answers),
+        model.dry_run_arguments(asked),
+        model.passes(asked),
+        reports,
+        noise,
+        len(drawing) if isinstance(drawing, list) else 1,
+        cards,
+    )
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A job that is being drawn."""
+
+    runner: Runner
+    cond: Conditioning
+    job: Job
+    on_step: OnStep | None
+
+    def draw(self, begin: int, at_once: int, drawn: list[torch.Tensor]) -> None:
+        """Draw the pictures from `begin` on in one stage, `at_once` at a time; each part is added to `drawn` when done.
+
+        Raises DoesNotFitError, or that memory ran out, where fewer at once might fit: only for one there is a ladder.
+        """
+        job, model, drawing = self.job, self.job.model, self.job.drawing
+        begins, done = range(begin, job.batch.count, at_once), len(drawn)
+        seen = [self._images_encoded(at, at_once) for at in begins]
+
+        def draw(device: torch.device, modules: Mapping[str, nn.Module]) -> None:
+            with self._using(modules.values()):
+                for at, answers in list(zip(begins, seen, strict=True))[len(drawn) - done :]:
+                    given = job.given(at, at_once)
+                    report = _counted(self.on_step, len(drawn), done + len(begins))
+                    latents = model.denoise(self.cond, given, report, device, modules, answers)
+                    drawn.append(to_host(latents.float()))
+
+        with self.runner.adapters(model.denoisers):
+            for unit in model.denoisers:
+                unit.calls = replace(unit.calls, blocks=drawing.compile)
+            stage = sampling_of(
+                model,
+                job.given(begin, at_once),
+                reports=self.on_step is not None,
+                cards=drawing.cards,
+                answers=seen[0],
+            )
+            key = stage.key(self.cond)
+            forecast = functools.partial(stage.forecast, self.cond, key)
+            steps, only = stage.steps * len(begins), at_once == 1
+            expected = self.runner.expected(
+                "sample", model.denoisers, forecast, drawing.strategy, steps, parts=not only
+            )
+            again, keep = only and drawing.cards == 1, self.runner.settings.keep
+            whole = Stage("sample", model.denoisers, draw, drawing.strategy, key, **expected, keep=keep, again=again)
+            self.runner.run(whole)
+
+    def _images_encoded(self, begin: int, at_once: int) -> Answers | None:
+        """Return what modules answer for the pictures of one part, if the run has any."""
+        if not self.job.encodes_images:
+            return None
+        model, then = self.job.model, self.runner.settings.then
+        runner = self.runner.set(then=None if then is None else [*model.denoisers, *then])
+        return encode_images(model, runner, self.cond, self.job.given(begin, at_once))
+
+    @contextmanager
+    def _using(self, modules: Collection[nn.Module]) -> Iterator[None]:
+        """Run these modules with the chosen kernels, each of several cards on its share."""
+        drawing = self.job.drawing
+        chosen = kernels(modules, compile=drawing.compile, attention=drawing.attention, on_compile=self._on_compile)
+        with chosen, shared(modules, drawing.cards):
+            yield
+
+    def _on_compile(self, compiles: bool) -> None:
+        for unit in (unit for unit in self.job.model.denoisers if unit.leases):
+            self.runner.manager.timeline.tell("compile" if compiles else "compiled", unit)
+
+
+def _called(runner: Runner, on_step: OnStep, step: int, steps: int, latents: torch.Tensor) -> None:
+    with runner.manager.calling():
+        on_step(step, steps, latents)
+
+
+def _counted(on_step: OnStep | None, done: int, parts: int) -> OnStep | None:
+    """Wrap `on_step` to report the steps of one part as steps of all `parts`, of which `done` are done."""
+    if on_step is None or parts == 1:
+        return on_step
+
+    def report(step: int, steps: int, latents: torch.Tensor) -> None:
+        on_step(done * steps + step, parts * steps, latents)
+
+    return report

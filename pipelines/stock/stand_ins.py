@@ -1,0 +1,237 @@
+"""Stand-ins that a stock pipeline runs with while the transformer samples: for its VAE and its scheduler's step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from ...memory.weights.unit import ManagedModel
+from ..sampling.batches import Generators, generators
+from ..sampling.latents import StepCheck, check_noise
+from .answers import Telling
+from .signatures import returned_names
+
+if TYPE_CHECKING:
+    from ..models.model import OnStep
+
+_EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
+
+
+class StandIn(nn.Module):
+    """Stands in for a module that is not there to run: answers what code asks of it."""
+
+    def __init__(
+        self, unit: ManagedModel, device: torch.device, dtype: torch.dtype, ask: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__()
+        object.__setattr__(self, "_unit", unit)  # not a child: its weights stay where they are
+        self.device, self.dtype = device, dtype
+        self._ask = ask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_unit"].module, name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters of the unit that it stands for: some code asks for their type."""
+        return self.__dict__["_unit"].module.parameters(recurse)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the modules of a copy of the unit: some code sets their attention processors."""
+        if "_unit" not in self.__dict__:
+            return super().named_modules(*args, **kwargs)
+        return self.__dict__["_unit"].skeleton().named_modules(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the answer of `ask`. Raises LoopReachedError without one."""
+        if self._ask is None:
+            raise LoopReachedError
+        return self._ask(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the unit that it stands for: some code asks for the kind of its VAE."""
+        return type(self.__dict__["_unit"].module) if "_unit" in self.__dict__ else StandIn
+
+
+class StandInEncoder(StandIn):
+    """Stands in for a text encoder while the transformer runs. What its modules are asked, `ask` answers.
+
+    `ask` gives the call of a module by its name in the encoder, as of the part of Motif's that sees a picture.
+    """
+
+    def __init__(
+        self,
+        unit: ManagedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        ask: Callable[[str], Callable[..., Any]],
+    ) -> None:
+        super().__init__(unit, device, dtype)
+        self._ask_part = ask
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return StandInPart(found, self.dtype, self._ask_part(name)) if isinstance(found, nn.Module) else found
+
+
+class StandInPart:
+    """Stands in for a module of one that is not there to run."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, ask: Callable[..., Any]) -> None:
+        self._module, self.dtype, self._ask = module, dtype, ask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Return the parameters of the module that it stands for, in the dtype of its run: some code asks for it."""
+        return (parameter.to("meta", self.dtype) for parameter in self._module.parameters(recurse))
+
+
+class StandInVae(StandIn):
+    """Stands in for a VAE while the transformer runs, and catches what it is asked to decode.
+
+    What it is asked to encode, `ask` answers.
+    """
+
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise DecodeCalledError(latents)
+
+    def encode(self, pixels: torch.Tensor, return_dict: bool = True) -> Any:
+        made = self.forward(pixels)
+        return made if return_dict else tuple(made.values())
+
+
+class LateTool:
+    """A tokenizer that is read when it is asked for something."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
+
+
+class LoopReachedError(Exception):
+    """A module was called that is not there to run: what comes before the loop is done."""
+
+
+class DecodeCalledError(Exception):
+    """Carries the latents out of a pipeline's call."""
+
+    def __init__(self, latents: torch.Tensor) -> None:
+        super().__init__("the pipeline reached its decoder")
+        self.latents = latents
+
+
+@contextmanager
+def keeping_processors(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back the attention processors that a call changes until the block ends, as those of perturbed attention.
+
+    Such a call does so itself behind its VAE, where this one has ended.
+    """
+    layers = [layer for module in modules for layer in module.modules() if "processor" in vars(layer)]
+    kept = [(layer, layer.processor) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, processor in kept:
+            layer.processor = processor
+
+
+def keeping_embeddings(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `encode_prompt` to return the embeddings that it is given, which CogView3's does not.
+
+    Negative ones are left out where the call does not guide: AnyFlow's takes their being there for guidance.
+    """
+    names, signature = returned_names(encode), inspect.signature(encode)
+
+    @functools.wraps(encode)
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        made = encode(*bound.args, **bound.kwargs)  # Latte's does without an attention mask where it has both
+        values = made if isinstance(made, tuple) else (made,)
+        kept = [value if given.get(name) is None else given[name] for name, value in zip(names, values, strict=True)]
+        if given.get("do_classifier_free_guidance") is False:
+            kept = [None if name.startswith("negative_") else value for name, value in zip(names, kept, strict=True)]
+        return tuple(kept) if isinstance(made, tuple) else kept[0]
+
+    return encode_prompt
+
+
+def checking_noise(prepare: Callable[..., Any], telling: Telling) -> Callable[..., Any]:
+    """Wrap `prepare_latents` to raise ValueError for given noise of another shape than it would draw.
+
+    What it is told of a picture meanwhile, it is told once more.
+    """
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        drawn = signature.bind(*args, **kwargs)
+        if (noise := drawn.arguments.get("latents")) is not None:
+            drawing = drawn.arguments.get("generator")
+            fresh = generators(0, 0, len(drawing) if isinstance(drawing, list) else 1)
+            drawn.arguments |= {"latents": None, "generator": fresh}
+            with telling.again():
+                made = prepare(*drawn.args, **drawn.kwargs)
+            check_noise(noise, (made[0] if isinstance(made, tuple) else made).shape)
+        return prepare(*args, **kwargs)
+
+    return prepare_latents
+
+
+class Steps:
+    """Replaces a scheduler's `step`, which all pipelines call once a step, and calls `on_step` after it.
+
+    Gives the step the run's generators where it draws noise: else the seed would not decide the result.
+
+    The scheduler is held weakly, or the two would keep tensors until the collector runs.
+    """
+
+    def __init__(self, scheduler: Any, generator: Generators, on_step: OnStep | None) -> None:
+        self.scheduler, self.step, self.on_step = weakref.ref(scheduler), _weak_step(scheduler), on_step
+        functools.update_wrapper(self, self.step)
+        draws = "generator" in inspect.signature(self.step).parameters
+        self.drawing = {"generator": generator} if draws else {}
+        self.taken = 0
+        self.finite = StepCheck()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
+        return _weak_step(copy.deepcopy(self.scheduler(), memo))
+
+    def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduler: Any = self.scheduler()
+        result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
+        self.taken += 1
+        made = result[0] if isinstance(result, tuple) else result.prev_sample
+        # A run from a picture leaves the first ones out.
+        steps = len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        self.finite.check(made, self.taken, steps)
+        if self.on_step is None:
+            return result
+        if type(scheduler).__name__ in _EXPECTING:
+            latents = sample - scheduler.sigmas[scheduler.step_index - 1] * model_output
+        else:
+            latents = made
+        self.on_step(self.taken, steps, latents)
+        return result
+
+
+def _weak_step(scheduler: Any) -> MethodType:
+    """Bind a scheduler's `step` weakly, so that it can be an attribute of the scheduler."""
+    return MethodType(type(scheduler).step, weakref.proxy(scheduler))

@@ -1,0 +1,129 @@
+"""Which class of diffusers runs a task: the folder's own, or its sister that takes pictures, on the same components."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...memory.files import read_json
+from ..encoding.pictures import Frames, Pictures
+from ..files.trust import named_class
+from .signatures import encoding_of, needed_inputs
+
+VIDEOS = frozenset({"video", "mask_video", "control_video"})  # which calls take as a list of frames
+# Pictures that calls take.
+INPUTS = VIDEOS | {
+    "image", "images", "mask_image", "mask", "last_image", "image_reference", "reference_images",
+    "control_image", "control_mask",
+}  # fmt: skip
+EDITED = ("image", "images")  # what calls name the pictures that they edit
+_KINDS = ("", "Img2Img", "Inpaint", "Inpainting", "ImageToVideo", "VideoToVideo")
+_KIND = re.compile("(?:Img2Img|Inpaint(?:ing)?|ImageToVideo|VideoToVideo)?Pipeline$")
+_MASKS = ("mask_image", "control_mask", "mask_video", "mask")  # what calls name it, the first that is there
+_CONTROLS = ("control_image", "control_video")
+# What inputs are called here.
+WORDS = {
+    "mask_image": "mask", "mask_video": "mask", "control_image": "control", "control_video": "control",
+    "control_mask": "mask",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """The class that runs a task, and the pictures by the arguments of its call."""
+
+    cls: Any
+    pictures: dict[str, tuple[torch.Tensor, ...]]
+
+
+def task_of(cls: type, title: str, pictures: Pictures) -> Task:
+    """Return the task of class `cls` for these pictures. Raises ValueError, in one line, if there is none."""
+    own = parameters(cls)
+    references, image = pictures.references, pictures.image
+    if reads_pictures(cls) and image:
+        raise ValueError(f"{title} reads its pictures with the prompt. Give them to encode, and none to sample.")
+    ways: list[dict[str, tuple[torch.Tensor, ...]]] = [{"image": image or references}]
+    if references and "image" not in own:
+        ways = [{"images": references}]
+    if references and (image or "image_reference" in own):
+        ways = [{"image": image, "image_reference": references}]
+    if references and "reference_images" in own:
+        ways = [{"image": image, "reference_images": references}]
+    for way in ways:
+        way |= {"last_image": pictures.last_image, "video": pictures.video}
+        for found in _candidates(cls):
+            call = parameters(found)
+            mask, control = (next((name for name in names if name in call), names[0]) for names in (_MASKS, _CONTROLS))
+            given = {k: v for k, v in (way | {mask: pictures.mask, control: pictures.control}).items() if v}
+            wanted = {*given, *({"strength"} if pictures.strength is not None else ())}
+            missing = set(needed_inputs(found)) - given.keys()
+            if wanted <= call.keys() and (not missing or (missing == {"image"} and "video" in given)):
+                return Task(found, {k: Frames(v) if takes_frames(k, call) else v for k, v in given.items()})
+    words = {**WORDS, "image_reference": "images with the prompt and image beside them"}
+    names = ", ".join(words.get(name, name) for name in sorted(wanted))
+    raise ValueError(f"{title} takes no {names}: diffusers has no pipeline of its parts that does. Leave it out.")
+
+
+def takes_frames(name: str, call: Mapping[str, Any]) -> bool:
+    """Return whether an argument of a call is the frames of one video."""
+    return name in VIDEOS or (name == "mask" and "video" in call)
+
+
+def with_controlnet(index: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a model's index with the ControlNet of another folder, and the class that runs both.
+
+    ValueError or FileNotFoundError, in one line, for what is no ControlNet, and for a model that has no such class.
+    """
+    import diffusers
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}. Give the ControlNet's, in diffusers' layout.")
+    kind = str(read_json(folder / "config.json").get("_class_name"))
+    if "ControlNet" not in kind or named_class(diffusers, kind) is None:
+        raise ValueError(f"{folder} holds no ControlNet of the installed diffusers, but {kind}. Give another folder.")
+    name = _KIND.sub("ControlNetPipeline", index["_class_name"])
+    cls: Any = named_class(diffusers, name)
+    if "ControlNet" in index["_class_name"] or cls is None:
+        raise ValueError(f"diffusers has no pipeline for {index['_class_name']} with a ControlNet. Leave it out.")
+    takes = inspect.signature(cls).parameters["controlnet"].annotation
+    kinds = set(re.findall(r"\w*ControlNet\w*", str(takes)))
+    if kinds and kind not in kinds:
+        family = kind.partition("ControlNet")[0] or "Stable Diffusion"
+        raise ValueError(f"{folder} holds a {kind}: this ControlNet is for {family}, not for {index['_class_name']}.")
+    return {**index, "_class_name": name, "controlnet": ["diffusers", kind]}
+
+
+def parameters(cls: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of the class's call."""
+    return dict(inspect.signature(cls.__call__).parameters)
+
+
+def reads_pictures(cls: Any) -> bool:
+    """Return whether the text encoder is given pictures with the prompt."""
+    encode: Any = encoding_of(cls)
+    return "image" in inspect.signature(encode).parameters
+
+
+def edits(cls: Any) -> bool:
+    """Return whether pictures belong to the prompt: those to edit, or to take something from."""
+    call = parameters(cls)
+    frames = any("frames" in name or name == "video_length" for name in call)
+    return (
+        reads_pictures(cls)
+        or "image_reference" in call
+        or (not call.keys().isdisjoint(EDITED) and "strength" not in call and not frames)
+    )
+
+
+def _candidates(cls: type) -> Collection[Any]:
+    import diffusers
+
+    stem = _KIND.sub("", cls.__name__)
+    sisters = (named_class(diffusers, f"{stem}{kind}Pipeline") for kind in _KINDS)
+    return [cls, *(sister for sister in sisters if sister is not None and sister is not cls)]
