@@ -19,8 +19,8 @@ from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
 from .generic import GenericPipeline
+from .lora.use import Given as Loras
 from .options import ForeignOptionError, plain_defaults
-from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.

@@ -1,16 +1,12 @@
-"""The tensors of a LoRA file for one layer, by their role whatever the file calls them, and the changes they make.
-
-The parts of names are those of peft, diffusers, kohya's trainers and LyCORIS.
-"""
+"""The tensors of a LoRA file for one layer, by their roles whatever the file calls them, and the changes they make."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,50 +15,29 @@ from ...memory.weights.changes import LAYERS, Change, Delta, LowRank, ParameterD
 from ...memory.weights.products import Hadamard, Kronecker, Runs
 
 Tensors = dict[str, torch.Tensor]
+Key = TypeVar("Key")
 
-_NAMED = re.compile(
-    r"(?P<path>.+?)\.(?:"
-    r"(?:lora_(?P<ab>[AB])(?:\.[\w-]+)?|(?:lora|lora_linear_layer)[._](?P<way>down|up|mid)(?:\.default)?)"
-    r"\.(?P<kind>weight|bias)|"  # of peft, which may put the adapter's name between
-    r"(?P<part>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|diff(?:_[bm])?|[wb]_norm)(?:\.default)?|"
-    r"(?P<alpha>alpha))"
-)
-_FLAT = re.compile(r"lora_|lycoris_")
-_WAYS = {"A": "down", "B": "up"}
-_NORMS = {"w_norm": "diff", "b_norm": "diff_b"}  # of LyCORIS
-# Put into names by what wraps a model or parts of it (torch.compile, FSDP), or the whole (DDP, DeepSpeed, peft).
-_WRAPPERS = re.compile(r"(?<![A-Za-z\d])_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)[._]")
-_AROUND = re.compile(
-    r"^((?:(?:model\.)?diffusion_model\.|transformer(?:_2)?\.|unet\.|text_encoder(?:_\d)?\.)?)"
-    r"(?:(?:module|_forward_module|base_model\.model)\.)+"
-)
 _FACTORS = {"down": "a LoRA", "hada": "a LoHa", "lokr": "a LoKr"}
 
 
-def parsed(name: str) -> tuple[str, str] | None:
-    """Split a name into its layer and its part, such as "down", "lokr_w1", "diff" or "alpha"; else return None."""
-    if (match := _NAMED.fullmatch(unwrapped(name))) is None:
-        return None
-    if match["alpha"]:
-        return match["path"], "alpha"
-    if match["part"] == "diff_m":  # of Wan's bare parameters
-        return match["path"] + ("_" if _FLAT.match(match["path"]) else ".") + "modulation", "diff"
-    if match["part"]:
-        return match["path"], _NORMS.get(match["part"], match["part"])
-    way = match["way"] or _WAYS[match["ab"]]
-    return match["path"], way if match["kind"] == "weight" else "bias" if way == "up" else f"{way}_bias"
+def grouped(path: Path, tensors: Tensors, named: Mapping[str, tuple[Key, str]]) -> dict[Key, LayerTensors]:
+    """Return the tensors that have names, each with its key and its role, by key."""
+    groups: dict[Key, LayerTensors] = {}
+    for name, (key, role) in named.items():
+        groups.setdefault(key, LayerTensors()).add(path, name, role, tensors[name])
+    return groups
 
 
-def unwrapped(name: str) -> str:
-    """Strip the names of wrappers around the model or its parts, such as `_orig_mod`."""
-    return _AROUND.sub(r"\1", _WRAPPERS.sub("", name))
+def names_in(groups: Mapping[Any, LayerTensors]) -> set[str]:
+    """Return the names in the file of all these tensors."""
+    return {name for group in groups.values() for name in group.names}
 
 
 @dataclass
-class Found:
-    """The tensors of a file for one layer, until it is whole. `rows` are those of a Kronecker product in the layer.
+class LayerTensors:
+    """The tensors of a file for one layer, by role. `names` are those in the file.
 
-    `names` are those in the file.
+    `rows` are the rows of the layer that a Kronecker product is for, if not all.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -70,10 +45,10 @@ class Found:
     rows: Runs = ()
     names: tuple[str, ...] = ()
 
-    def note(self, path: Path, name: str, what: str, tensor: torch.Tensor) -> None:
-        """Take one more. ValueError, in one line, for what is there already, or is no part of any change."""
+    def add(self, path: Path, name: str, role: str, tensor: torch.Tensor) -> None:
+        """Add a tensor. Raise ValueError, in one line, for a second one of a role, and for one of no use."""
         self.names += (name,)
-        if what == "alpha":
+        if role == "alpha":
             if self.alpha is not None:
                 raise ValueError(f"{path} has {name} beside another of its kind. Get the LoRA from elsewhere.")
             if tensor.numel() != 1:
@@ -82,11 +57,11 @@ class Found:
             return
         if not tensor.ndim:
             raise ValueError(f"{path} has one number as {name}, which must have dimensions. Download it again.")
-        if what in self.tensors:
+        if role in self.tensors:
             raise ValueError(f"{path} has {name} beside another of its kind. Get the LoRA from elsewhere.")
-        if what in ("down_bias", "mid_bias"):
+        if role in ("down_bias", "mid_bias"):
             raise ValueError(f"{path} has {name}, a bias within a pair, which is not run. Get a plain LoRA.")
-        self.tensors[what] = tensor
+        self.tensors[role] = tensor
 
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of the changed weight, or None for a change of a bias alone or an incomplete one."""
@@ -108,7 +83,7 @@ class Found:
             return None
         return None
 
-    def taken(self, path: Path, runs: Runs, rows: int) -> Found:
+    def taken(self, path: Path, runs: Runs, rows: int) -> LayerTensors:
         """Return the same for some rows of the weight. Raises ValueError, in one line, if the rows do not fit."""
         if runs == ((0, rows),):
             return self
@@ -134,7 +109,7 @@ class Found:
 
         Raises ValueError in one line for what is incomplete or does not fit.
         """
-        kinds = [what for mark, what in _FACTORS.items() if any(name.startswith(mark) for name in self.tensors)]
+        kinds = [kind for mark, kind in _FACTORS.items() if any(name.startswith(mark) for name in self.tensors)]
         if len(kinds) > 1:
             raise ValueError(f"{path} has {' and '.join(kinds)} for {where}, which share one alpha. Get it elsewhere.")
         if lacking := _lacking(self.tensors, self.alpha):

@@ -12,32 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from .lora_names import ByComponent, by_own_names, without
-from .lora_parts import Tensors, parsed
+from .layer_tensors import LayerTensors, Tensors, grouped
+from .names import OwnNames, Place, parsed
 
 
 def by_conversion(
-    path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module]
-) -> ByComponent | None:
-    """Return these weights as diffusers converts them; None if it drops one of them, or finds no place for it."""
+    path: Path, tensors: Tensors, pipeline_class: Any, modules: Mapping[str, nn.Module], own: OwnNames
+) -> dict[Place, LayerTensors]:
+    """Return these tensors as diffusers converts them; none if it drops one of them, or finds no place for it."""
     convert = getattr(pipeline_class, "lora_state_dict", None)
     scaled = _scaled(tensors)
     if convert is None or any(name.endswith("alpha") for name in scaled):
-        return None
+        return {}
     # What the blocks of a UNet are numbered by; others take it for an option of the hub.
     options = {"unet_config": modules["unet"].config} if "unet" in modules else {}
     converted = _converted(scaled, convert, options)
-    found = by_own_names(path, converted, modules)
-    return found if converted and not without(converted, found) else None
+    named = own.named(converted)
+    return grouped(path, converted, named) if named.keys() == converted.keys() else {}
 
 
 def _scaled(tensors: Tensors) -> Tensors:
-    """Pairs of low rank multiplied by their alphas, which are gone then; alphas of anything else stay."""
-    names = {place: name for name in tensors if (place := parsed(name))}
+    """Multiply pairs of low rank by their alphas, and leave these out; alphas of anything else stay."""
+    names = {key: name for name in tensors if (key := parsed(name))}
     scaled = dict(tensors)
-    for (layer, what), name in names.items():
+    for (layer, role), name in names.items():
         down, up = (names.get((layer, way)) for way in ("down", "up"))
-        if what == "alpha" and down and up and tensors[name].numel() == 1 and tensors[down].shape[0]:
+        if role == "alpha" and down and up and tensors[name].numel() == 1 and tensors[down].shape[0]:
             scaled[up] = tensors[up].float() * (float(scaled.pop(name).item()) / tensors[down].shape[0])
     return scaled
 

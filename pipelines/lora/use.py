@@ -15,9 +15,10 @@ from typing import Any
 from ...memory.files import placed
 from ...memory.weights.branches import ActiveAdapters, Adapter
 from ...memory.weights.unit import ManagedModel
-from ..files.lora import Branches, LeaveOut, changes_text, check_lora, identity, read_lora
-from ..files.lora_layouts import Converters
 from ..options import plain_number
+from .build import Branches, LeaveOut, build
+from .file import LoraFile
+from .weight_names import Converters
 
 log = logging.getLogger("ballast")
 
@@ -50,12 +51,12 @@ def open_loras(
     known: Sequence[Lora] = (),
     converters: Converters | None = None,
 ) -> tuple[Lora, ...]:
-    """Read LoRA files for these models, see `read_lora`; those `known` are not read again.
+    """Read LoRA files for these models, see `build`; those `known` are not read again.
 
     Raises FileNotFoundError, or ValueError in one line that names the file.
     """
-    reader = functools.partial(read_lora, pipeline_class=pipeline_class, converters=converters)
-    return tuple(_open(*each, units, reader, known) for each in map(_spec, given or ()))
+    make = functools.partial(build, pipeline_class=pipeline_class, converters=converters)
+    return tuple(_open(*each, units, make, known) for each in map(_spec, given or ()))
 
 
 def expert_of(path: Path) -> str | None:
@@ -133,7 +134,7 @@ def _open(
     strength: Strength,
     parts: tuple[str, ...],
     units: Sequence[ManagedModel],
-    read: Callable[..., Branches],
+    make: Callable[..., Branches],
     known: Sequence[Lora],
 ) -> Lora:
     names = [unit.name for unit in units]
@@ -146,16 +147,15 @@ def _open(
         raise ValueError(f"the strength of {path} names no model. Give a number, or name one of {', '.join(names)}.")
     if unknown := sorted(by_name.keys() - set(names)):
         raise ValueError(f"{path} has a strength for {', '.join(unknown)}. Name one of {', '.join(names)}.")
-    check_lora(path)
-    digest, expert, leave_out = identity(path), expert_of(path), LeaveOut(parts)
+    file, expert, leave_out = LoraFile.open(path), expert_of(path), LeaveOut(parts)
     for lora in known:
         wanted = set(by_name) if isinstance(strength, Mapping) else set(lora.adapters)
-        same = lora.digest == digest and lora.leave_out.parts == parts and expert_of(lora.path) == expert
+        same = lora.digest == file.digest and lora.leave_out.parts == parts and expert_of(lora.path) == expert
         if same and lora.named == isinstance(strength, Mapping) and set(lora.adapters) == wanted:
             return replace(lora, path=path, strengths=_strengths(strength, lora.adapters))
-    has_text = changes_text(path)  # encoders are built for no other
+    has_text = file.changes_text  # encoders are built for no other
     modules = {u.name: u.module for u in units if has_text or u.role != "text_encoder"}
-    found = read(path, modules=modules, leave_out=leave_out)
+    found = make(file, modules=modules, leave_out=leave_out)
     if not by_name and len(found) == 1 and names[0] in found and expert in modules:
         by_name = dict.fromkeys([expert], 0.0)
     if by_name.keys() <= found.keys():
@@ -164,14 +164,14 @@ def _open(
         # Each is what the file is for: one for the second transformer is mostly named as one for the first.
         leave_out.names.clear()
         found = {
-            u.name: read(path, modules={names[0]: u.module}, leave_out=leave_out)[names[0]]
+            u.name: make(file, modules={names[0]: u.module}, leave_out=leave_out)[names[0]]
             for u in units
             if u.name in by_name
         }
     if leave_out.names:
         log.warning("Ballast: %s: %s.", path, leave_out.told())
-    adapters = {name: Adapter((digest, name, *leave_out.names), parts) for name, parts in found.items()}
-    return Lora(path, digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping), leave_out)
+    adapters = {name: Adapter((file.digest, name, *leave_out.names), parts) for name, parts in found.items()}
+    return Lora(path, file.digest, adapters, _strengths(strength, adapters), isinstance(strength, Mapping), leave_out)
 
 
 def _strengths(strength: Strength, adapters: Iterable[str]) -> dict[str, float]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,217 +21,224 @@ from torch import nn
 from ...memory.weights.changes import Shape
 from ...memory.weights.products import Runs
 from ...memory.weights.stored import Stored
-from .checkpoint import Places
-from .lora_names import ByComponent, flat, plain, targets
-from .lora_parts import Found, Tensors, parsed
-from .rows import Rows, Run, whole
-from .single.layouts import Layout, Shapes
-from .single.transformers import LAYOUTS
+from ..files.checkpoint import Places
+from ..files.rows import Rows, Run, Widths, whole
+from ..files.single.layouts import Layout, Shapes
+from ..files.single.transformers import LAYOUTS
+from .layer_tensors import LayerTensors, Tensors, grouped
+from .names import Place, flat, parsed, plain, targets
 
 Converters = Mapping[str, Callable[[Places], Places]]
-Taken = dict[str, list[Run]]  # by parameter of the module: the rows of which layers it is
+Taken = dict[str, list[Run]]  # by parameter of the module: the rows of which weights it is
+Take = Callable[[Mapping[str, Shape]], Taken]
 
-_FAILURES = LookupError, ValueError, RuntimeError, AttributeError, TypeError  # of converters
+_FAILURES = LookupError, ValueError, RuntimeError, AttributeError, TypeError, ArithmeticError  # of converters
 _MOST_BLOCKS = 999
+_MOST_SPELLINGS = 4096  # of one name with underscores
 _SPAN = 2**40  # bytes, more than any weight has
+_NUMBER = re.compile(r"(?<![^_])\d+(?![^_])")  # between underscores
+_BLOCK = re.compile(r"([a-z_]+)\.(\d+)\.")
 _EMBEDDERS = ("x_embedder.weight", "x_embedder.proj.weight")  # whose width is that of the blocks
-_FIRST = (
-    "double_blocks.0",
-    "single_blocks.0",
-    "joint_blocks.0",
-    "double_layers.0",
-    "single_layers.0",
-    "blocks.0",
-    "distilled_guidance_layer.layers.0",
-)
 _WIDE = ("img_in.weight", "img_in.proj.bias", "x_embedder.weight")  # as files call them
-_PARTS = ("qkv", "proj", "q_norm", "k_norm")
-# What is one word between the underscores of a name, where no converter asks for it by its name.
-_WORDS = frozenset((
-    "adaLN_modulation", "adaln_single", "attention_norm1", "attention_norm2", "c_embedder", "cap_embedder",
-    "caption_projection", "clip_text_pooled_proj", "context_refiner", "cross_attn", "distilled_guidance_layer",
-    "double_blocks", "double_stream_modulation_img", "double_stream_modulation_txt", "feed_forward", "ffn_norm1",
-    "ffn_norm2", "final_layer", "guidance_in", "img_attn", "img_emb", "img_in", "img_mlp", "img_mod", "in_layer",
-    "individual_token_refiner", "input_embedder", "k_img", "k_norm", "linear_1", "linear_2", "noise_refiner", "norm_k",
-    "norm_k_img", "norm_q", "out_layer", "patch_embedding", "patchify_proj", "proj_in", "proj_out", "q_norm",
-    "self_attn", "single_blocks", "single_stream_modulation", "t_embedder", "text_embedding", "time_embedding",
-    "time_in", "time_projection", "time_text_embed", "timestep_embedder", "to_k", "to_out", "to_q", "to_v",
-    "transformer_blocks", "txt_attn", "txt_in", "txt_mlp", "txt_mod", "v_img", "vector_in", "x_embedder",
-))  # fmt: skip
-_WORDS_OF = {
-    "HunyuanVideo": frozenset(f"{name}_{part}" for name in ("img_attn", "txt_attn", "self_attn") for part in _PARTS)
-}
-_BLOCK = re.compile(r"([a-z_]+?)[_.](\d+)[_.]")
+# Blocks that converters take for granted; those of some models differ in the last one.
+_BLOCKS = (
+    "double_blocks",
+    "single_blocks",
+    "joint_blocks",
+    "double_layers",
+    "single_layers",
+    "blocks",
+    "distilled_guidance_layer.layers",
+)
+_UNET = Layout(
+    "Stable Diffusion",
+    ("UNet2DConditionModel",),
+    (),
+    (),
+    "convert_ldm_unet_checkpoint",
+    lambda shapes, config: {},
+    frozenset(),
+    prefix="model.diffusion_model.",
+)
 
 
 def by_weights(
     path: Path, tensors: Tensors, modules: Mapping[str, nn.Module], converters: Converters
-) -> ByComponent | None:
-    """Return the changes named as weights in the files of these modules, not the others; None if there are none.
+) -> dict[Place, LayerTensors]:
+    """Return the tensors named as weights in the files of these modules, by what they change.
 
-    `converters` are those of families with code of their own. Of two experts the second has no names, unless the file
-    puts its own ahead.
+    `converters` are those of families with code of their own. Names without a component are of the first of two
+    experts.
     """
-    readers = dict(_readers(modules, converters))
-    found: ByComponent = {}
-    for component, read in readers.items():
-        first = component == next(iter(readers))
-        given = _given(path, tensors, component, readers.keys() - {component} if first else None, read)
-        if made := _divided(path, given, read, modules[component]):
-            found[component] = made
-    return found or None
+    takes = {name: take for name, module in modules.items() if (take := _take_of(name, module, converters))}
+    found = {}
+    for component, take in takes.items():
+        others = takes.keys() - {component} if component == next(iter(takes)) else None
+        named = _named(tensors, component, others)
+        known = targets(modules[component])
+        spelled = _spelled(grouped(path, tensors, named), take, known)
+        named = {name: (spelled.get(layer, layer), role) for name, (layer, role) in named.items()}
+        for target, part in _divided(path, grouped(path, tensors, named), take, known).items():
+            found[component, target] = part
+    return found
 
 
-def _readers(modules: Mapping[str, nn.Module], converters: Converters) -> Iterator[tuple[str, _Reader]]:
-    """Who knows the names in the files of which module."""
-    for name, module in modules.items():
-        if name in converters:
-            yield name, _Converting(converters[name])
-        elif layout := next((each for each in LAYOUTS if type(module).__name__ in each.classes), None):
-            yield name, _Layouts(layout, module)
+def _take_of(name: str, module: nn.Module, converters: Converters) -> Take | None:
+    """Return the function that knows which rows of a file's weights become a parameter of the module."""
+    if name in converters:
+        return functools.partial(_by_places, converters[name])
+    layout = next((each for each in (*LAYOUTS, _UNET) if type(module).__name__ in each.classes), None)
+    if layout is None:
+        return None
+    own = dict(module.named_parameters())
+    width = next((own[name].shape[0] for name in _EMBEDDERS if name in own), 0)
+    widths = layout.widths(Shapes(dict.fromkeys(_WIDE, (width,)))) if layout.widths else None
+    depth = 1 + max(
+        (int(words[1]) for name in own if (words := name.split("."))[1:2] and words[1].isdigit()), default=0
+    )
+    blocks = _placeholders(f"{name}.{i}" for name in _BLOCKS for i in range(depth))
+    convert = functools.partial(layout.convert, config=getattr(module, "config", {}))
+    return functools.partial(_by_rows, convert, widths, blocks)
 
 
-def _given(
-    path: Path, tensors: Tensors, component: str, others: Collection[str] | None, read: _Reader
-) -> dict[str, Found]:
-    """Return the changes in a file for each layer of a component, by the names that it has there.
+def _by_places(convert: Callable[[Places], Places], rows: Mapping[str, Shape]) -> Taken:
+    """Return what a converter of places makes of weights: each lies where no other could be, and is known by that."""
+    names = list(rows)
+    places = {name: Stored(Path(), i * _SPAN, torch.float32, rows[name]) for i, name in enumerate(names)}
+    taken: Taken = {}
+    for parameter, at in convert(places).items():
+        i, offset = divmod(at.offset, _SPAN)
+        source = names[i]
+        width = at.dtype.itemsize * math.prod(rows[source][1:])
+        if at.shape[1:] == rows[source][1:]:
+            taken[parameter] = [Run(source, offset // width, offset // width + at.shape[0])]
+    return taken
 
-    Names with the component's ahead are for it; and, with `others`, those without the name of any of these.
+
+def _by_rows(
+    convert: Callable[[dict[str, Any]], Mapping[str, Any]],
+    widths: Widths | None,
+    blocks: Mapping[str, _Nothing],
+    rows: Mapping[str, Shape],
+) -> Taken:
+    """Return what diffusers' converter of a whole file makes of some weights. The others are placeholders."""
+    numbered = [match for name in rows if (match := _BLOCK.match(name))]
+    counted = {f"{match[1]}.{i}" for match in numbered for i in range(min(int(match[2]), _MOST_BLOCKS) + 1)}
+    given: dict[str, Any] = {**blocks, **_placeholders(counted)}
+    given |= {name: whole(name, shape, widths) for name, shape in rows.items()}
+    while True:
+        try:
+            made = convert(_Partial(given))
+            return {name: list(value.runs) for name, value in made.items() if isinstance(value, Rows)}
+        except KeyError as error:
+            if (lacking := str(error.args[0])) in given:
+                raise
+            given[lacking] = _Nothing()
+
+
+def _placeholders(blocks: Iterable[str]) -> dict[str, _Nothing]:
+    """Return placeholders in blocks: some converters count these by the names that there are, or look for norms."""
+    return {f"{block}.{name}.none": _Nothing() for block in blocks for name in ("ln_q", "modX")}
+
+
+def _named(tensors: Tensors, component: str, others: Collection[str] | None) -> dict[str, tuple[str, str]]:
+    """Return the layer and the role of each tensor for a component.
+
+    Those are names with the component's ahead; and, with `others`, those without the name of any of these.
     """
-    layer_of = {}
+    named = {}
     for name in tensors:
-        if (named := parsed(name)) is not None:
-            layer = plain(named[0])
+        if (found := parsed(name)) is not None:
+            layer = plain(found[0])
             ahead = layer.startswith(f"{component}.")
             if ahead or (others is not None and not any(layer.startswith(f"{other}.") for other in others)):
-                layer_of[name] = layer.removeprefix(f"{component}."), named[1]
-    dotted = read.dotted({under for layer, _ in layer_of.values() if (under := flat(layer))})
-    given: dict[str, Found] = {}
-    for name, (layer, what) in layer_of.items():
-        layer = dotted[under] if (under := flat(layer)) else layer
-        given.setdefault(layer, Found()).note(path, name, what, tensors[name])
-    return given
+                named[name] = layer.removeprefix(f"{component}."), found[1]
+    return named
 
 
-def _divided(path: Path, given: Mapping[str, Found], read: _Reader, module: nn.Module) -> dict[str, Found]:
-    """Return the changes of each layer of a module, of those all of whose rows have a place."""
-    places, made, spent = targets(module), {}, Counter[str]()
-    rows = {source: shape for layer, found in given.items() for source, shape in _sources(layer, found).items()}
-    layer_of = {source: layer for layer, found in given.items() for source in _sources(layer, found)}
-    for parameter, runs in _taken(read, rows).items():
-        target, kind = parameter.rpartition(".")[::2]
-        if kind not in ("weight", "bias") or target not in places:
-            target = parameter
-        sources = {run.name for run in runs}
-        if target not in places or len(sources) != 1 or not sources <= rows.keys():
-            continue
-        source = sources.pop()
-        cut: Runs = tuple((run.begin, run.end) for run in runs)
-        made[target] = source, cut
-        spent[source] += sum(end - begin for begin, end in cut)
-    whole = {layer_of[source] for source, shape in rows.items() if spent[source] == shape[0]}
+def _divided(path: Path, given: Mapping[str, LayerTensors], take: Take, known: set[str]) -> dict[str, LayerTensors]:
+    """Return the tensors for each target in a module, from layers all of whose rows have a place."""
+    layers = {source: layer for layer, part in given.items() for source in _sources(layer, part)}
+    rows = {source: shape for layer, part in given.items() for source, shape in _sources(layer, part).items()}
+    found = _rows_of(take, rows, known)
+    spent: Counter[str] = Counter()
+    for source, runs in found.values():
+        spent[source] += sum(end - begin for begin, end in runs)
+    used = {layers[source] for source, shape in rows.items() if spent[source] == shape[0]}
     return {
-        target: given[layer_of[source]].taken(path, cut, rows[source][0])
-        for target, (source, cut) in made.items()
-        if layer_of[source] in whole
+        target: given[layers[source]].taken(path, runs, rows[source][0])
+        for target, (source, runs) in found.items()
+        if layers[source] in used
     }
 
 
-def _sources(layer: str, found: Found) -> dict[str, Shape]:
+def _sources(layer: str, part: LayerTensors) -> dict[str, Shape]:
     """Return the changed weights with their shapes. A `diff` may be of a weight with one of several names."""
-    if shape := found.shape():
-        names = (f"{layer}.weight", f"{layer}.scale", layer) if "diff" in found.tensors else (f"{layer}.weight",)
+    if shape := part.shape():
+        names = (f"{layer}.weight", f"{layer}.scale", layer) if "diff" in part.tensors else (f"{layer}.weight",)
         return dict.fromkeys(names, shape)
-    return {f"{layer}.bias": tuple(found.tensors["diff_b"].shape)} if "diff_b" in found.tensors else {}
+    return {f"{layer}.bias": tuple(part.tensors["diff_b"].shape)} if "diff_b" in part.tensors else {}
 
 
-def _taken(read: _Reader, rows: Mapping[str, Shape]) -> Taken:
-    """Return the converted forms of weights of these shapes. Those that a converter fails at are left out."""
+def _rows_of(take: Take, rows: Mapping[str, Shape], known: set[str]) -> dict[str, tuple[str, Runs]]:
+    """Return the weight that each target is made of, and its rows. Weights that a converter fails at are left out."""
+    found = {}
+    for parameter, runs in _taken(take, rows).items():
+        layer, _, kind = parameter.rpartition(".")
+        target = layer if kind in ("weight", "bias") and layer in known else parameter
+        sources = {run.name for run in runs}
+        if target in known and len(sources) == 1 and sources <= rows.keys():
+            found[target] = sources.pop(), tuple((run.begin, run.end) for run in runs)
+    return found
+
+
+def _taken(take: Take, rows: Mapping[str, Shape]) -> Taken:
     with contextlib.suppress(*_FAILURES):
-        return read.taken(rows)
+        return take(rows)
     good = {}
     for name, shape in rows.items():
         with contextlib.suppress(*_FAILURES):
-            read.taken({name: shape})
+            take({name: shape})
             good[name] = shape
     with contextlib.suppress(*_FAILURES):
-        return read.taken(good)
+        return take(good)
     return {}
 
 
-class _Reader(Protocol):
-    """Knows the names in the files of a model."""
-
-    def dotted(self, names: set[str]) -> dict[str, str]:
-        """Map names of layers with underscores in place of dots to their dotted names."""
-
-    def taken(self, rows: Mapping[str, Shape]) -> Taken:
-        """Return what weights of these shapes become."""
+# Names with underscores in place of dots
 
 
-class _Converting:
-    """The layout of a family with code of its own, which converts the places of weights."""
-
-    def __init__(self, convert: Callable[[Places], Places]) -> None:
-        self._convert = convert
-
-    def dotted(self, names: set[str]) -> dict[str, str]:
-        return {name: by_words(name) for name in names}
-
-    def taken(self, rows: Mapping[str, Shape]) -> Taken:
-        # Each lies where no other could be: what becomes of it is known by where that lies.
-        names = list(rows)
-        places = {name: Stored(Path(), i * _SPAN, torch.float32, rows[name]) for i, name in enumerate(names)}
-        taken: Taken = {}
-        for parameter, at in self._convert(places).items():
-            i, offset = divmod(at.offset, _SPAN)
-            source = names[i]
-            width = at.dtype.itemsize * math.prod(rows[source][1:])
-            if at.shape[1:] == rows[source][1:]:
-                taken[parameter] = [Run(source, offset // width, offset // width + at.shape[0])]
-        return taken
+def _spelled(given: Mapping[str, LayerTensors], take: Take, known: set[str]) -> dict[str, str]:
+    """Map names of layers with underscores to those with dots: of all ways to put them, the one that has a place."""
+    alike: dict[str, list[str]] = {}
+    for layer in sorted(given, key=lambda layer: (len(layer), layer)):
+        if (name := flat(layer)) and _sources(layer, given[layer]):
+            alike.setdefault(_NUMBER.sub("0", name), []).append(layer)
+    spelled: dict[str, str] = {}
+    for layers in alike.values():
+        part, words = given[layers[0]], str(flat(layers[0])).split("_")
+        for before_numbers in (".", "_."):
+            ways = {_joined(words, way): way for way in _ways(words, before_numbers)}
+            rows = {name: shape for layer in ways for name, shape in _sources(layer, part).items()}
+            layer_of = {name: layer for layer in ways for name in _sources(layer, part)}
+            found = {layer_of[source] for source, _ in _rows_of(take, rows, known).values()}
+            if len(found) == 1:
+                way = ways[found.pop()]
+                spelled |= {layer: _joined(str(flat(layer)).split("_"), way) for layer in layers}
+                break
+    return spelled
 
 
-class _Layouts:
-    """The layout of a model whose single files diffusers converts."""
-
-    def __init__(self, layout: Layout, module: nn.Module) -> None:
-        own = dict(module.named_parameters())
-        width = next((own[name].shape[0] for name in _EMBEDDERS if name in own), 0)
-        self._widths = layout.widths(Shapes(dict.fromkeys(_WIDE, (width,)))) if layout.widths else None
-        self._words = _WORDS | _WORDS_OF.get(layout.title, frozenset())
-        self._convert = functools.partial(layout.convert, config=getattr(module, "config", {}))
-        self._own = {name.replace(".", "_"): name for name in targets(module)}
-
-    def dotted(self, names: set[str]) -> dict[str, str]:
-        asked = _Partial(_counted(names))
-        with contextlib.suppress(*_FAILURES):
-            self._convert(asked)
-        asked_for = {name.rpartition(".")[0] for name in asked.missing}
-        known = self._own | {layer.replace(".", "_"): layer for layer in asked_for}
-        return {name: known.get(name) or by_words(name, self._words) for name in names}
-
-    def taken(self, rows: Mapping[str, Shape]) -> Taken:
-        given = {name: whole(name, shape, self._widths) for name, shape in rows.items()}
-        made = self._convert(_Partial(_counted(rows) | given))
-        return {name: list(value.runs) for name, value in made.items() if isinstance(value, Rows)}
+def _ways(words: list[str], before_numbers: str) -> Iterator[tuple[str, ...]]:
+    """Yield what may stand between words: a dot or an underscore, but always a dot after a number."""
+    pairs = itertools.pairwise(words)
+    marks = ["." if word.isdigit() else before_numbers if after.isdigit() else "_." for word, after in pairs]
+    if math.prod(map(len, marks)) <= _MOST_SPELLINGS:
+        yield from itertools.product(*marks)
 
 
-def _counted(names: Iterable[str]) -> dict[str, _Nothing]:
-    """Names without weights: some converters count the blocks by the names that there are, or look for norms there."""
-    found = [match for name in names if (match := _BLOCK.match(name))]
-    blocks = {f"{match[1]}.{i}" for match in found for i in range(min(int(match[2]), _MOST_BLOCKS) + 1)}
-    return {f"{block}.{what}.none": _Nothing() for block in (*blocks, *_FIRST) for what in ("ln_q", "modX")}
-
-
-def by_words(name: str, known: frozenset[str] = _WORDS) -> str:
-    """Replace underscores by dots, except within known words."""
-    parts, words = [], name.split("_")
-    while words:
-        count = next((n for n in range(min(4, len(words)), 1, -1) if "_".join(words[:n]) in known), 1)
-        parts.append("_".join(words[:count]))
-        words = words[count:]
-    return ".".join(parts)
+def _joined(words: list[str], way: tuple[str, ...]) -> str:
+    return "".join(itertools.chain(*zip(words, (*way, ""), strict=True)))
 
 
 class _Nothing:
@@ -258,17 +266,10 @@ class _Nothing:
 
 
 class _Partial(dict[str, Any]):
-    """Some of the weights that a converter looks for. `missing` are the names of the others."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.missing: set[str] = set()
+    """Some of the weights that a converter looks for."""
 
     def __missing__(self, name: str) -> _Nothing:
-        self.missing.add(name)
         return _Nothing()
 
     def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
-        if name not in self:
-            self.missing.add(name)
         return super().pop(name, *(default or (_Nothing(),)))

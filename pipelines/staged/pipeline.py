@@ -9,11 +9,11 @@ from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning
+from ..lora.use import Given as Loras
+from ..lora.use import notes_of, open_loras, refuse_scales
 from ..options import TRUE_CFG, plain_defaults, plain_number
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
-from ..sampling.loras import Given as Loras
-from ..sampling.loras import notes_of, open_loras, refuse_scales
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt, as_list
 from .runs import ManyRuns

@@ -18,12 +18,12 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
+from ..lora.use import refuse_scales
 from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
-from ..sampling.loras import refuse_scales
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .family import Modules, OnStep
 from .pictures import Given, Pictures, pictures_of, stretch_notes

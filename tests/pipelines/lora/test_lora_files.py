@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from adapters import lora_files
-from ballast.pipelines.files.lora import read_lora
+from adapters.lora_files import read_lora
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]

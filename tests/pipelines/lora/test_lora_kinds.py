@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import tiny
 import torch
 from adapters import lora_files, lora_kinds
+from adapters.lora_files import read_lora
 from ballast.memory.weights.branches import Adapter, attach, detach, set_strengths
 from ballast.memory.weights.changes import LAYERS, takes_changes
-from ballast.pipelines.files.lora import read_lora
 from peft import LoHaConfig, LoKrConfig, get_peft_model_state_dict, inject_adapter_in_model
+from pipeline_classes import odd_pipelines
 from single_files.original_names import ORIGINALS, converted, original
+from single_files.original_unets import published_names
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
@@ -136,6 +139,12 @@ def test_every_kind_compiles_whole(tmp_path: Path) -> None:
 
 # In the names of the files that models are published in
 
+
+@functools.cache
+def unet() -> nn.Module:
+    return odd_pipelines.sdxl().unet
+
+
 MODULES: dict[str, tuple[Any, nn.Module]] = {}
 
 
@@ -198,3 +207,27 @@ def test_rows_go_where_the_weights_of_a_file_do(name: str, tmp_path: Path) -> No
                 layer(inputs(layer)), result, atol=1e-4, rtol=1e-4, msg=f"{target}, not as merged"
             )
         detach(module)
+
+
+@pytest.mark.parametrize("style", ["lora_unet_{}", "diffusion_model.{}", "lycoris_{}"])
+@pytest.mark.parametrize("part", [slice(None), slice(0, None, 2), slice(1, None, 2), slice(-1, None)])
+def test_a_unet_is_the_same_by_the_names_of_its_files(style: str, part: slice, tmp_path: Path) -> None:
+    """Of every kind, all layers, each second one, and one alone."""
+    module = unet()
+    layers = {path: getattr(module.get_submodule(path), "weight", None) for path in published_names(module)}
+    weights = {path: weight for path, weight in layers.items() if weight is not None and weight.ndim > 1}
+    generator, ours, theirs = torch.Generator().manual_seed(4), {}, {}
+    for i, path in enumerate(list(weights)[part]):
+        make = lora_kinds.KINDS[list(lora_kinds.KINDS)[i % len(lora_kinds.KINDS)]]
+        tensors, _ = make(path, tuple(weights[path].shape), generator)
+        ours |= tensors
+        theirs |= {name.replace(path, published_names(module)[path], 1): value for name, value in tensors.items()}
+    made = []
+    for i, tensors in enumerate((ours, {styled(style, name): value for name, value in theirs.items()})):
+        path = lora_files.write(tmp_path / f"{i}.safetensors", tensors)
+        made.append(read_lora(path, None, {"unet": module})["unet"])
+    assert made[0].keys() == made[1].keys() == set(list(weights)[part])
+    for path, (change,) in made[0].items():
+        (other,) = made[1][path]
+        assert type(other) is type(change) and other.scaling(1.0) == change.scaling(1.0), path
+        assert all(torch.equal(value, other.tensors()[name]) for name, value in change.tensors().items()), path

@@ -14,10 +14,11 @@ import pytest
 import tiny
 import torch
 from adapters import lora_files
+from adapters.lora_files import read_lora
 from ballast.commands.arguments import add_model_arguments, family_arguments
 from ballast.memory.weights.branches import Adapter, attach, detach, set_strengths
-from ballast.pipelines.files.lora import LeaveOut, read_lora
-from ballast.pipelines.sampling.loras import expert_of
+from ballast.pipelines.lora.build import LeaveOut
+from ballast.pipelines.lora.use import expert_of
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.normalization import RMSNorm as DiffusersNorm
 from safetensors.torch import save_file

@@ -14,11 +14,11 @@ import pytest
 import tiny
 import torch
 from adapters import lora_files
-from ballast.pipelines.files.lora import read_lora
-from ballast.pipelines.files.lora_unets import published_names
+from adapters.lora_files import read_lora
 from diffusers import DiffusionPipeline
 from pipeline_classes import odd_pipelines
 from single_files.original_names import original
+from single_files.original_unets import published_names
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from adapters import lora_files
-from ballast.pipelines.files.lora import read_lora
+from adapters.lora_files import read_lora
 from diffusers.loaders import single_file_utils
 from single_files.original_names import ORIGINALS, original
 from torch import nn

@@ -79,7 +79,7 @@ def test_another_strength_reads_and_moves_nothing(
     first = sample()
     on = manager("sim")
     read, moved = on.disk_bytes_read, on.device_bytes_in
-    monkeypatch.setattr("ballast.pipelines.sampling.loras.read_lora", pytest.fail)
+    monkeypatch.setattr("ballast.pipelines.lora.file.read_tensors", pytest.fail)
     pipe.set_loras([(loras[0][0], 0.5), (loras[1][0], 0.1)])
     changed = sample()
     pipe.set_loras([(path, 0.0) for path, _ in loras])
