@@ -93,10 +93,8 @@ def _take_of(name: str, module: nn.Module, converters: Converters) -> Take | Non
     own = dict(module.named_parameters())
     width = next((own[name].shape[0] for name in _EMBEDDERS if name in own), 0)
     widths = layout.widths(Shapes(dict.fromkeys(_WIDE, (width,)))) if layout.widths else None
-    depth = 1 + max(
-        (int(words[1]) for name in own if (words := name.split("."))[1:2] and words[1].isdigit()), default=0
-    )
-    blocks = _placeholders(f"{name}.{i}" for name in _BLOCKS for i in range(depth))
+    numbers = [int(match[2]) for name in own if (match := _BLOCK.match(name))]
+    blocks = _placeholders(f"{name}.{i}" for name in _BLOCKS for i in range(1 + max(numbers, default=0)))
     convert = functools.partial(layout.convert, config=getattr(module, "config", {}))
     return functools.partial(_by_rows, convert, widths, blocks)
 
@@ -160,7 +158,7 @@ def _divided(path: Path, given: Mapping[str, LayerTensors], take: Take, known: s
     """Return the tensors for each target in a module, from layers all of whose rows have a place."""
     layers = {source: layer for layer, part in given.items() for source in _sources(layer, part)}
     rows = {source: shape for layer, part in given.items() for source, shape in _sources(layer, part).items()}
-    found = _rows_of(take, rows, known)
+    found = _rows_of(_taken(take, rows), rows, known)
     spent: Counter[str] = Counter()
     for source, runs in found.values():
         spent[source] += sum(end - begin for begin, end in runs)
@@ -180,10 +178,10 @@ def _sources(layer: str, part: LayerTensors) -> dict[str, Shape]:
     return {f"{layer}.bias": tuple(part.tensors["diff_b"].shape)} if "diff_b" in part.tensors else {}
 
 
-def _rows_of(take: Take, rows: Mapping[str, Shape], known: set[str]) -> dict[str, tuple[str, Runs]]:
-    """Return the weight that each target is made of, and its rows. Weights that a converter fails at are left out."""
+def _rows_of(taken: Taken, rows: Mapping[str, Shape], known: set[str]) -> dict[str, tuple[str, Runs]]:
+    """Return the weight that each target is made of, and its rows."""
     found = {}
-    for parameter, runs in _taken(take, rows).items():
+    for parameter, runs in taken.items():
         layer, _, kind = parameter.rpartition(".")
         target = layer if kind in ("weight", "bias") and layer in known else parameter
         sources = {run.name for run in runs}
@@ -193,6 +191,7 @@ def _rows_of(take: Take, rows: Mapping[str, Shape], known: set[str]) -> dict[str
 
 
 def _taken(take: Take, rows: Mapping[str, Shape]) -> Taken:
+    """Return what becomes of weights, without those that the converter fails at."""
     with contextlib.suppress(*_FAILURES):
         return take(rows)
     good = {}
@@ -210,22 +209,31 @@ def _taken(take: Take, rows: Mapping[str, Shape]) -> Taken:
 
 def _spelled(given: Mapping[str, LayerTensors], take: Take, known: set[str]) -> dict[str, str]:
     """Map names of layers with underscores to those with dots: of all ways to put them, the one that has a place."""
-    alike: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}  # but for numbers, the lowest first
     for layer in sorted(given, key=lambda layer: (len(layer), layer)):
         if (name := flat(layer)) and _sources(layer, given[layer]):
             alike.setdefault(_NUMBER.sub("0", name), []).append(layer)
     spelled: dict[str, str] = {}
-    for layers in alike.values():
-        part, words = given[layers[0]], str(flat(layers[0])).split("_")
-        for before_numbers in (".", "_."):
-            ways = {_joined(words, way): way for way in _ways(words, before_numbers)}
-            rows = {name: shape for layer in ways for name, shape in _sources(layer, part).items()}
-            layer_of = {name: layer for layer in ways for name in _sources(layer, part)}
-            found = {layer_of[source] for source, _ in _rows_of(take, rows, known).values()}
-            if len(found) == 1:
-                way = ways[found.pop()]
-                spelled |= {layer: _joined(str(flat(layer)).split("_"), way) for layer in layers}
-                break
+    for together, before_numbers in ((True, "."), (False, "."), (False, "_.")):
+        left = [layers for layers in alike.values() if layers[0] not in spelled]
+        for batch in [left] if together else [[layers] for layers in left]:
+            ways = {
+                _joined(words, way): (layers, way)
+                for layers in batch
+                for words in [str(flat(layers[0])).split("_")]
+                for way in _ways(words, before_numbers)
+            }
+            sources = {layer: _sources(layer, given[layers[0]]) for layer, (layers, _) in ways.items()}
+            rows = {name: shape for each in sources.values() for name, shape in each.items()}
+            layer_of = {name: layer for layer, each in sources.items() for name in each}
+            taken: Taken = {}
+            with contextlib.suppress(*_FAILURES):
+                taken = take(rows) if together else _taken(take, rows)
+            found = {layer_of[source] for source, _ in _rows_of(taken, rows, known).values()}
+            times = Counter(ways[layer][0][0] for layer in found)
+            for layers, way in (ways[layer] for layer in found):
+                if times[layers[0]] == 1:
+                    spelled |= {layer: _joined(str(flat(layer)).split("_"), way) for layer in layers}
     return spelled
 
 
