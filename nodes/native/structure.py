@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-# Of modules: the host's handles on the weights of its dynamic models, which no copy may share or can make.
+# Attributes of modules: the host's handles on the weights of its dynamic models, which no copy may share or can make.
 _HANDLES = (
     "_v", "_v_block", "_v_signature", "_v_weight", "_v_bias",
     "_prefetch", "_pins", "_pin_state", "weight_lowvram_function", "bias_lowvram_function",
@@ -18,21 +18,64 @@ _HANDLES = (
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, by every name that they have."""
+    """Return all parameters and buffers, by every name that they have."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def copied(
-    module: nn.Module,
-    tensor: Callable[[str, torch.Tensor], torch.Tensor],
-    shared: Iterable[Any] = (),
-    left_out: Mapping[int, Any] | None = None,
+def float32_copy(patcher: Any) -> nn.Module:
+    """Return the module of a patcher with its unpatched weights, in float32 on the CPU.
+
+    Nothing is shared with the first.
+    """
+    originals = {name: kept.weight for name, kept in patcher.backup.items()}
+    originals |= getattr(patcher, "backup_buffers", {})
+    originals |= {name: kept[0] for name, kept in getattr(patcher, "hook_backup", {}).items()}
+
+    def float32(name: str, first: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if first.is_floating_point() else first.dtype
+        return originals.get(name, first).detach().to("cpu", dtype, copy=True)
+
+    double = _copied(patcher.model, float32, {})
+    from comfy import model_management
+
+    getattr(model_management, "archive_model_dtypes", lambda module: None)(double)
+    return double
+
+
+def shapes_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a MODEL's module with shapes only.
+
+    Quantized weights become plain ones of the type it computes in.
+    """
+    computes_in = model.get_dtype_inference()  # type: ignore[operator]
+    replaced: dict[int, Any] = {}
+    for name, instead in (("model_config", getattr(model, "model_config", None)), ("current_patcher", None)):
+        if (held := vars(model).get(name)) is not None:
+            replaced[id(held)] = instead
+    for part in model.modules():
+        for name in ("weight_function", "bias_function"):  # LoRAs of weights that lie in RAM
+            if functions := vars(part).get(name):
+                replaced[id(functions)] = []
+    kept = [part for part in model.children() if part is not getattr(model, "diffusion_model", None)]
+    values = {id(tensor) for part in kept for _, tensor in tensors_of(part)}  # of the noise schedule
+
+    def shape(_: str, first: torch.Tensor) -> torch.Tensor:
+        if id(first) in values:
+            return first.detach().cpu()
+        dtype = first.dtype if type(first) in (torch.Tensor, nn.Parameter) else computes_in
+        return torch.empty(tuple(first.shape), dtype=dtype, device="meta")
+
+    return _copied(model, shape, replaced)
+
+
+def _copied(
+    module: nn.Module, tensor: Callable[[str, torch.Tensor], torch.Tensor], replaced: Mapping[int, Any]
 ) -> nn.Module:
     """Return a copy of a module, with `tensor` of the name and the first in the place of each tensor.
 
-    `shared` are kept; `left_out` has, by `id`, what takes the place of other things.
+    `replaced` has, by `id`, what takes the place of other things.
     """
-    memo: dict[int, Any] = {id(thing): thing for thing in shared} | dict(left_out or {})
+    memo = dict(replaced)
     for name, first in tensors_of(module):
         value = tensor(name, first)
         memo[id(first)] = nn.Parameter(value, requires_grad=False) if isinstance(first, nn.Parameter) else value
@@ -46,31 +89,3 @@ def copied(
         for handle in _HANDLES:
             vars(part).pop(handle, None)
     return double.requires_grad_(False)
-
-
-def shapes_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a MODEL's module with shapes only.
-
-    Quantized weights become plain ones of the type it computes in.
-    """
-    computes_in = model.get_dtype_inference()  # type: ignore[operator]
-    left_out: dict[int, Any] = {
-        id(patcher): None for patcher in [vars(model).get("current_patcher")] if patcher is not None
-    }
-    for part in model.modules():
-        for name in ("weight_function", "bias_function"):  # LoRAs of weights that lie in RAM
-            if functions := vars(part).get(name):
-                left_out[id(functions)] = []
-    kept = [part for part in model.children() if part is not getattr(model, "diffusion_model", None)]
-    values = {id(tensor) for part in kept for _, tensor in tensors_of(part)}  # of the noise schedule
-    return copied(
-        model,
-        lambda _, first: first.detach().cpu() if id(first) in values else _shape(first, computes_in),
-        shared=[getattr(model, "model_config", None)],
-        left_out=left_out,
-    )
-
-
-def _shape(tensor: torch.Tensor, computes_in: torch.dtype) -> torch.Tensor:
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype if plain else computes_in, device="meta")

@@ -25,8 +25,7 @@ from ...pipelines.decoding.decode import CPU_SHARE
 from ...pipelines.decoding.policy import Way
 from ...pipelines.decoding.precision import full_float32
 from ...pipelines.sampling.latents import check_finite, check_fit, check_latents
-from .digest import base_tensors
-from .structure import copied, tensors_of
+from .structure import float32_copy, tensors_of
 
 log = logging.getLogger("ballast")
 
@@ -265,21 +264,3 @@ def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
         return process(pixels)
 
     return checked
-
-
-def float32_copy(patcher: Any) -> nn.Module:
-    """Return the module of a patcher with its unpatched weights, in float32 on the CPU.
-
-    Nothing is shared with the first.
-    """
-    originals = base_tensors(patcher)
-
-    def float32(name: str, first: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float32 if first.is_floating_point() else first.dtype
-        return originals[name].detach().to("cpu", dtype, copy=True)
-
-    double = copied(patcher.model, float32)
-    from comfy import model_management
-
-    getattr(model_management, "archive_model_dtypes", lambda module: None)(double)
-    return double

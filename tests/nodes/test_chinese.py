@@ -39,14 +39,7 @@ JOINTS = r"(?= from disk| \(planned| \(and| NaN| by default|is cut: |prompt is c
 # Parts that nodes do not show: in tables of plans, in the log, and in what another error puts in other words.
 ELSEWHERE = {
     "8, 12, 24 in vram_gb",
-    "ComfyUI expects",
     "_gb to",
-    "a method that was replaced",
-    "as ComfyUI expects",
-    "by a dry run",
-    "hooks or callbacks",
-    "its code allows no dry run, so seconds count copies alone",
-    "patches (LoRA) on",
     "the weights are not all on the device, where stripes need them",
     "this VAE fits neither whole nor in stripes",
 }
