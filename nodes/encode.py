@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from .shared.picture_inputs import opaque
+from .shared.inputs import opaque
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure

@@ -11,8 +11,18 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from .options import in_widgets
-from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs, true_cfg_input
-from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
+from .shared.inputs import (
+    batch_input,
+    budgets_of,
+    control_input,
+    frames_input,
+    given_pictures,
+    picture_inputs,
+    size_inputs,
+    step_inputs,
+    true_cfg_input,
+    video_input,
+)
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
@@ -161,11 +171,11 @@ class VramPlan(io.ComfyNode):
         from ..memory.planning.runplan import compare, draw_plans
 
         pipe = reference.open()
-        negative = {"negative_prompt": ""}  # as Staged Text Encode encodes at least
-        plans = [pipe.plan(vram=budget, **negative, **asked) for budget in budgets]
+        asked = {**asked, "negative_prompt": ""}  # as Staged Text Encode encodes at least
+        plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         if compare_weights:
-            text = "\n\n".join([text, *_choices(reference, budgets, {**negative, **asked})])
+            text = "\n\n".join([text, *_choices(reference, budgets, asked)])
         return cls._shown(text, _lines(plans), draw_plans(plans, _WIDTH, _height(budgets), _SCALE))
 
     @classmethod

@@ -101,8 +101,9 @@ def _is_controlnet(config: Path) -> bool:
         return False
 
 
-def file_stamp(*paths: Path) -> str:
+def file_stamp(*paths: Path | None) -> str:
     """Return a stamp that changes with the files, and with those in the folders. Reads no file."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    given = [path for path in paths if path]
+    files = [file for path in given for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     stats = [file.stat() for file in files]
     return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"
