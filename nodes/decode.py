@@ -92,7 +92,7 @@ class VaeDecode(io.ComfyNode):
 
 @contextmanager
 def _kept(node: type[io.ComfyNode], latents: torch.Tensor) -> Iterator[None]:
-    """If the block, which decodes `latents`, fails, save them in the output folder, with prompt and workflow."""
+    """Save `latents` in the output folder, with prompt and workflow, if the block that decodes them fails."""
     from ..pipelines.decoding.rescue import rescued
 
     metadata = {}

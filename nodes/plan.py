@@ -152,7 +152,7 @@ class VramPlan(io.ComfyNode):
                 raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")
             if true_cfg:
                 raise ValueError("true_cfg is for a Ballast pipeline. Set it to 0: guidance is MODEL's cfg.")
-            from .native.plan import Work, check_inputs, plan_model, shape_of
+            from .native.model_plan import Work, check_inputs, plan_model, shape_of
 
             check_inputs(pipeline, conditioning, further)
             shape = shape_of(pipeline, latent, width, height, frames)

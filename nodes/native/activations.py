@@ -11,7 +11,7 @@ import torch
 
 from ...memory.planning.dry_run import dry_run
 from ...memory.simulated.attention import Fuses
-from .structure import shapes_of
+from .module_copies import shapes_of
 
 log = logging.getLogger("ballast")
 

@@ -48,7 +48,7 @@ _PASS_THROUGH = {"BallastFreeVRAM": "value"}
 
 
 def remember(node: type[io.ComfyNode], made: PipelineReference) -> None:
-    """Note what a loader, which is running, has made."""
+    """Record what the running loader has made."""
     if node.hidden.prompt and node.hidden.unique_id in node.hidden.prompt:
         _made[_said(node.hidden.prompt[node.hidden.unique_id])] = made
 
@@ -114,7 +114,7 @@ def _outputs(entry: Mapping[str, Any]) -> list[str]:
 
 
 def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[str]:
-    """Node ids in the order in which the host runs them when nothing is cached. `is_output` is asked class types.
+    """Return node ids in the order in which the host runs them when nothing is cached. `is_output` gets class types.
 
     Of the nodes that could run, it takes an output node first, then one that an output node waits for, then one that
     such a node waits for, then the one that it met first on its way back from the outputs.

@@ -16,7 +16,7 @@ from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram, Held, compose, free
 from ballast.nodes.native import clip as native_clip
 from ballast.nodes.native.clip import encode_prompts
-from ballast.nodes.native.structure import float32_copy
+from ballast.nodes.native.module_copies import float32_copy
 from comfy_execution.graph_utils import ExecutionBlocker
 from host import page, run_node
 from node_runner import native_models

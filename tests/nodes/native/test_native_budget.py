@@ -16,7 +16,7 @@ from ballast.memory.host import headroom as host_headroom
 from ballast.memory.host import management as host
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.budget import VramBudget
-from ballast.nodes.native.budget import with_budget
+from ballast.nodes.native.model_budget import with_budget
 from conftest import HOST
 from host import page, run_node
 from node_runner import native_models

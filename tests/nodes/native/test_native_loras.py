@@ -10,7 +10,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from ballast.nodes.budget import VramBudget
-from ballast.nodes.native.budget import with_budget
+from ballast.nodes.native.model_budget import with_budget
 from host import page, run_node
 from node_runner import native_models
 from test_native_budget import (

@@ -13,10 +13,10 @@ import torch
 from ballast.memory.host import management as host
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.budget import VramBudget
-from ballast.nodes.native import plan as native_plan
+from ballast.nodes.native import model_plan as native_plan
 from ballast.nodes.native.activations import dry_run_bytes
-from ballast.nodes.native.plan import ModelPlan, Work
-from ballast.nodes.native.weights import Weights, weights_of
+from ballast.nodes.native.model_plan import ModelPlan, Work
+from ballast.nodes.native.model_weights import Weights, weights_of
 from ballast.nodes.plan import VramPlan
 from host import page, run_node
 from node_runner import native_models

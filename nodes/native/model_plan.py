@@ -18,8 +18,8 @@ from ...memory.host import management as host
 from ...memory.sizes import format_bytes
 from ...pipelines.planning.plans import NoBudgetError
 from .activations import Expected, dry_run_bytes, expected
-from .budget import budget_of
-from .weights import Weights, weights_of
+from .model_budget import budget_of
+from .model_weights import Weights, weights_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
