@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 from ..pipelines.options import ForeignOptionError
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_llamas, find_pipelines
 from .shared.inputs import (
+    AUTO,
     NONE,
+    LoaderSettings,
     Option,
     controlnet_folder,
     controlnet_input,
     late_inputs,
     loader_inputs,
-    weights_option,
 )
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
-AUTO = "auto"
 _FAMILIES = {"llama": "HiDream-I1", "variant": "HiDream-I1 and Pyramid-Flow"}  # whose these inputs are
 
 
@@ -73,18 +75,7 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     @shows_failure
     def execute(
-        cls,
-        pipeline: str,
-        vram_gb: float,
-        dtype: str = AUTO,
-        keep_loaded: bool = True,
-        device: str = AUTO,
-        llama: str = AUTO,
-        variant: str = AUTO,
-        ram_gb: float = 0.0,
-        weights: str = "auto",
-        cache_encoded: bool = False,
-        controlnet: str = NONE,
+        cls, pipeline: str, llama: str = AUTO, variant: str = AUTO, controlnet: str = NONE, **settings: Any
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -96,13 +87,11 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(
                 f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
             )
-        family: dict[str, Option] = {"llama": str(llama_folder)} if llama_folder else {}
-        family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights, cache_encoded)
         beside = controlnet_folder(controlnet)
-        family |= {"controlnet": str(beside)} if beside else {}
-        stamp = file_stamp(*(path for path in (folder, llama_folder, beside) if path))
+        parts = {"llama": llama_folder, "variant": None if variant == AUTO else variant, "controlnet": beside}
+        family: dict[str, Option] = {name: str(value) for name, value in parts.items() if value}
         try:
-            made = make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb)
+            made = make_reference(cls, folder, family, LoaderSettings(**settings), llama_folder, beside)
         except ForeignOptionError as error:
             if not set(error.names) <= _FAMILIES.keys():
                 raise
@@ -112,6 +101,4 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, controlnet: str = NONE, **_: object) -> str:
-        folder = find_pipelines().get(pipeline)
-        chosen = (folder, find_llamas().get(llama), find_controlnets().get(controlnet))
-        return file_stamp(*(path for path in chosen if path))
+        return file_stamp(find_pipelines().get(pipeline), find_llamas().get(llama), find_controlnets().get(controlnet))

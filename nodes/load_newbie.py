@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 from comfy_api.latest import io
 
 from .shared.folders import file_stamp
-from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
+from .shared.inputs import LoaderSettings, Option, late_inputs, loader_inputs
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -51,20 +52,7 @@ class LoadNewbie(io.ComfyNode):
 
     @classmethod
     @shows_failure
-    def execute(
-        cls,
-        diffusion_model: str,
-        gemma: str,
-        jina: str,
-        vae: str,
-        vram_gb: float,
-        dtype: str = "auto",
-        keep_loaded: bool = True,
-        device: str = "auto",
-        ram_gb: float = 0.0,
-        weights: str = "auto",
-        cache_encoded: bool = False,
-    ) -> io.NodeOutput:
+    def execute(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **settings: Any) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         for name, chosen in names.items():
             if chosen == _NONE:
@@ -72,17 +60,13 @@ class LoadNewbie(io.ComfyNode):
         files = {
             name: Path(folder_paths.get_full_path_or_raise(_FOLDERS[name], chosen)) for name, chosen in names.items()
         }
-        path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
-        family: dict[str, Option] = {name: str(file) for name, file in files.items()} | weights_option(
-            weights, cache_encoded
-        )
-        stamp += file_stamp(path)
-        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
+        path = files.pop("diffusion_model")
+        family: dict[str, Option] = {name: str(file) for name, file in files.items()}
+        return io.NodeOutput(make_reference(cls, path, family, LoaderSettings(**settings), *files.values()))
 
     @classmethod
-    def fingerprint_inputs(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **_: object) -> str:
-        names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
-        found = (folder_paths.get_full_path(_FOLDERS[name], chosen) for name, chosen in names.items())
+    def fingerprint_inputs(cls, **chosen: object) -> str:
+        found = (folder_paths.get_full_path(folder, str(chosen[name])) for name, folder in _FOLDERS.items())
         return file_stamp(*(Path(path) for path in found if path))
 
 

@@ -1,57 +1,68 @@
-"""A dry run of ComfyUI's own MODEL: what a call of it takes, on shapes alone, where its code allows that."""
+"""Bytes of activations of ComfyUI's own MODEL: the host's own figure, and that of a dry run on shapes alone."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from ...memory.planning.dry_run import dry_run
-from ...memory.planning.forecast import Operations
 from ...memory.simulated.attention import Fuses
-from ...memory.simulated.dry import held_bytes
-from .structure import shapes_of
+from .module_copies import shapes_of
 
 log = logging.getLogger("ballast")
 
-_TOKENS = 256  # of a prompt of usual length, where a text encoder does not always give 77
-# Of a model's config: the width of the embeddings that it attends to.
+_TOKENS = 256  # tokens of a usual prompt, where a text encoder does not always give 77
+# Keys of a model's config that hold the width of its prompt embeddings. With a wrong width there is no dry run.
 _WIDTHS = ("context_dim", "context_in_dim", "text_dim", "cap_feat_dim", "joint_attention_dim", "txt_in_dim")
-_WIDTH_OF = {"qwen_image": 3584}  # where the config does not say
+_WIDTH_OF = {"qwen_image": 3584}  # the config of this one has no such key
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """The forecast of a call: its most bytes on the device beside the weights, and how much it computes.
+class Expected:
+    """The host's figures in bytes: for both prompts in one batch, and for one prompt alone."""
 
-    `around` tells of each module by name the bytes there beside the weights when it is called, and until it is done.
+    both_bytes: int
+    one_bytes: int
+
+    def with_guidance(self, guidance: float | None) -> int:
+        """Return the figure for a scale of classifier-free guidance; None if the sampler has another kind."""
+        return self.one_bytes if guidance == 1 else self.both_bytes
+
+
+def expected(patcher: Any, shape: Sequence[int], conditionings: Mapping[str, Any] | None = None) -> Expected:
+    """Ask the host for its figures for latents of `shape`, batch first.
+
+    `conditionings` by name are those that its sampler holds. Their ControlNets count too.
     """
+    from comfy import sampler_helpers
 
-    peak_bytes: int
-    operations: Operations
-    around: Mapping[str, tuple[int, int]]
+    if not conditionings:
+        both, one = (patcher.model.memory_required([count, *shape[1:]]) for count in (2 * shape[0], shape[0]))
+        return Expected(int(both), int(one))
+    beside = int(sampler_helpers.get_additional_models(conditionings, patcher.model_dtype())[1])
+    both, one = sampler_helpers.estimate_memory(patcher, shape, conditionings)
+    return Expected(int(both) + beside, int(one) + beside)
 
 
-def foresee(model: Any, shape: Sequence[int], prompt: Any = None, fuses: Fuses | None = None) -> Foreseen | None:
-    """Return the memory of a call beside the weights, for latents of `shape`, batch first; None if unknown.
+def dry_run_bytes(model: Any, shape: Sequence[int], prompt: Any = None, fuses: Fuses | None = None) -> int | None:
+    """Return the most bytes beside the weights in one call with latents of `shape`, batch first; None if unknown.
 
-    `prompt` is one of the host's CONDITIONING, else one of usual size is assumed. `fuses` tells which attention is one
-    kernel on the device, by default all. Nothing is loaded or moved.
+    `prompt` is one of the host's CONDITIONING; without, one of usual size is assumed. `fuses` tells which attention is
+    one kernel on the device. Nothing is loaded or moved.
     """
     try:
-        return _foresee(model, shape, prompt, fuses)
-    except Exception as error:  # of code that needs values, which there are none of; the host's figure is left
+        return _dry_run(model, shape, prompt, fuses)
+    except Exception as error:  # the model's code needs values, which a dry run has not: the host's figure is left
         log.info("Ballast: no dry run of %s (%s)", type(model).__name__, " ".join(str(error).split())[:200])
         return None
 
 
-def _foresee(model: Any, shape: Sequence[int], prompt: Any, fuses: Fuses | None) -> Foreseen:
+def _dry_run(model: Any, shape: Sequence[int], prompt: Any, fuses: Fuses | None) -> int:
     double: Any = shapes_of(model)
-    around = _watched(double)
 
     def run(device: torch.device) -> Any:
         noise = torch.zeros(tuple(shape), device=device)
@@ -67,27 +78,11 @@ def _foresee(model: Any, shape: Sequence[int], prompt: Any, fuses: Fuses | None)
         return double.apply_model(noise, times, transformer_options=options, **given)
 
     forecast, _ = dry_run({"model": double}, run, method="apply_model", fuses=fuses)
-    seen = forecast.units["model"]
-    return Foreseen(seen.peak_bytes, seen.operations, around)
-
-
-def _watched(double: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
-    """Return what will be on the device around the calls of each module inside, at the most of them."""
-    around: dict[str, tuple[int, int]] = {}
-
-    def note(name: str, *_: Any, done: bool) -> None:
-        before, during = around.get(name, (0, 0))
-        held = held_bytes()
-        around[name] = before if done else max(before, held), max(during, held)
-
-    for name, part in double.named_modules():
-        part.register_forward_pre_hook(partial(note, name, done=False))
-        part.register_forward_hook(partial(note, name, done=True))
-    return around
+    return forecast.units["model"].peak_bytes
 
 
 def _attention(chosen: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's own attention, as on a card: others ask the device how much is free."""
+    """Return torch's own attention: others ask the device how much is free."""
     from comfy.ldm.modules.attention import attention_pytorch
 
     return attention_pytorch(*args, **kwargs)
@@ -98,6 +93,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _prompt(model: Any, prompt: Any) -> tuple[torch.Tensor | None, Mapping[str, Any]]:
+    """Return the embeddings of a prompt, and what the host passes beside them."""
     if prompt:
         embeddings, beside = prompt[0]
         return embeddings, {name: value for name, value in beside.items() if name not in ("control", "hooks")}

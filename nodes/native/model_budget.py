@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +20,12 @@ from ...memory.host import management as host
 from ...memory.host.headroom import headroom
 from ...memory.manager import manager
 from ...memory.sizes import format_bytes
-from .at_use import sampling
-from .estimate import expected
-from .lora import as_merged, most_unexpected_bytes, unequal, was_moved_by_others
-from .placing import batches_expected
+from .activations import expected
 
 log = logging.getLogger("ballast")
 
 _KEY = "ballast_vram_budget"
-_KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")  # of the host's wrappers
+_KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")  # kinds of the host's wrappers, of `_Budget.wrappers`
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ def with_budget(patcher: Any, budget_bytes: int, tell: Callable[[str], None]) ->
     for kind, wrapper in zip(_KINDS, (budget.sample, budget.prepare, budget.run), strict=True):
         clone.remove_wrappers_with_key(getattr(WrappersMP, kind), _KEY)  # the last node counts
         clone.add_wrapper_with_key(getattr(WrappersMP, kind), _KEY, wrapper)
-    if not host.is_dynamic(clone):
-        as_merged(clone)
     total, on = Accelerator(clone.load_device).total_bytes(), clone.load_device
     rest = "dynamic VRAM leaves the rest free" if host.is_dynamic(clone) else "weights that do not fit stay in RAM"
     return Budgeted(clone, f"target {format_bytes(budget_bytes)} of {format_bytes(total)} on {on}; {rest}")
@@ -89,7 +85,7 @@ def _is_cpu(patcher: Any) -> bool:
 
 
 class _Run:
-    """One sampling: its model, its guidance, and the most that was seen on the device."""
+    """One sampling: its model, its guidance, and the most bytes that were seen on the device."""
 
     def __init__(self, patcher: Any, guidance: float | None) -> None:
         self.patcher, self.guidance = patcher, guidance
@@ -98,10 +94,11 @@ class _Run:
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Forget the peak so far."""
         self._peaks.take()
 
     def look(self) -> None:
+        """Record what is on the device now, and the peak since the last look."""
         pages = sum(host.page_bytes(model.patcher) for model in host.loaded_models())
         self.peak_bytes = max(self.peak_bytes, self._peaks.take().allocated_bytes + pages)
         self.held_bytes = max(self.held_bytes, int(self.patcher.loaded_size()))
@@ -115,7 +112,7 @@ class _Budget:
         self._run: _Run | None = None
 
     def sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the whole sampling: the headroom of dynamic VRAM, and what the run took."""
+        """Wrap the whole sampling: raise the headroom of dynamic VRAM, and report what the run took."""
         guider = executor.class_obj
         if _is_cpu(guider.model_patcher):
             return executor(*args, **kwargs)
@@ -125,7 +122,7 @@ class _Budget:
         control = headroom() if host.is_dynamic(guider.model_patcher) else None
         free_bytes = max(0, Accelerator(on).total_bytes() - self.bytes)
         try:
-            with sampling(), control.at_least(free_bytes) if control else contextlib.nullcontext():
+            with control.at_least(free_bytes) if control else contextlib.nullcontext():
                 return executor(*args, **kwargs)
         finally:
             run, self._run = self._run, before
@@ -135,37 +132,25 @@ class _Budget:
     def prepare(
         self, executor: Any, patcher: Any, shape: Sequence[int], conditionings: Mapping[str, Any], *args: Any, **kw: Any
     ) -> Any:
-        """Around the loading of the models: without dynamic VRAM, no more weights on the card than the budget has."""
+        """Wrap the loading of the models: without dynamic VRAM, let no more weights on the card than the budget has."""
         if _is_cpu(patcher) or host.is_dynamic(patcher):
             return executor(patcher, shape, conditionings, *args, **kw)
         from comfy import sampler_helpers
 
-        as_merged(patcher)  # with what came after the node
-        if was_moved_by_others(patcher):  # the host asks a model's parent where a clone is gone
-            host.evict([patcher])
-        on, run = patcher.load_device, self._run
-        working = expected(patcher, shape, conditionings).of(run.guidance if run else None)
+        run = self._run
+        working_bytes = expected(patcher, shape, conditionings).with_guidance(run.guidance if run else None)
+        room = self.bytes - working_bytes
         beside = sampler_helpers.get_additional_models(conditionings, patcher.model_dtype())[0]  # such as a ControlNet
-        over = host.held_bytes(on) + working - self.bytes  # of what was there before
-        over -= host.shrink_others(over, on, [patcher, *beside])
-        for running in (patcher, *beside):
-            if over > 0 and running.loaded_size() > 0:
-                over -= running.partially_unload(running.offload_device, over)
+        _shrink([patcher, *beside], room)  # what was there before
         if run:
             run.begin()
-        shape = _filling([patcher, *beside], shape, conditionings, self.bytes - working)
+        shape = _filling([patcher, *beside], shape, conditionings, room)
         made = executor(patcher, shape, conditionings, *args, **kw)
-        # It knows the free memory only roughly, and not at all with --highvram.
-        over = _taken(patcher) + working - self.bytes
-        over -= host.shrink_others(over, on, [patcher, *made[2]])
-        for running in (patcher, *made[2]):
-            while over > 0 and running.partially_unload(running.offload_device, over) > 0:
-                Accelerator(on).empty_cache()
-                over = _taken(patcher) + working - self.bytes
+        _shrink([patcher, *made[2]], room)  # the host knows the free memory only roughly, with --highvram not at all
         return made
 
     def run(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around each call of the model: pages come and go."""
+        """Wrap each call of the model: pages come and go."""
         made = executor(*args, **kwargs)
         if self._run and host.is_dynamic(self._run.patcher):
             self._run.look()
@@ -177,31 +162,37 @@ class _Budget:
         said = [f"peak {format_bytes(peak)} of {format_bytes(self.bytes)}", f"{held} of {format_bytes(size)} stayed"]
         if peak > self.bytes:
             said.append(f"{format_bytes(peak - self.bytes)} over the target")
-        if count := unequal(run.patcher):
-            said.append(f"LoRAs on {count} weights in RAM as ComfyUI computes them: the picture can differ slightly")
+        if run.held_bytes < size and not host.is_dynamic(run.patcher) and run.patcher.lowvram_patch_counter():
+            said.append("LoRAs on weights in RAM as ComfyUI computes them: the picture can differ slightly")
         text = "; ".join(said)
         log.info("Ballast: VRAM budget: %s", text)
         self._tell(text)
 
 
-def _taken(patcher: Any) -> int:
-    """Bytes on a model's device: weights, and buffers for those that pass through, with their LoRAs."""
-    buffers = int(getattr(patcher.model, "model_offload_buffer_memory", 0))
-    computes_in = getattr(patcher.model, "manual_cast_dtype", None) or patcher.model_dtype()
-    return host.held_bytes(patcher.load_device) + buffers + most_unexpected_bytes(patcher, computes_in)
+def _shrink(models: Sequence[Any], room_bytes: int) -> None:
+    """Let weights leave the device of `models` until no more than `room_bytes` stay: those of other models first."""
+    on = models[0].load_device
+    host.shrink_others(host.held_bytes(on) - room_bytes, on, models)
+    for model in models:
+        while (over := host.held_bytes(on) - room_bytes) > 0:
+            if model.partially_unload(model.offload_device, over) <= 0:
+                break
+    Accelerator(on).empty_cache()
 
 
-def _filling(models: Sequence[Any], shape: Sequence[int], conditionings: Mapping[str, Any], room: int) -> Sequence[int]:
-    """Return the shape of latents for which the host fills just `room` bytes of its device with weights.
+def _filling(
+    models: Sequence[Any], shape: Sequence[int], conditionings: Mapping[str, Any], room_bytes: int
+) -> Sequence[int]:
+    """Return the shape of latents for which the host keeps all but `room_bytes` of its device free.
 
-    It loads as many weights as are free beside that estimate. `models`: the one that samples, then those that take
-    theirs first.
+    The host asks the model what latents take, and loads the weights that fit beside that. A larger batch takes more.
+    `models`: the one that samples, then those that are loaded with it.
     """
     mm, patcher = host.model_management(), models[0]
-    if mm is None or sum(int(each.model_size()) for each in models) <= room:
+    if mm is None or sum(int(each.model_size()) for each in models) <= room_bytes:
         return shape
     on = patcher.load_device
-    could_be_free = mm.get_free_memory(on) + host.held_bytes(on)
-    wanted = could_be_free - max(0, room) - mm.extra_reserved_memory()
+    wanted = mm.get_free_memory(on) + host.held_bytes(on) - max(0, room_bytes) - mm.extra_reserved_memory()
     one, two = (expected(patcher, [count * shape[0], *shape[1:]], conditionings).one_bytes for count in (1, 2))
-    return [batches_expected(wanted, one, two - one) * shape[0], *shape[1:]]
+    more = math.floor(max(0, wanted - one) / (two - one)) if two > one else 0
+    return [(1 + more) * shape[0], *shape[1:]]

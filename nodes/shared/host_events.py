@@ -1,4 +1,4 @@
-"""Watch what ComfyUI's own nodes do with VRAM, by the progress that it reports of each node to whoever listens."""
+"""Listen to ComfyUI: to its progress, which tells what its own nodes do with VRAM, and to its unload buttons."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...memory.host import management as host
-from ...memory.manager import MemoryManager, manager
+from ...memory.manager import MemoryManager, manager, managers
 from ...memory.reports.observed import Observation
 
 log = logging.getLogger("ballast")
 
 _NAME = "ballast"
+_UNLOAD_PATHS = ("/free", "/api/free")
 
 
 def observe_prompt() -> None:
@@ -71,3 +72,21 @@ def _handler(of: MemoryManager) -> Any:
                 self._open.pop(node_id).finish()
 
     return Listener()
+
+
+def listen_for_unload() -> None:
+    """Drop copies in RAM when the user asks to unload models: the host's own list has none of them."""
+    from server import PromptServer
+
+    app = getattr(getattr(PromptServer, "instance", None), "app", None)
+    if app is not None and not app.frozen:
+        app.on_response_prepare.append(_on_answer)
+
+
+async def _on_answer(request: Any, response: Any) -> None:
+    if request.method != "POST" or request.path not in _UNLOAD_PATHS or response.status != 200:
+        return
+    asked = await request.json()  # which the host has read, and aiohttp keeps
+    if asked.get("unload_models") or asked.get("free_memory"):
+        for each in managers():
+            each.drop_unclaimed()
