@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
-from ..measure import Meter
-from . import section
-from .section import Section
+from .harness import Run
+from .measure import Meter
 
 _ASKED = "driver_version,pcie.link.gen.max,pcie.link.width.max"
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run as a process of its own."""
-    section.run(argv, _measure)
-
-
 @torch.inference_mode()
-def _measure(to: Section) -> None:
+def measure(to: Run) -> None:
+    """Add a row for each kind of copy and each kind of product."""
     meter = to.meter()
     to.tell(link=_link(to.dry))
     for name, nbytes, call in _copies(meter, 2**20 if to.dry else 2**29):
@@ -31,7 +26,7 @@ def _measure(to: Section) -> None:
         to.attempt(name, 0, _row, to, meter, name, "TFLOPS", operations / 1e3, call)
 
 
-def _row(to: Section, meter: Meter, name: str, unit: str, amount: float, call: Callable[[], Any]) -> None:
+def _row(to: Run, meter: Meter, name: str, unit: str, amount: float, call: Callable[[], Any]) -> None:
     seconds = meter.steady(call, 2 if to.dry else 7)
     to.row(name=name, rate=amount / 1e9 / seconds if seconds else None, unit=unit, seconds=seconds)
 
