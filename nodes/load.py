@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from comfy_api.latest import io
 
 from ..pipelines.options import ForeignOptionError
@@ -75,7 +73,18 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     @shows_failure
     def execute(
-        cls, pipeline: str, llama: str = AUTO, variant: str = AUTO, controlnet: str = NONE, **settings: Any
+        cls,
+        pipeline: str,
+        vram_gb: float,
+        dtype: str = AUTO,
+        keep_loaded: bool = True,
+        device: str = AUTO,
+        llama: str = AUTO,
+        variant: str = AUTO,
+        ram_gb: float = 0.0,
+        weights: str = AUTO,
+        cache_encoded: bool = False,
+        controlnet: str = NONE,
     ) -> io.NodeOutput:
         folder = find_pipelines().get(pipeline)
         if folder is None:
@@ -90,8 +99,9 @@ class LoadPipeline(io.ComfyNode):
         beside = controlnet_folder(controlnet)
         parts = {"llama": llama_folder, "variant": None if variant == AUTO else variant, "controlnet": beside}
         family: dict[str, Option] = {name: str(value) for name, value in parts.items() if value}
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
         try:
-            made = make_reference(cls, folder, family, LoaderSettings(**settings), llama_folder, beside)
+            made = make_reference(cls, folder, family, settings, llama_folder, beside)
         except ForeignOptionError as error:
             if not set(error.names) <= _FAMILIES.keys():
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from comfy_api.latest import io
 
@@ -73,8 +72,29 @@ class LoadModelFiles(io.ComfyNode):
 
     @classmethod
     @shows_failure
-    def execute(cls, controlnet: str = NONE, **chosen: Any) -> io.NodeOutput:
-        names = {part: chosen.pop(part, NONE) for part in _ALL}
+    def execute(
+        cls,
+        transformer: str,
+        text_encoder: str,
+        text_encoder_2: str,
+        vae: str,
+        base: str,
+        vram_gb: float,
+        dtype: str = "auto",
+        keep_loaded: bool = True,
+        device: str = "auto",
+        text_encoder_3: str = NONE,
+        text_encoder_4: str = NONE,
+        transformer_2: str = NONE,
+        ram_gb: float = 0.0,
+        weights: str = "auto",
+        cache_encoded: bool = False,
+        controlnet: str = NONE,
+        image_encoder: str = NONE,
+    ) -> io.NodeOutput:
+        chosen = (transformer, text_encoder, text_encoder_2, vae, base)
+        late = (text_encoder_3, text_encoder_4, transformer_2, image_encoder)
+        names = dict(zip(_ALL, (*chosen, *late), strict=True))
         found = {part: file for part, name in names.items() if (file := _found(part, name))}
         path = found.pop("transformer", None)
         if path is None:
@@ -89,7 +109,8 @@ class LoadModelFiles(io.ComfyNode):
             family["text_encoders"] = tuple(map(str, texts))
         if "base" not in found:
             family["tokenizers"] = tuple((kind, str(folder)) for kind, folder in find_tokenizers().items())
-        made = make_reference(cls, path, family, LoaderSettings(**chosen), *texts, *found.values())
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
+        made = make_reference(cls, path, family, settings, *texts, *found.values())
         if "base" not in found:
             show_text(cls, f"configs of {made.open().folder.name}")
         return io.NodeOutput(made)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import folder_paths
 from comfy_api.latest import io
@@ -52,7 +51,20 @@ class LoadNewbie(io.ComfyNode):
 
     @classmethod
     @shows_failure
-    def execute(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **settings: Any) -> io.NodeOutput:
+    def execute(
+        cls,
+        diffusion_model: str,
+        gemma: str,
+        jina: str,
+        vae: str,
+        vram_gb: float,
+        dtype: str = "auto",
+        keep_loaded: bool = True,
+        device: str = "auto",
+        ram_gb: float = 0.0,
+        weights: str = "auto",
+        cache_encoded: bool = False,
+    ) -> io.NodeOutput:
         names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
         for name, chosen in names.items():
             if chosen == _NONE:
@@ -62,7 +74,8 @@ class LoadNewbie(io.ComfyNode):
         }
         path = files.pop("diffusion_model")
         family: dict[str, Option] = {name: str(file) for name, file in files.items()}
-        return io.NodeOutput(make_reference(cls, path, family, LoaderSettings(**settings), *files.values()))
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
+        return io.NodeOutput(make_reference(cls, path, family, settings, *files.values()))
 
     @classmethod
     def fingerprint_inputs(cls, **chosen: object) -> str:

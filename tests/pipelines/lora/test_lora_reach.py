@@ -222,6 +222,21 @@ def test_parts_that_a_model_has_not_are_left_out_by_name(
     assert not named.names, "what has a place is used"
 
 
+def test_parts_are_named_with_underscores_too(tmp_path: Path) -> None:
+    module = tiny.FAMILIES["wan"].build().transformer
+    tensors = {}
+    for name, value in with_image_keys(module).items():
+        layer, role = name.removeprefix("diffusion_model.").split(".lora_" if ".lora_" in name else ".diff")
+        role = f"lora_{role}" if ".lora_" in name else f"diff{role}"
+        tensors[f"lora_unet_{layer.replace('.', '_')}.{role}"] = value
+    path = lora_files.write(tmp_path / "kohya.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"cross_attn_k_img\.lora_down.*leave out k_img, img_emb_proj\.$"):
+        read_lora(path, None, {"transformer": module})
+    leave_out = LeaveOut(["k_img", "img_emb_proj"])
+    assert len(read_lora(path, None, {"transformer": module}, leave_out=leave_out)["transformer"]) == 2
+    assert len(leave_out.names) == 3
+
+
 def test_what_may_scale_a_layer_that_is_there_is_never_left_out(tmp_path: Path) -> None:
     module = tiny.FAMILIES["flux"].build().transformer
     name = "transformer_blocks.0.attn.to_q"
