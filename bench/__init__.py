@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..memory.files import check_folder
+from ..memory.files import check_folder, expanded
 from .places import RESULTS
 
 SIZES = ("tiny", "tiny-newbie", "tiny-hidream", "newbie", "hidream")
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     peers.add_argument("--only", help="names from the table, separated by commas, such as resident,ballast,cache-dit")
     peers.add_argument("--shares", default="0,0.25,0.5,0.75", help="resident shares, for those that take a budget")
     peers.add_argument("--ratio", type=float, default=0.5, help="seconds of computing for each second of copying")
-    peers.add_argument("--rivals", type=Path, help="folder with further packages")
+    peers.add_argument("--rivals", type=expanded, help="folder with further packages")
     peers.add_argument("--timeout", type=float, default=300, help="seconds that one rival may take")
     peers.set_defaults(run=_peers)
 
@@ -81,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
     )
     load.add_argument("--gb", type=float, default=2, help="GB of weights; as many of disk until it ends")
     load.add_argument("--rounds", type=int, default=5, help="how often each way is taken")
-    load.add_argument("--folder", type=Path, help="where the file goes, on the disk to measure; else a temporary one")
+    load.add_argument(
+        "--folder", type=expanded, help="where the file goes, on the disk to measure; else a temporary one"
+    )
     _add_out(load)
     load.set_defaults(run=_load)
 
@@ -106,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
     gpu.add_argument("--dry", action="store_true", help="the same code on the simulated card, with tiny models")
     gpu.add_argument("--seconds", type=float, default=530, help="that all sections may take")
     gpu.add_argument("--only", help="sections, separated by commas, such as newbie,decode")
-    gpu.add_argument("--out", type=Path, help="folder for the results; else bench/results, or a temporary one if dry")
+    gpu.add_argument(
+        "--out", type=expanded, help="folder for the results; else bench/results, or a temporary one if dry"
+    )
     gpu.set_defaults(run=_gpu)
     arguments = parser.parse_args(argv)
     if getattr(arguments, "out", None):
@@ -115,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the .json and the .png")
+    parser.add_argument("--out", type=expanded, default=RESULTS, help="folder for the .json and the .png")
 
 
 def _stream(arguments: argparse.Namespace) -> int:
