@@ -108,7 +108,8 @@ class GivenFiles:
 
     def check_base(self, folder: Path, index: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, for a base of another model, before its other parts are asked for."""
-        single, entry = _read(self.transformer, None), index.get(_TRANSFORMER)
+        single = _read(self.transformer, None)
+        entry: Any = index.get(_TRANSFORMER)
         if names_class(entry) and single.layout and entry[1] not in single.layout.classes:
             raise ValueError(another_model(single, folder, entry[1]))
 
