@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
         section = commands.add_parser(name, help=help, description=description)
         section.add_argument("--dry", action="store_true", help="the same code with tiny models, on the simulated card")
-        section.add_argument("--out", type=Path, help="results' folder; else bench/results, or if dry a temporary one")
+        section.add_argument("--out", type=_path, help="results' folder; else bench/results, or if dry a temporary one")
         return section
 
     stream = add(
@@ -125,5 +126,9 @@ def _shares(text: str) -> list[float]:
     return [float(share) for share in text.split(",")]
 
 
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # here, as `memory` imports torch, which a bare machine may lack
+
+
 def _folder(text: str) -> str:
-    return str(Path(text).resolve())
+    return str(_path(text).resolve())

@@ -19,7 +19,7 @@ from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import refuse_scales
-from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number
+from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number, steps_of
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
@@ -162,7 +162,7 @@ class SampleStage(StageRunner):
         if noise is not None:
             check_noise(noise)
             check_finite(noise, "the noise holds")
-        steps = self.default_steps if steps is None else steps
+        steps = steps_of(steps, self.default_steps, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self
