@@ -93,11 +93,18 @@ def test_every_page_is_linked_from_the_readme(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_the_readme_is_short_and_begins_with_what_to_run(name: str) -> None:
+def test_the_readme_is_short_and_begins_with_a_picture(name: str) -> None:
     lines = read(name).splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 120
+    assert any(line.startswith("![") for line in lines[:13])
     for command in ("make demo", "make test"):
-        assert any(line.startswith(command) for line in lines[:40]), command
+        assert any(line.startswith(command) for line in lines), command
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_readme_puts_comfyui_before_the_command_line(name: str) -> None:
+    text = read(name)
+    assert text.index("git clone") < text.index("make demo")
 
 
 def rows(text: str) -> list[list[str]]:
