@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from ..memory.charts.axes import GROUND, INK, LARGE, MUTED, add_legend, new_axes, new_figure, to_image, write
-from .report import words
+from .wording import words
 
 _OURS, _OTHER, _BOUND, _BAD = "#ea580c", "#60a5fa", "#1e40af", "#dc2626"
 _SERIES = ("#ea580c", "#2563eb", "#1e40af", "#16a34a", "#7c3aed", "#dc2626", "#6b7280")  # of models

@@ -34,7 +34,8 @@ def measure(to: Run) -> None:
 
     torch.manual_seed(0)
     small = {"sample_size": 64, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 8}
-    module: Any = AutoencoderKL(**{**FLUX_VAE, **(small if to.dry else {})}).eval().requires_grad_(False)
+    module: Any = AutoencoderKL(**{**FLUX_VAE, **(small if to.dry else {})})
+    module.eval().requires_grad_(False)
     meter = to.meter()
     decoder = _Decoder(to, meter, module, meter.used_bytes())
     to.tell(weight_bytes=weight_bytes(module))

@@ -27,6 +27,7 @@ from . import report
 from .harness import Run, apart
 from .measure import Meter, environment
 from .rss import peak_rss_bytes
+from .wording import words
 
 _POOL_BYTES = 2**24  # random bytes that the file repeats
 _TRIES = 20
@@ -56,7 +57,7 @@ def measure(to: Run) -> None:
                 if "error" in one:
                     raise RuntimeError(f"{way} failed: {one['error']}")
                 found[way].append({**one["rows"][0], "cached_bytes": cached_bytes(path), "cold": is_cold})
-                report.say(f"round {turn + 1}: {way}: {report.words('seconds', found[way][-1]['seconds'])} s")
+                report.say(f"round {turn + 1}: {way}: {words('seconds', found[way][-1]['seconds'])} s")
     readings = [reading for way in found.values() for reading in way]
     if len({(reading["sum"], reading["bytes"]) for reading in readings}) != 1:
         raise RuntimeError("the ways do not end with the same weights.")

@@ -22,6 +22,7 @@ from .harness import Run, apart
 from .measure import Meter, environment, find_device, set_sim_bandwidth
 from .rivals import RIVALS, Job
 from .stream import Regime, budget, regimes, sizes_in
+from .wording import words
 
 _LEAST = 30  # seconds that a way is begun with
 _STEPS = 5
@@ -95,7 +96,7 @@ class _Field:
         return self._add(self._measured(title, rival=name, share=share))
 
     def _add(self, row: dict[str, Any]) -> dict[str, Any]:
-        report.say(f"{row['name']}: {row.get('error') or report.words('step', row['step']) + ' s'}")
+        report.say(f"{row['name']}: {row.get('error') or words('step', row['step']) + ' s'}")
         return self.to.row(**row)
 
     def _measured(self, name: str, **request: Any) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def measure(to: Run) -> None:
     devices = [torch.device("cpu"), *([] if meter.is_sim or meter.device.type == "cpu" else [meter.device])]
     overhead = {on.type: round(python_overhead(on, 20 if to.dry else 200) * 1e6, 1) for on in devices}
     to.tell(weight_bytes=models.weight_bytes(module), overhead_us_per_group=overhead)
-    gigabytes, truths = models.weight_bytes(module) / 2**30, {}
+    gigabytes = models.weight_bytes(module) / 2**30
+    truths: dict[int, torch.Tensor] = {}
     with torch.inference_mode():
         balances = regimes(meter, module, request["size"], tuple(request["ratios"]))
     for weights in request["weights"]:

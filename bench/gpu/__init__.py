@@ -99,7 +99,8 @@ def run(dry: bool, seconds: float, only: Collection[str] | None, out: Path | Non
     # What all processes import is read from a cold disk before the clock runs, or the first would end in it.
     for library in ("diffusers", "transformers"):
         import_module(library)
-    begun, one = time.monotonic(), {}
+    begun = time.monotonic()
+    one: dict[str, Any] = {}
 
     def measured(at: int) -> dict[str, Any]:
         left = seconds - (time.monotonic() - begun)
