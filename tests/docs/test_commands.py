@@ -96,9 +96,12 @@ def test_every_command_is_understood(line: str, capsys: pytest.CaptureFixture[st
         check_pip(given)
     elif tool == "pre-commit":
         assert given == ["install"] and (ROOT / ".pre-commit-config.yaml").is_file()
-    elif tool in ("python", "py"):
+    elif tool in ("python", "python3", "py"):
         rest = given[given.index("-m") + 1 :]
-        {"pytest": check_pytest, "pip": check_pip, "venv": lambda _: None}[rest[0]](rest[1:])
+        if rest[0] == "bench":
+            parse_ballast(rest, capsys)
+        else:
+            {"pytest": check_pytest, "pip": check_pip, "venv": lambda _: None}[rest[0]](rest[1:])
     elif tool == "git":
         address = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
         assert address
