@@ -226,10 +226,7 @@ def _spelled(given: Mapping[str, LayerTensors], take: Take, known: set[str]) -> 
             sources = {layer: _sources(layer, given[layers[0]]) for layer, (layers, _) in ways.items()}
             rows = {name: shape for each in sources.values() for name, shape in each.items()}
             layer_of = {name: layer for layer, each in sources.items() for name in each}
-            taken: Taken = {}
-            with contextlib.suppress(*_FAILURES):
-                taken = take(rows) if together else _taken(take, rows)
-            found = {layer_of[source] for source, _ in _rows_of(taken, rows, known).values()}
+            found = {layer_of[source] for source, _ in _rows_of(_taken(take, rows), rows, known).values()}
             times = Counter(ways[layer][0][0] for layer in found)
             for layers, way in (ways[layer] for layer in found):
                 if times[layers[0]] == 1:
