@@ -188,7 +188,8 @@ class _Runs:
         rows = []
         for stage in ("encode", "sample", "decode"):
             records = [record for record in manager.timeline.stages if record.name == stage]
-            planned = next((one for one in plan.stages if one.name == stage), None) if plan else None
+            # A stage plans again when it begins, by the rates that those before it measured.
+            planned = plan and (records[-1].planned or next(one for one in plan.stages if one.name == stage))
             peak_bytes, driver_bytes = max(record.peak_bytes for record in records), drivers.get(stage)
             limit, samples = way.budget_bytes or math.inf, stage == "sample"
             main = planned.main.label if planned else records[-1].units["transformer"].placement if samples else None
