@@ -15,6 +15,7 @@ from .encoding.embedding_cache import shared_cache
 from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
+from .lora.use import Given as Loras
 from .models.claims import Claims
 from .models.diffusers.diffusers_model import open_diffusers
 from .models.hidream import open_hidream
@@ -23,7 +24,6 @@ from .models.pyramid_flow import PyramidFlowModel, is_pyramid
 from .options import ForeignOptionError, plain_defaults
 from .pipeline import Pipeline
 from .runner import Runner, Settings
-from .sampling.loras import Given as Loras
 
 if TYPE_CHECKING:
     from .models.model import Model
@@ -108,6 +108,8 @@ def open_pipeline(
     parameters = inspect.signature(open_model).parameters
     if shared and "files" not in parameters:
         raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
+    if shared and base is not None:
+        files.check_base(folder, read_model_index(folder))
     known = [option for option in parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise ForeignOptionError(name, unknown, known)

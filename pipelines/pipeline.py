@@ -24,15 +24,15 @@ from .encoding.embedding_cache import EmbeddingCache
 from .encoding.pictures import Given, as_pictures, pictures_of
 from .encoding.prompts import TOLD, Negative, Prompt, as_list, check_text
 from .files.keys import key_text
+from .lora.use import Given as Loras
+from .lora.use import named, notes_of, open_loras, refuse_scales
 from .models.model import Model, OnStep, Request
-from .options import TRUE_CFG, check_values, plain_defaults, plain_number
+from .options import TRUE_CFG, check_values, plain_defaults, plain_number, steps_of
 from .planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from .runner import Runner, Settings
 from .sampling.batches import prompts_of
 from .sampling.kernels import AUTO
 from .sampling.latents import check_decodable, check_finite, check_noise, check_seed
-from .sampling.loras import Given as Loras
-from .sampling.loras import named, notes_of, open_loras, refuse_scales
 from .stages import sample as sampling
 from .stages.batch_runs import BatchRuns, Item, Latents, Made
 from .stages.encode import encode_text, encoding_of, text_of
@@ -353,7 +353,7 @@ class Pipeline:
         frames: int | None,
         options: dict[str, Any],
     ) -> Request:
-        steps = self.model.default_steps if steps is None else steps
+        steps = steps_of(steps, self.model.default_steps, options)
         return Request(width, height, steps, guidance, frames, options)
 
     # Decode

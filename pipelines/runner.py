@@ -22,8 +22,8 @@ from ..memory.probe import card_of
 from ..memory.probe import rates as measured_rates
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.weights.unit import ManagedModel
+from .lora.use import Lora, adapters_of
 from .planning.plans import SEEING, plan_stage
-from .sampling.loras import Lora, adapters_of
 
 if TYPE_CHECKING:
     from .models.claims import Claims

@@ -77,7 +77,7 @@ def prove(model: DiffusersModel, texts: DiffusersModel | None = None) -> None:
     if verdict.differs:
         error = _StockFailedError if verdict.stock_failed else ValueError
         name = model.pipeline_class.__name__
-        raise error(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itmodel.")
+        raise error(f"{name} cannot be staged: {verdict.differs}. Run it with diffusers itself.")
     model.accept(verdict)
 
 

@@ -16,8 +16,8 @@ from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import Pictures
 from ..encoding.prompts import Text, no_effect
 from ..encoding.truncation import Truncation
-from ..files.lora_layouts import Converters
 from ..files.recognition import title_of
+from ..lora.weight_names import Converters
 from ..options import check_known
 from ..planning.forecasts import Forecaster
 from ..planning.sampling_forecasts import dry_run_arguments

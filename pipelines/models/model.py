@@ -17,7 +17,7 @@ from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import Pictures
 from ..encoding.prompts import Text
 from ..encoding.truncation import Truncation
-from ..files.lora_layouts import Converters
+from ..lora.weight_names import Converters
 from ..planning.forecasts import Forecaster
 from ..sampling.batches import Dims
 from ..sampling.inputs import Inputs, Request

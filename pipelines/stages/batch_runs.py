@@ -12,7 +12,7 @@ from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
 from ..encoding.pictures import as_pictures
 from ..encoding.prompts import Negative, Text
-from ..sampling.loras import refuse_scales
+from ..lora.use import refuse_scales
 from .encode import text_of
 from .prompt_batches import PromptBatch
 

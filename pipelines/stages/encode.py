@@ -12,11 +12,11 @@ from ...memory.host.flags import host_flags
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.prompts import Negative, Prompt, Text, as_list, match_negatives
+from ..lora.use import named
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..runner import Runner, Stage
 from ..sampling.latents import check_finite
-from ..sampling.loras import named
 
 if TYPE_CHECKING:
     from ..models.model import Embeddings, Model, Modules

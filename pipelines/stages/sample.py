@@ -18,13 +18,13 @@ from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
 from ..encoding.pictures import Pictures, stretch_notes
 from ..encoding.prompts import TOLD
+from ..lora.use import refuse_scales
 from ..options import TRUE_CFG, check_numbers, check_values
 from ..planning.sampling_forecasts import Sampling
 from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents
-from ..sampling.loras import refuse_scales
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .image_conditioning import encode_images
 

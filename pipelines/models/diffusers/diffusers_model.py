@@ -25,8 +25,8 @@ from ...encoding.prompts import COUNTS, TOLD, Prompt, Text, as_list, no_effect
 from ...equivalence import check
 from ...equivalence.verdicts import Verdict
 from ...files.components import read_model_index
-from ...files.lora_layouts import Converters
 from ...files.single.given import GivenFiles
+from ...lora.weight_names import Converters
 from ...options import TRUE_CFG, check_known, check_stage
 from ...planning.forecasts import Forecaster
 from ...planning.sampling_forecasts import dry_run_arguments

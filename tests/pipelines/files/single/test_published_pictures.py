@@ -100,7 +100,9 @@ def test_what_sees_the_first_frame(given: Given, tmp_path: Path, tiny_folders: C
         state | {"text_model.encoder.layers.0.mlp.fc1.bias": torch.ones(3)}, whole := tmp_path / "clip.safetensors"
     )
     unit = (
-        ballast.open_pipeline(**files | {"device": "cpu", "image_encoder": whole}).components["image_encoder"].unit("")
+        ballast.open_pipeline(**files | {"device": "cpu", "image_encoder": whole})
+        .model.components["image_encoder"]
+        .unit("")
     )
     unit.load()
     found = unit.module.state_dict()
@@ -157,12 +159,12 @@ def test_what_a_processor_is_made_of_counts(given: Given, tmp_path: Path) -> Non
     """Embeddings are kept for it: for its tokenizer, and for what it does with pictures."""
     _, files = given("qwen_edit")
     path = tmp_path / "facts" / "parts" / "seeing" / "preprocessor_config.json"
-    found = [ballast.open_pipeline(device="cpu", **files).components["processor"].identity()]
+    found = [ballast.open_pipeline(device="cpu", **files).model.components["processor"].identity()]
     path.write_text(
         json.dumps(json.loads(path.read_text("utf-8")) | {"size": {"shortest_edge": 784, "longest_edge": 784}})
     )
-    found.append(ballast.open_pipeline(device="cpu", **files).components["processor"].identity())
+    found.append(ballast.open_pipeline(device="cpu", **files).model.components["processor"].identity())
     vocabulary = files["tokenizers"]["qwen"] / "tokenizer_config.json"
     vocabulary.write_text(vocabulary.read_text("utf-8") + " ", "utf-8")
-    found.append(ballast.open_pipeline(device="cpu", **files).components["processor"].identity())
+    found.append(ballast.open_pipeline(device="cpu", **files).model.components["processor"].identity())
     assert found[0] != found[1] != found[2] != found[0]
