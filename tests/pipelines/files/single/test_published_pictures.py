@@ -99,11 +99,8 @@ def test_what_sees_the_first_frame(given: Given, tmp_path: Path, tiny_folders: C
     save_file(
         state | {"text_model.encoder.layers.0.mlp.fc1.bias": torch.ones(3)}, whole := tmp_path / "clip.safetensors"
     )
-    unit = (
-        ballast.open_pipeline(**files | {"device": "cpu", "image_encoder": whole})
-        .model.components["image_encoder"]
-        .unit("")
-    )
+    opened = ballast.open_pipeline(**files | {"device": "cpu", "image_encoder": whole})
+    unit = opened.model.components["image_encoder"].unit("")
     unit.load()
     found = unit.module.state_dict()
     assert found and all(torch.equal(state[f"vision_model.{name}"], tensor) for name, tensor in found.items())
