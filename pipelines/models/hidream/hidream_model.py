@@ -127,7 +127,6 @@ def open_hidream(
     claims: Claims,
     files: GivenFiles | None = None,
     *,
-    controlnet: str | Path | None = None,
     llama: str | Path | None = None,
     variant: str = "auto",
 ) -> HiDreamModel:
@@ -139,8 +138,6 @@ def open_hidream(
     if variant != "auto" and variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r} of HiDream-I1. Use auto, {', '.join(VARIANTS)}.")
     source, chosen = _source(folder, files, llama, VARIANTS.get(variant))
-    if controlnet is not None:
-        source = source.with_controlnet(controlnet)
     model = HiDreamModel(*source.read(dtype, claims, _adapted))
     model.variant = chosen
     if chosen is not None:
