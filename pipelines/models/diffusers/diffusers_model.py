@@ -301,8 +301,7 @@ class DiffusersModel:
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for options that `encode` does not take, or that count otherwise in stock."""
         check_known(self.title, options, self.encode_options())
-        if self.is_compared:
-            check.prove_options(self, options)
+        check.prove_options(self, options)
 
     def pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
         cls = self.pipeline_class

@@ -198,6 +198,12 @@ def test_other_families_take_no_llama(tiny_folders: Folders) -> None:
         ballast.open_pipeline(tiny_folders("hidream"), device="cpu", lama="x")
 
 
+def test_texts_that_were_not_compared_with_the_stock_call_are_refused(tiny_folders: Folders) -> None:
+    pipe = ballast.open_pipeline(tiny_folders("hidream"), device="cpu")
+    with pytest.raises(ValueError, match="cannot be given prompt_2 in stages"):
+        pipe.encode("a red boat", prompt_2="a boat")
+
+
 # Sizes
 
 
