@@ -370,7 +370,7 @@ def test_video_comes_as_a_batch_of_frames(sim: ModuleType, tiny_folders: Callabl
 def test_size_of_nothing_is_that_of_the_pipeline(sim: ModuleType) -> None:
     reference = load()
     latent = sample(reference, encode(reference), width=0, height=0)
-    side = reference.open().components["transformer"].config["sample_size"]
+    side = reference.open().model.components["transformer"].config["sample_size"]
     assert latent["samples"].shape[-2:] == (side, side)
 
 
