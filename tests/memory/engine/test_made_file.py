@@ -297,7 +297,7 @@ def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest
     asked: dict[str, Any] = {"pipeline": DEMO_NAME, "device": "sim", "weights": "int8"}
     without, kept = (run_node(LoadPipeline, **asked, **more).result[0] for more in ({}, {"cache_encoded": True}))
     assert without.open().denoisers[0].made_file is None
-    assert kept.open().denoisers[0].made_file is not None and kept.holding("fp8").open().weights == "fp8"
+    assert kept.open().denoisers[0].made_file is not None and kept.holding("fp8").open().model.claims.weights == "fp8"
     assert kept.holding("fp8").open().denoisers[0].made_file is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = ["--steps", "1", "--device", "sim", "--vram", "64MB", "--weights", "int8", "--cache-encoded"]
