@@ -236,8 +236,8 @@ class _Drawing:
                 for at, answers in list(zip(begins, seen, strict=True))[len(drawn) - done :]:
                     given = job.given(at, at_once)
                     report = _counted(self.on_step, len(drawn), done + len(begins))
-                    latents = model.denoise(self.cond, given, report, device, modules, answers)
-                    drawn.append(to_host(latents.float()))
+                    # No name for the latents: it would keep them on the device while the next part is drawn.
+                    drawn.append(to_host(model.denoise(self.cond, given, report, device, modules, answers).float()))
 
         with self.runner.adapters(model.denoisers):
             for unit in model.denoisers:

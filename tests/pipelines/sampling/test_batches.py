@@ -167,7 +167,7 @@ def test_one_after_the_other_where_it_is_not_proved(
 
     Wrong.__name__ = "Wrong"
     alone = [pipe.sample(cond, **run, seed=i) for i in range(2)]
-    monkeypatch.setattr(pipe, "pipeline_class", Wrong)
+    monkeypatch.setattr(pipe.model, "pipeline_class", Wrong)
     assert "not those that are drawn alone" in pipe.model.batch_differs(pipe.model, ())
     sizes: list[int] = []
     made = pipe.sample(cond, **run, batch=2, on_step=lambda step, steps, latents: sizes.append(len(latents)))
