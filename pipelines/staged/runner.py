@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...memory.codecs.making import maker_of
+from ...memory.codecs.converters import converter_of
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host import management as host
 from ...memory.host.flags import host_flags
@@ -25,6 +25,7 @@ from ...memory.planning.runplan import StagePlan
 from ...memory.probe import card_of
 from ...memory.probe import rates as measured_rates
 from ...memory.sizes import format_bytes, parse_bytes
+from ...memory.weights.conversion import Conversion
 from ...memory.weights.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.keys import key_text
@@ -40,7 +41,7 @@ _INSTEAD = {
     "encode": "or write a shorter prompt", "sample": "or choose a smaller size", SEEING: "or give a smaller picture",
 }  # fmt: skip
 
-_ENCODED = ("text_encoder", "transformer")  # whose weights may be encoded at load; decoders run as they are
+_CONVERTED = ("text_encoder", "transformer")  # whose weights may be converted; decoders run as they are
 
 Result = TypeVar("Result")
 Opened = TypeVar("Opened", bound="StageRunner")
@@ -65,12 +66,10 @@ class StageRunner(ModelFamily):
         keep: bool,
         cache: EmbeddingCache | None,
         weights: str = "auto",
-        cache_encoded: bool = False,
     ) -> None:
         self.folder = folder
         self.weights = weights
-        self._maker = maker_of(weights)
-        self.cache_encoded = cache_encoded
+        self._converter = converter_of(weights)
         self.title = title_of(folder)
         self._manager = manager(device)
         self.vram_bytes = None if vram is None else parse_bytes(vram)
@@ -122,21 +121,18 @@ class StageRunner(ModelFamily):
 
     def _claim(self, part: Part, label: str) -> ManagedModel:
         """Return the managed model of a part. Every pipeline of this device with the same part shares it."""
-
-        folder = self.cache.directory / "encoded" if self.cache_encoded else None
+        folder = self.cache.directory / "encoded"
 
         def make() -> ManagedModel:
             unit = part.unit(label)
-            if unit.role in _ENCODED and self._maker:
-                unit.maker = self._maker
+            if unit.role in _CONVERTED and self._converter:
+                digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
+                path = folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
+                unit.conversion = Conversion(self._converter, path)
             return unit
 
-        key = (part.key, self.weights, folder) if self._maker else part.key
-        unit = self.manager.claim(key, make, self._owner)
-        if folder and self._maker and unit.role in _ENCODED:  # again, where it could not be written
-            digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
-            unit.made_file = folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
-        return unit
+        key = (part.key, self.weights, folder) if self._converter else part.key
+        return self.manager.claim(key, make, self._owner)
 
     @contextlib.contextmanager
     def _wearing(self, units: Sequence[ManagedModel]) -> Iterator[None]:
@@ -197,10 +193,10 @@ class StageRunner(ModelFamily):
         """Return the forecast and the plan of a stage that is about to run here, as arguments of `_run_stage`.
 
         Neither on the CPU where RAM holds all of each. Raises DoesNotFitError where it exceeds a stated budget, or
-        wants too much of the disk; where it could run in `parts`, also for one that nobody stated. Before, the files of
-        encoded weights are written that there are to be.
+        wants too much of the disk; where it could run in `parts`, also for one that nobody stated. Before, weights that
+        are to be converted are.
         """
-        self.manager.keep_made(units)
+        self.manager.convert(units)
         on_cpu, ram_bytes = strategy == "cpu" or self.manager.accelerator.is_cpu, self._ram_budget(None)
         if on_cpu and all(unit.size_bytes <= ram_bytes or not reads_groups(unit) for unit in units):
             return {}
