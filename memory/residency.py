@@ -424,9 +424,9 @@ class Residency:
             return
         self.evict(unit)
 
-        def begin(plain_bytes: int) -> Look:
-            takes, path = format_bytes(unit.unconverted_bytes, up=True), unit.conversion and unit.conversion.path
-            log.warning("Ballast: converting %s once, into a file of %s: %s", unit.name, takes, path)
+        def begin(plain_bytes: int, wanted_bytes: int) -> Look:
+            takes, path = format_bytes(wanted_bytes, up=True), unit.conversion and unit.conversion.path
+            log.warning("Ballast: converting %s once, into a file of about %s: %s", unit.name, takes, path)
             return self.host_cache.read_callback(unit, plain_bytes, "converting")
 
         unit.convert(begin)

@@ -51,7 +51,8 @@ _IN_USE_SECONDS = 3600  # another process that began a run within this time may 
 
 # Of one weight: the configuration of its layer if it is encoded, and (dtype, shape, content) of each tensor by name.
 _Written = tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], torch.Tensor]]]
-Begin = Callable[[int], Callable[[int], None]]  # called with the bytes to read; returns what is told of those read
+# Called with the bytes to read and, about, those to write. Returns a call that is told of the bytes read so far.
+Begin = Callable[[int, int], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,9 @@ def write_conversion(
 ) -> int:
     """Convert the weights of a module into a file, a few at a time. Return the bytes of the file.
 
-    `stored` has their places in the model's own files. With `whole` the file holds those too that stay as they are.
-    `begin` is called with the bytes to read, and what it returns with those read so far; an error from that ends the
-    writing, and leaves no file. Raises OSError, in one line, if the disk has no room. ValueError for a `whole` file of
-    weights that are encoded already.
+    `stored` has their places in the model's own files. With `whole` the file holds those too that stay as they are. An
+    error from what `begin` returns ends the writing, and leaves no file. Raises OSError, in one line, if the disk has
+    no room. ValueError for a `whole` file of weights that are encoded already.
     """
     planned = _planned(module, stored, converter)
     jobs = [
@@ -161,8 +161,9 @@ def write_conversion(
     ]
     if whole:
         jobs = _as_it_is(module, stored, planned) + jobs
-    _check_room(path, jobs)
-    tell = begin(sum(job.plain_bytes for job in jobs))
+    wanted = sum(job.written_bytes for job in jobs)
+    _check_room(path, wanted)
+    tell = begin(sum(job.plain_bytes for job in jobs), wanted)
     reserved = _ENTRY_BYTES + sum(job.entries * (_ENTRY_BYTES + len(job.name)) for job in jobs)
     header: dict[str, Any] = {}
     layers: dict[str, Any] = {}
@@ -191,7 +192,7 @@ def write_conversion(
     except OSError as error:
         if error.errno is None or is_out_of_ram(error):  # it says in one line which file cannot be read
             raise
-        raise _refused(path, sum(job.written_bytes for job in jobs), error.strerror or str(error)) from error
+        raise _refused(path, wanted, error.strerror or str(error)) from error
     return 8 + reserved + end
 
 
@@ -280,9 +281,8 @@ def _convert(job: _Job, converter: Converter, whole: bool) -> _Written:
     return {}, {job.name: (DTYPE_NAMES[weight.dtype], tuple(weight.shape), weight)}
 
 
-def _check_room(path: Path, jobs: Sequence[_Job]) -> None:
+def _check_room(path: Path, wanted: int) -> None:
     """Make the folder of the file. Raises OSError, in one line, if its disk has no room for the file."""
-    wanted = sum(job.written_bytes for job in jobs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free

@@ -324,7 +324,7 @@ unit.conversion = Conversion(CONVERTERS["exact12"], folder / "made" / "dit")
 unit.module, torch.zeros(1)
 pathlib.Path("/proc/self/clear_refs").write_text("5")
 before = peak_rss_bytes()
-unit.convert(lambda _: lambda _: None)
+unit.convert(lambda *_: lambda _: None)
 print(json.dumps([peak_rss_bytes() - before, unit.conversion.path.stat().st_size, unit.size_bytes]))
 """
 
