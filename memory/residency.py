@@ -420,18 +420,18 @@ class Residency:
 
         Raises OSError, in one line, if the file cannot be written.
         """
-        if unit.leases or unit.is_converted():
+        if unit.conversion is None or unit.leases or unit.is_converted():
             return
         self.evict(unit)
+        path = unit.conversion.path
 
         def begin(plain_bytes: int, wanted_bytes: int) -> Look:
-            takes, path = format_bytes(wanted_bytes, up=True), unit.conversion and unit.conversion.path
+            takes = format_bytes(wanted_bytes, up=True)
             log.warning("Ballast: converting %s once, into a file of about %s: %s", unit.name, takes, path)
             return self.host_cache.read_callback(unit, plain_bytes, "converting")
 
         unit.convert(begin)
-        paths = {other.conversion.path for other in self.units() if other.conversion}
-        trim(next(iter(paths)).parent, paths)
+        trim(path.parent, {other.conversion.path for other in self.units() if other.conversion})
 
     def _room(self, unit: ManagedModel, evicting: bool = True) -> _Room:
         """Return the room for the weights of a unit.

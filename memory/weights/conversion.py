@@ -32,7 +32,7 @@ from ..files import replacing
 from ..sizes import format_bytes
 from . import direct
 from .encoded import sources_of
-from .encoding import EncodedWeight, Source
+from .encoding import EncodedWeight, Source, file_bytes
 from .hostbuffer import allocate, view_of
 from .reader import batches, extents_of, fill_batch
 from .stored import DTYPE_NAMES, Stored
@@ -85,9 +85,9 @@ class Conversion:
         return {name: at for name, at in stored.items() if name not in replaced} | dict(found)
 
 
-def is_written(places: Mapping[str, Source]) -> bool:
-    """Return whether none of these places is only planned."""
-    return all(at.stamp != _UNWRITTEN for at in places.values())
+def unwritten_bytes(places: Mapping[str, Source]) -> int:
+    """Return the bytes of the places that are planned in a file which is not written yet."""
+    return sum(file_bytes(at) for at in places.values() if at.stamp == _UNWRITTEN)
 
 
 def planned_codecs(module: nn.Module, converter: Converter) -> dict[str, Codec]:

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, Role, Tier
 from .branches import ActiveAdapters, attach, attach_shapes, detach, keys_of, set_strengths
-from .conversion import Begin, Conversion, is_written, note_use, write_conversion
+from .conversion import Begin, Conversion, note_use, unwritten_bytes, write_conversion
 from .encoding import Source, file_bytes, host_tensor, mark_encoded, unmark_encoded
 from .groups import CallOrder, GroupWeights, divide
 from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
@@ -104,21 +104,15 @@ class ManagedModel:
         with building:
             if self._module is None:
                 stored = self._stored() if self._stored else {}  # here: in `_apart`'s thread it would wait for the lock
-                module = _apart(functools.partial(self._build_encoded, stored)).eval()
+                module = _apart(lambda: self._mark(self._build(), stored)).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
         return self._module
 
-    def _build_encoded(self, stored: Mapping[str, Source]) -> nn.Module:
-        """Build the module, and mark the parameters that are stored encoded or are to be converted."""
-        return self._mark(self._build(), stored)
-
     def _mark(self, module: nn.Module, stored: Mapping[str, Source]) -> nn.Module:
-        """Mark the encoded parameters of a module on `meta`. `stored` has the places in the model's own files."""
-        unmark_encoded(module)
+        """Mark the parameters that are stored encoded, or are to be. `stored` are places in the model's own files."""
         mark_encoded(module, stored)
-        self._converted = None
         if self.conversion and find_stored(module, stored) is not None:
             self._converted = self.conversion.places(module, stored)
             mark_encoded(module, self._converted)
@@ -133,15 +127,8 @@ class ManagedModel:
     @property
     def unconverted_bytes(self) -> int:
         """Bytes of the converted weights that are to be written, as planned; 0 if the file is there or none wanted."""
-        if self.conversion is None:
-            return 0
         _ = self.module  # which looks for the file
-        places = self._places()
-        return (
-            0
-            if is_written(places)
-            else sum(file_bytes(at) for at in places.values() if at.path == self.conversion.path)
-        )
+        return unwritten_bytes(self._places())
 
     def is_converted(self) -> bool:
         """Return whether the file of the conversion, if there is one, is written and unchanged. Note its use."""
@@ -154,7 +141,7 @@ class ManagedModel:
     def convert(self, begin: Begin) -> None:
         """Write the file of the conversion if it is missing, and run from it from now on. The host copy is dropped.
 
-        `begin` is as in `conversion.write`. Raises OSError, in one line, if the disk has no room. RuntimeError for a
+        `begin` is as in `write_conversion`. Raises OSError, in one line, if the disk has no room. RuntimeError for a
         unit in place.
         """
         if self.conversion is None or self._stored is None:
@@ -171,6 +158,7 @@ class ManagedModel:
     def _mark_again(self, stored: Mapping[str, Source]) -> None:
         """Mark the encoded parameters by what is in the files now. No weights may be in RAM."""
         module = self.module
+        unmark_encoded(module)
         _apart(lambda: self._mark(module, stored))
         self._size_bytes = None
 
@@ -371,7 +359,7 @@ class ManagedModel:
 
         0, and nothing is done, if they are there or only `load` can read them.
         """
-        if self._on_host or self._read is None or not self._places() or not is_written(self._places()):
+        if self._on_host or self._read is None or not self._places() or self.unconverted_bytes:
             return 0
         coming = self.bytes_to_read()
         self.reading = load_behind(self.module, self._places(), look, self.calls)

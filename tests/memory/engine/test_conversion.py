@@ -18,9 +18,12 @@ from typing import Any
 import ballast
 import pytest
 import torch
+from ballast.bench.encoded import encode
 from ballast.commands.main import main
 from ballast.memory.sizes import parse_bytes
 from ballast.memory.weights import conversion
+from ballast.memory.weights.encoding import encoding_of
+from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.shared.folders import DEMO as DEMO_NAME
 from node_runner import run_node
@@ -300,6 +303,13 @@ def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest
         == 0
     )
     assert len(files(tmp_path / "ballast" / "embeddings")) == 2, "encoder and transformer"
+
+
+def test_a_module_that_is_encoded_in_memory_stays_so() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    encode(layer, "int8")
+    unit = ManagedModel.from_module("layer", "transformer", layer)
+    assert encoding_of(unit.module.get_parameter("0.weight")) and unit.size_bytes == 64 * 64 + 4 * 64
 
 
 _WRITE = """
