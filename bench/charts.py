@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from PIL import Image
 
-from ..memory.charts.axes import GROUND, INK, LARGE, MUTED, PAPER, add_legend, new_axes, new_figure, to_image, write
-from .report import words
+from ..memory.charts.axes import GROUND, INK, LARGE, MUTED, add_legend, new_axes, new_figure, to_image, write
+from .wording import words
 
 _OURS, _OTHER, _BOUND, _BAD = "#ea580c", "#60a5fa", "#1e40af", "#dc2626"
 _SERIES = ("#ea580c", "#2563eb", "#1e40af", "#16a34a", "#7c3aed", "#dc2626", "#6b7280")  # of models
@@ -25,34 +22,19 @@ _MOST = 126  # characters of an error that have room
 
 
 def stream(found: Mapping[str, Any]) -> Image.Image:
-    """Seconds of a steady step as bars over the resident share, one panel for each regime, and the bound as lines."""
-    rows, figure = found["rows"], new_figure(_WIDTH, 430)
+    """Seconds of a steady step as bars, by the kind of weights, the regime and the share of weights, and the bound."""
     overhead = ", ".join(f"{value} us on {name}" for name, value in found["overhead_us_per_group"].items())
-    _head(figure, "Streaming: a steady step against the bound", f"{_setting(found)} Python per group: {overhead}")
-    # A share that is not above the one before begins another regime.
-    ends = [at for at in range(1, len(rows)) if rows[at]["share"] <= rows[at - 1]["share"]] + [len(rows)]
-    width = (_WIDTH - _SIDE) / len(ends)
-    for number, (first, end) in enumerate(pairwise([0, *ends])):
-        panel, left = rows[first:end], _SIDE + number * width
-        ratio, tokens = panel[0]["ratio"], panel[0]["tokens"]
-        write(figure, left, 92, f"computing / copying {ratio:.2g}   ({tokens} tokens)", size=LARGE)
-        axes = new_axes(figure, left, 112, left + width - _SIDE, 350, GROUND)
-        at, steps, bounds = range(len(panel)), [row["step"] for row in panel], [row["bound"] for row in panel]
-        ceiling = max(*steps, *bounds) * 1.15
-        axes.set(xlim=(-0.5, len(panel) - 0.5), ylim=(0, ceiling), yticks=[])
-        axes.bar(at, steps, width=0.6, color=_OURS, linewidth=0)
-        axes.hlines(bounds, [x - 0.42 for x in at], [x + 0.42 for x in at], _BOUND, linewidth=2)
-        axes.set_xticks(at, [f"{row['share']:.0%}" for row in panel], color=INK)
-        for x, row in enumerate(panel):
-            top = max(row["step"], row["bound"]) + 0.045 * ceiling
-            write(axes, x, top, f"{row['over_bound']:.2f}", at="center")
-            write(axes, x, 0.04 * ceiling, words("step", row["step"]), PAPER, at="center")
-            write(axes, x, -0.135 * ceiling, words("peak_bytes", row["peak_bytes"]), MUTED, at="center")
-    keys: list[Artist] = [Patch(color=_OURS, label="seconds of a step (above: over the bound)")]
-    keys += [Line2D([], [], color=_BOUND, linewidth=2, label="bound: max(computing, streamed bytes / bandwidth)")]
-    add_legend(figure, keys, _SIDE, 32)
-    write(figure, _WIDTH - _SIDE, 405, "below: share of weights that there is room for, peak VRAM", MUTED, at="right")
-    return to_image(figure)
+    rows = [{**row, "name": _streamed(row)} for row in found["rows"]]
+    drawn = "step", "bound", "its bound: max(computing, streamed bytes / bandwidth)"
+    columns = {"over_bound": (690, "T/bound"), "peak_bytes": (790, "peak VRAM"), "copied_bytes": (890, "copied")}
+    columns |= {"first_step": (970, "first step"), "tokens": (1050, "tokens")}
+    note = f"{_setting(found)} Python per group: {overhead}"
+    return _bars("Streaming: a steady step against the bound", note, rows, drawn, "", columns)
+
+
+def _streamed(row: Mapping[str, Any]) -> str:
+    room = "resident" if row["share"] is None else f"{row['share']:.0%}"
+    return f"{row.get('weights', 'auto')}, C/T {row['ratio']:.2g}, {room}"
 
 
 def published(found: Mapping[str, Any]) -> Image.Image:
@@ -96,17 +78,39 @@ def peers(found: Mapping[str, Any]) -> Image.Image:
     return _bars("Ways to run a model that does not fit: a steady step", note, rows, drawn, "ballast", columns)
 
 
-def newbie(found: Mapping[str, Any], title: str) -> Image.Image:
-    """Peak VRAM by row as bars, the article's as lines beside them; what could not run, and why."""
-    note = "Peak VRAM. Blue: the article's rows, the first two with all models resident. Orange: a budget."
-    columns = {"step": (770, f"s/step, {found['kind']}"), "article": (890, "article")}
-    columns["note"] = (_WIDTH - _SIDE, "recompiled" if found["kind"] == "measured" else "")
-    rows = [{"note": "", **row} for row in found["rows"]]
-    for row in rows:
-        if not row["note"] and row.get("recompiles") is not None:
-            row["note"] = row["recompiles"]
-    drawn = "peak_bytes", "article_peak_bytes", "the article's peak, on a card of 16 GB"
+def newbie(found: Mapping[str, Any]) -> Image.Image:
+    """Peak VRAM of each way's stages as bars, the article's as lines beside them; what could not run, and why."""
+    kind, side = found["kind"], found["side"]
+    how = "predicted for 25 GB/s, 60 TFLOPS" if kind == "predicted" else f"measured on {found['device']}"
+    title = f"NewBie-image-Exp0.1, {side} x {side}, with guidance: {how}"
+    step, peak = ("planned_step", "planned_bytes") if kind == "predicted" else ("step", "peak_bytes")
+    rows = [{**row, "name": f"{row['name']}: {row['stage']}"} for row in found["rows"]]
+    columns = {step: (770, f"s/step, {kind}"), "article": (890, "article"), "note": (_WIDTH - _SIDE, "")}
+    note = "Peak VRAM of each stage. Blue: the article's ways, two with all models resident. Orange: a budget."
+    drawn = peak, "article_peak_bytes", "the article's peak, on a card of 16 GB"
     return _bars(title, note, rows, drawn, "ours", columns)
+
+
+def card(found: Mapping[str, Any]) -> Image.Image:
+    """Return the pictures of a card's sections that have rows, one below the other."""
+    about = {key: found[key] for key in ("device", "torch")}
+    parts = []
+    for one in found["sections"].values():
+        rows, name = one.get("rows", []), one["section"]
+        # Of one share there is nothing to see.
+        if name == "stream" and len({row["share"] for row in rows}) > 2:
+            parts.append(stream({**one, **about}))
+        elif name == "peers" and "regime" in one and rows:
+            parts.append(peers({**one, **about}))
+    if not parts:
+        figure = new_figure(_WIDTH, 60)
+        write(figure, _SIDE, 28, f"{found['device']}: nothing was measured", MUTED)
+        parts = [to_image(figure)]
+    whole, top = Image.new("RGB", (_WIDTH, sum(part.height for part in parts)), "white"), 0
+    for part in parts:
+        whole.paste(part, (0, top))
+        top += part.height
+    return whole
 
 
 def _bars(
@@ -152,10 +156,3 @@ def _setting(found: Mapping[str, Any]) -> str:
 def _head(figure: Figure, title: str, note: str) -> None:
     write(figure, _SIDE, 28, title, size=17)
     write(figure, _SIDE, 52, note, MUTED)
-
-
-def nothing(why: str) -> Image.Image:
-    """Draw a line of words where there is nothing else to draw."""
-    figure = new_figure(_WIDTH, 60)
-    write(figure, _SIDE, 28, why, MUTED)
-    return to_image(figure)

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..memory.codecs.cost import cost_of
 from ..memory.codecs.gguf import TYPES, codec_of
 from ..memory.codecs.int8 import RotatedInt8
 from ..memory.codecs.microscaled import Mxfp8, Nvfp4
-from . import report
+from .harness import Run
 from .measure import Meter, environment
 
 _COLUMNS = 3072  # as in FLUX.1
@@ -34,26 +33,19 @@ _ENCODERS: dict[str, Callable[[torch.Tensor], tuple[Codec, tuple[torch.Tensor, .
 }
 
 
-def run(device: str, megaweights: float, rounds: int, out: Path) -> int:
-    """Encode and decode a weight of so many million values as bf16 by each codec, print the table, write codecs.json.
-
-    Returns 0, or 1 if the device decodes anything to other bits than the CPU. ValueError for a number below 1.
-    """
+def measure(to: Run) -> None:
+    """Encode and decode a weight of so many million values as bf16 by each codec. ValueError for a number below 1."""
+    megaweights, rounds = to.request["megaweights"], to.request["rounds"]
     if megaweights * 1e6 < _COLUMNS or rounds < 1:
         raise ValueError(f"--megaweights is {megaweights:g} and --rounds {rounds}; both take a number above 0.")
-    meter = Meter(resolve_device(device))
+    meter = Meter(resolve_device(to.request["device"]))
     shape = round(megaweights * 1e6 / _COLUMNS), _COLUMNS
     rows = [_row(meter, *sample, rounds) for sample in _samples(shape, rounds)]
     bandwidth = 2 * rows[0]["decoded_bytes"] / rows[0]["seconds"]
     for row in rows:
         row["counted"] = row.pop("cost").seconds(bandwidth)
-    found = environment(meter, f"{megaweights:g} million weights")
-    report.write_json(found | {"copied_bytes_per_second": bandwidth, "rows": rows}, out / "codecs.json")
-    headings = {"name": "codec", "bits": "bits", "encoded_gbps": "encoded GB/s", "decoded_gbps": "decoded GB/s"}
-    headings |= {"seconds": "seconds", "counted": "as counted", "workspace_bytes": "workspace", "verdict": ""}
-    report.say(report.table(headings, rows))
-    report.say(f"wrote {out / 'codecs.json'}")
-    return 0 if all(row["verdict"] == "same bits" for row in rows) else 1
+    to.tell(**environment(meter, f"{megaweights:g} million weights"), copied_bytes_per_second=bandwidth)
+    to.add(rows)
 
 
 def _samples(
@@ -89,27 +81,22 @@ def _row(
     is_same = torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
     seconds = meter.steady(lambda: codec.decode(there, out), rounds, 1)
     return {
-        "name": name,
-        "bits": codec.encoded_bytes * 8 / codec.count,
+        "name": name, "bits": codec.encoded_bytes * 8 / codec.count,
         "encoded_gbps": encoding and codec.decoded_bytes / encoding / 1e9,
-        "decoded_gbps": codec.decoded_bytes / seconds / 1e9,
-        "seconds": seconds,
-        "cost": cost_of(codec),
-        "decoded_bytes": codec.decoded_bytes,
-        "workspace_bytes": codec.workspace_bytes,
+        "decoded_gbps": codec.decoded_bytes / seconds / 1e9, "seconds": seconds, "cost": cost_of(codec),
+        "decoded_bytes": codec.decoded_bytes, "workspace_bytes": codec.workspace_bytes,
         "verdict": "same bits" if is_same else "OTHER BITS",
-    }
+    }  # fmt: skip
 
 
 @contextmanager
 def _no_waits(device: torch.device) -> Iterator[None]:
     """On CUDA every wait of the host is an error."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(before)

@@ -1,6 +1,9 @@
-"""A model's weights as they are held encoded, in RAM: what a file of them would have come to."""
+"""Modules with encoded weights, for benchmarks that build theirs in memory."""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -11,9 +14,13 @@ from ..memory.weights.encoding import EncodedWeight, encoding_of, mark_encoded, 
 
 
 def encode(module: nn.Module, weights: str) -> None:
-    """Encode the weights of a module on the CPU that a converter, such as "exact12", makes smaller, for good."""
+    """Encode the weights of a module on the CPU that a converter, such as "exact12", makes smaller, for good.
+
+    All cores share the weights, each of which is encoded by one.
+    """
     converter = CONVERTERS[weights]
-    for name in planned_codecs(module, converter):
+
+    def one(name: str) -> None:
         path, _, key = name.rpartition(".")
         weight = module.get_parameter(name).detach()
         codec, parts = converter.encode(weight)
@@ -25,3 +32,6 @@ def encode(module: nn.Module, weights: str) -> None:
         encoding.flat = torch.zeros(part_spans(codec)[1], dtype=torch.uint8)
         for view, part in zip(split(codec, encoding.flat), parts, strict=True):
             view.copy_(part.reshape(-1))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, planned_codecs(module, converter)))

@@ -3,9 +3,7 @@
     folder = full_size.build("flux", tmp_path / "flux")
 
 A folder has the published configs and sparse files of weights: real headers, and zeros that take no disk. The
-tokenizers have one token for each character. Two models that no diffusers pipeline runs are there as bare modules:
-
-    module, arguments = full_size.BARE["newbie"]()
+tokenizers have one token for each character.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import diffusers
 import torch
 import transformers
 from accelerate import init_empty_weights
-from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
 from huggingface_hub import split_torch_state_dict_into_shards
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
@@ -34,148 +31,74 @@ from ..pipelines.families.pyramid_flow.vae import CausalVideoVAE
 
 # What the published configs say and the classes do not have as defaults.
 CLIP_L = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "projection_dim": 768,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "projection_dim": 768, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
 LONG_CLIP_L = {**CLIP_L, "max_position_embeddings": 248}
 LONG_CLIP_BIG_G = {
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "projection_dim": 1280,
-    "max_position_embeddings": 218,
-    "hidden_act": "gelu",
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+    "projection_dim": 1280, "max_position_embeddings": 218, "hidden_act": "gelu", "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
 T5_XXL = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
+    "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
-}
+}  # fmt: skip
 UMT5_XXL = {**T5_XXL, "vocab_size": 256384}
 LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
     "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}
+}  # fmt: skip
 QWEN_VL_7B = {
     "tie_word_embeddings": False,
     "text_config": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128000,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6, "bos_token_id": 151643, "eos_token_id": 151645,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     },
     "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
         "tokens_per_second": 2,
     },
-}
+}  # fmt: skip
 QWEN3_4B = {
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
+    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 FLUX_VAE = {
-    "sample_size": 1024,
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
+    "sample_size": 1024, "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4, "layers_per_block": 2, "latent_channels": 16,
+    "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False, "use_post_quant_conv": False,
+}  # fmt: skip
 HIDREAM = {
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 16,
-    "num_single_layers": 32,
-    "attention_head_dim": 128,
-    "num_attention_heads": 20,
-    "caption_channels": [4096, 4096],
-    "text_emb_dim": 2048,
-    "axes_dims_rope": [64, 32, 32],
-    "llama_layers": [*range(32), *[31] * 16],
-}
+    "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 16, "num_single_layers": 32,
+    "attention_head_dim": 128, "num_attention_heads": 20, "caption_channels": [4096, 4096], "text_emb_dim": 2048,
+    "axes_dims_rope": [64, 32, 32], "llama_layers": [*range(32), *[31] * 16],
+}  # fmt: skip
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "hidream": {
-        "text_encoder": LONG_CLIP_L,
-        "text_encoder_2": LONG_CLIP_BIG_G,
-        "text_encoder_3": T5_XXL,
-        "text_encoder_4": LLAMA_8B,
-        "transformer": HIDREAM,
-        "vae": FLUX_VAE,
+        "text_encoder": LONG_CLIP_L, "text_encoder_2": LONG_CLIP_BIG_G, "text_encoder_3": T5_XXL,
+        "text_encoder_4": LLAMA_8B, "transformer": HIDREAM, "vae": FLUX_VAE,
     },
     "flux": {
-        "text_encoder": CLIP_L,
-        "text_encoder_2": T5_XXL,
-        "transformer": {"guidance_embeds": True},
-        "vae": FLUX_VAE,
+        "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "transformer": {"guidance_embeds": True}, "vae": FLUX_VAE,
     },
     "wan": {"text_encoder": UMT5_XXL, "transformer": {}, "vae": {}},
     "qwenimage": {"text_encoder": QWEN_VL_7B, "transformer": {}, "vae": {}},
-}
+}  # fmt: skip
+_KLEIN = {
+    "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}  # fmt: skip
 # Those that edit pictures, which few tests need.
 EDIT_PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "flux2_klein": {
-        "text_encoder": QWEN3_4B,
-        "transformer": {
-            "num_layers": 5,
-            "num_single_layers": 20,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 7680,
-            "guidance_embeds": False,
-        },
-        "vae": {},
-    },
+    "flux2_klein": {"text_encoder": QWEN3_4B, "transformer": _KLEIN, "vae": {}},
 }
 # A pipeline, the classes of its parts by their names, and of its tokenizers the most tokens.
 CLASSES: dict[str, tuple[type, dict[str, type], dict[str, int]]] = {
@@ -183,29 +106,24 @@ CLASSES: dict[str, tuple[type, dict[str, type], dict[str, int]]] = {
         diffusers.HiDreamImagePipeline,
         {
             "text_encoder": transformers.CLIPTextModelWithProjection,
-            "text_encoder_2": transformers.CLIPTextModelWithProjection,
-            "text_encoder_3": transformers.T5EncoderModel,
+            "text_encoder_2": transformers.CLIPTextModelWithProjection, "text_encoder_3": transformers.T5EncoderModel,
             "text_encoder_4": transformers.LlamaForCausalLM,
-            "transformer": diffusers.HiDreamImageTransformer2DModel,
-            "vae": diffusers.AutoencoderKL,
+            "transformer": diffusers.HiDreamImageTransformer2DModel, "vae": diffusers.AutoencoderKL,
         },
         {"tokenizer": 248, "tokenizer_2": 248, "tokenizer_3": 512, "tokenizer_4": 512},
     ),
     "flux": (
         diffusers.FluxPipeline,
         {
-            "text_encoder": transformers.CLIPTextModel,
-            "text_encoder_2": transformers.T5EncoderModel,
-            "transformer": diffusers.FluxTransformer2DModel,
-            "vae": diffusers.AutoencoderKL,
+            "text_encoder": transformers.CLIPTextModel, "text_encoder_2": transformers.T5EncoderModel,
+            "transformer": diffusers.FluxTransformer2DModel, "vae": diffusers.AutoencoderKL,
         },
         {"tokenizer": 77, "tokenizer_2": 512},
     ),
     "wan": (
         diffusers.WanPipeline,
         {
-            "text_encoder": transformers.UMT5EncoderModel,
-            "transformer": diffusers.WanTransformer3DModel,
+            "text_encoder": transformers.UMT5EncoderModel, "transformer": diffusers.WanTransformer3DModel,
             "vae": diffusers.AutoencoderKLWan,
         },
         {"tokenizer": 512},
@@ -214,21 +132,19 @@ CLASSES: dict[str, tuple[type, dict[str, type], dict[str, int]]] = {
         diffusers.QwenImagePipeline,
         {
             "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration,
-            "transformer": diffusers.QwenImageTransformer2DModel,
-            "vae": diffusers.AutoencoderKLQwenImage,
+            "transformer": diffusers.QwenImageTransformer2DModel, "vae": diffusers.AutoencoderKLQwenImage,
         },
         {"tokenizer": 512},
     ),
     "flux2_klein": (
         diffusers.Flux2KleinPipeline,
         {
-            "text_encoder": transformers.Qwen3ForCausalLM,
-            "transformer": diffusers.Flux2Transformer2DModel,
+            "text_encoder": transformers.Qwen3ForCausalLM, "transformer": diffusers.Flux2Transformer2DModel,
             "vae": diffusers.AutoencoderKLFlux2,
         },
         {"tokenizer": 512},
     ),
-}
+}  # fmt: skip
 UNIPC_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 FULL_SIZE = tuple(PARTS)
 
@@ -245,7 +161,9 @@ _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout and return the folder."""
+    """Write one of FULL_SIZE or EDIT_PARTS in the diffusers layout, "newbie" or "pyramid", and return the folder."""
+    if own := {"newbie": build_newbie, "pyramid": build_pyramid}.get(name):
+        return own(folder)
     pipeline, classes, texts = CLASSES[name]
     configs = (PARTS | EDIT_PARTS)[name]
     parts = {part: empty(cls, configs[part]) for part, cls in classes.items()}
@@ -312,14 +230,9 @@ def tokenizer(
     end = ("</s>", vocab["</s>"])
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
     wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="</s>",
-        model_max_length=max_length,
-        padding_side="right",
-    )
+        tokenizer_object=core, bos_token="<s>", pad_token="<pad>", unk_token="<unk>", eos_token="</s>",
+        model_max_length=max_length, padding_side="right",
+    )  # fmt: skip
     if chat:
         wrapped.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return wrapped
@@ -368,58 +281,3 @@ def _write_sparse(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-
-
-def _bare(cls: type, config: Mapping[str, Any]) -> Any:
-    """Return a module in bfloat16, ready to run."""
-    module = empty(cls, config)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return module.eval().requires_grad_(False)
-
-
-class _WholeText(Lumina2RotaryPosEmbed):
-    """Takes every text token for a real one: the stock class reads the mask's values, and on `meta` there are none."""
-
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        return super().forward(hidden_states, torch.ones(attention_mask.shape, dtype=torch.int64, device="cpu"))
-
-
-def newbie() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """NewBie's transformer in bfloat16, and one guided step of a picture of 1024x1024 with 256 text tokens."""
-    config = {"hidden_size": 2304, "num_layers": 36, "num_attention_heads": 24, "num_kv_heads": 8, "in_channels": 16}
-    axes = {"axes_dim_rope": (32, 32, 32), "axes_lens": (1024, 512, 512)}
-    module = _bare(diffusers.Lumina2Transformer2DModel, {**config, **axes, "cap_feat_dim": 2560})
-    module.rope_embedder.__class__ = _WholeText
-    with torch.device("meta"):
-        return module, {
-            "hidden_states": torch.empty(2, 16, 128, 128, dtype=torch.bfloat16),
-            "timestep": torch.empty(2, dtype=torch.bfloat16),
-            "encoder_hidden_states": torch.empty(2, 256, 2560, dtype=torch.bfloat16),
-            "encoder_attention_mask": torch.empty(2, 256, dtype=torch.int64),
-        }
-
-
-def pyramid() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Pyramid-Flow's miniFlux in bfloat16, and one guided step of the twelfth latent frame of a video of 640x384.
-
-    Two frames of full size, one of half and nine of a quarter make 2700 tokens. The reference's mask, which hides later
-    frames and padding, is left out.
-    """
-    config = {"patch_size": 1, "in_channels": 64, "num_layers": 8, "num_single_layers": 16, "attention_head_dim": 64}
-    text = {"num_attention_heads": 30, "joint_attention_dim": 4096, "pooled_projection_dim": 768}
-    rest = {"guidance_embeds": False, "axes_dims_rope": (16, 24, 24)}
-    module = _bare(diffusers.FluxTransformer2DModel, {**config, **text, **rest})
-    tokens = sum((384 // 16 >> level) * (640 // 16 >> level) * frames for level, frames in enumerate((2, 1, 9)))
-    with torch.device("meta"):
-        return module, {
-            "hidden_states": torch.empty(2, tokens, 64, dtype=torch.bfloat16),
-            "encoder_hidden_states": torch.empty(2, 128, 4096, dtype=torch.bfloat16),
-            "pooled_projections": torch.empty(2, 768, dtype=torch.bfloat16),
-            "timestep": torch.empty(2, dtype=torch.bfloat16),
-            "img_ids": torch.empty(tokens, 3),
-            "txt_ids": torch.empty(128, 3),
-        }
-
-
-BARE: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]] = {"newbie": newbie, "pyramid": pyramid}

@@ -1,7 +1,8 @@
-"""`ballast bench load`: weights from a cold disk to RAM, against transformers' own way, side by side."""
+"""Weights from a cold disk to RAM, against transformers' own way, side by side: seconds, and how high RAM rose."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -9,75 +10,108 @@ import statistics
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from torch import nn
+from transformers import T5Config, T5EncoderModel
 
+from ..memory import ManagedModel
 from ..memory.weights import direct
-from . import apart, report
-from .load_worker import OURS, STOCK_COPIED, WAYS, config_of, names_of, width_of
+from ..memory.weights.stored import stored_tensors
+from . import report
+from .harness import Run, apart
 from .measure import Meter, environment
+from .rss import peak_rss_bytes
+from .wording import words
 
 _POOL_BYTES = 2**24  # random bytes that the file repeats
 _TRIES = 20
+_SECONDS = 600  # for one reading
+_LAYERS, _WORDS = 24, 32128  # of T5-XXL
+_SQUARES = 11.5 * _LAYERS  # of the width, that the products of all layers make up
 
 
-def run(gigabytes: float, rounds: int, folder: Path | None, out: Path, timeout: float = 600) -> int:
-    """Write a file of so many GB, read it each way in each round, print the table, write load.json. Returns 0.
+def measure(to: Run) -> None:
+    """Write a file of so many GB, and read it each way in each round.
 
     Each reading is in a process of its own, and finds nothing of the file in the page cache, where that can be emptied.
     Ways take turns, from the first to the last and back. ValueError for a size or number that is none, RuntimeError if
     a way fails, or ends with other weights than the others.
     """
+    gigabytes, rounds = to.request["gb"], to.request["rounds"]
     if not gigabytes > 0 or rounds < 1:
         raise ValueError(f"--gb is {gigabytes:g} and --rounds {rounds}; both take a number above 0.")
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    with tempfile.TemporaryDirectory(dir=to.request.get("folder")) as name:
         path = Path(name) / "model.safetensors"
         nbytes = write_weights(path, width_of(gigabytes * 1e9))
         for turn in range(rounds):
-            order = list(WAYS)
-            for way in order[:: -1 if turn % 2 else 1]:  # none always follows the same one
+            for way in list(WAYS)[:: -1 if turn % 2 else 1]:  # none always follows the same one
                 is_cold = empty_cache(path)
-                found = apart.measure("load_worker", {"path": str(path), "way": way}, Path(name), timeout)
-                if "error" in found:
-                    raise RuntimeError(f"{way} failed: {found['error']}")
-                rows[way].append({**found, "cached_bytes": cached_bytes(path), "cold": is_cold})
-                report.say(f"round {turn + 1}: {way}: {report.words('seconds', found['seconds'])} s")
-    if len({(row["sum"], row["bytes"]) for all_of in rows.values() for row in all_of}) != 1:
+                one = apart("load.reading", {"path": str(path), "way": way}, Path(name), _SECONDS)
+                if "error" in one:
+                    raise RuntimeError(f"{way} failed: {one['error']}")
+                found[way].append({**one["rows"][0], "cached_bytes": cached_bytes(path), "cold": is_cold})
+                report.say(f"round {turn + 1}: {way}: {words('seconds', found[way][-1]['seconds'])} s")
+    readings = [reading for way in found.values() for reading in way]
+    if len({(reading["sum"], reading["bytes"]) for reading in readings}) != 1:
         raise RuntimeError("the ways do not end with the same weights.")
-    table = [_row(way, all_of, nbytes) for way, all_of in rows.items()]
-    found = environment(Meter(torch.device("cpu")), f"{gigabytes:g} GB")
-    cold = all(row["cold"] for all_of in rows.values() for row in all_of)
-    report.write_json(
-        found | {"weight_bytes": nbytes, "cold": cold, "rounds": rounds, "rows": table}, out / "load.json"
-    )
-    headings = {"name": "way", "seconds": "seconds", "least": "least", "most": "most", "gbps": "GB/s"}
-    headings |= {"peak_bytes": "RAM peak", "over_weights": "of weights", "cached_bytes": "left in cache"}
-    report.say("\n" + report.table(headings, table))
-    seconds = {row["name"]: row["seconds"] for row in table}
-    if STOCK_COPIED in seconds:
-        report.say(f"\n{OURS} takes {seconds[OURS] / seconds[STOCK_COPIED]:.2f} of the seconds of {STOCK_COPIED}.")
-    report.say("" if cold else "The page cache could not be emptied here: these are not the disk's seconds.")
-    report.say(f"wrote {out / 'load.json'}")
-    return 0
+    cold = all(reading["cold"] for reading in readings)
+    about = environment(Meter(torch.device("cpu")), f"{gigabytes:g} GB")
+    to.tell(**about, weight_bytes=nbytes, cold=cold, rounds=rounds)
+    to.add([_row(way, of, nbytes) for way, of in found.items()])
+    seconds = {row["name"]: row["seconds"] for row in to.rows}
+    report.say(f"\n{_OURS} takes {seconds[_OURS] / seconds[_COPIED]:.2f} of the seconds of {_COPIED}.")
+    if not cold:
+        to.note("The page cache could not be emptied here: these are not the disk's seconds.")
 
 
 def _row(way: str, found: list[dict[str, Any]], nbytes: int) -> dict[str, Any]:
-    seconds = [row["seconds"] for row in found]
-    peak_bytes = max(row["peak_bytes"] for row in found)
+    seconds = [reading["seconds"] for reading in found]
+    peak_bytes = max(reading["peak_bytes"] for reading in found)
     return {
         "name": way, "seconds": statistics.median(seconds), "least": min(seconds), "most": max(seconds),
         "gbps": nbytes / statistics.median(seconds) / 1e9, "peak_bytes": peak_bytes,
-        "over_weights": peak_bytes / nbytes, "cached_bytes": max(row["cached_bytes"] for row in found),
+        "over_weights": peak_bytes / nbytes, "cached_bytes": max(reading["cached_bytes"] for reading in found),
     }  # fmt: skip
 
 
+# The file
+
+
+def width_of(nbytes: float) -> int:
+    """Return the width with which the weights take about so many bytes."""
+    half = _WORDS / _SQUARES / 2
+    return max(16, 16 * round(((nbytes / 2 / _SQUARES + half**2) ** 0.5 - half) / 16))
+
+
+def _config(width: int) -> T5Config:
+    """Return the config of a text encoder as T5-XXL is, of another width."""
+    return T5Config(
+        vocab_size=_WORDS, d_model=width, d_kv=16, d_ff=width * 5 // 2, num_layers=_LAYERS, num_heads=width // 16,
+        feed_forward_proj="gated-gelu", architectures=["T5EncoderModel"],
+    )  # fmt: skip
+
+
+def _skeleton(width: int) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = T5EncoderModel(_config(width))
+    return module.to(torch.bfloat16).requires_grad_(False)
+
+
+def names_of(width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, in the order in which a file has them."""
+    return {name: tuple(tensor.shape) for name, tensor in sorted(_skeleton(width).named_parameters())}
+
+
 def write_weights(path: Path, width: int) -> int:
-    """Write the worker's module with random bytes, to the disk: config and weights. Returns the bytes of weights."""
-    path.with_name("config.json").write_text(config_of(width).to_json_string(), "utf-8")
+    """Write the module with random bytes, to the disk: config and weights. Returns the bytes of weights."""
+    path.with_name("config.json").write_text(_config(width).to_json_string(), "utf-8")
     header, end = {}, 0
     for name, shape in names_of(width).items():
         begin, end = end, end + 2 * prod(shape)
@@ -110,3 +144,49 @@ def cached_bytes(path: Path) -> int:
     """Return how much of a file the page cache holds, in whole pages; 0 where that is not told."""
     with path.open("rb") as file:
         return sum(direct.cached_pages(file, 0, path.stat().st_size) or b"") * mmap.PAGESIZE
+
+
+# The ways
+
+
+def _by_ballast(path: Path, width: int) -> nn.Module:
+    def never() -> nn.Module:
+        raise RuntimeError("not read straight from the file")
+
+    unit = ManagedModel("load", "transformer", lambda: _skeleton(width), never, stored=lambda: stored_tensors([path]))
+    unit.load()
+    return unit.module
+
+
+def _by_stock(path: Path, width: int) -> nn.Module:
+    return T5EncoderModel.from_pretrained(path.parent, dtype=torch.bfloat16)
+
+
+def _by_stock_copied(path: Path, width: int) -> nn.Module:
+    module = _by_stock(path, width)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    return module
+
+
+_OURS, _COPIED = "ballast", "from_pretrained, copied"  # to anonymous memory, as ours lies; else it maps the file
+WAYS: dict[str, Callable[[Path, int], nn.Module]] = {
+    _OURS: _by_ballast, "from_pretrained": _by_stock, _COPIED: _by_stock_copied,
+}  # fmt: skip
+
+
+def reading(to: Run) -> None:
+    """Add one row: seconds until each page of the weights was looked at, as mapped ones are read then. RAM in bytes."""
+    path, way = Path(to.request["path"]), to.request["way"]
+    width = stored_tensors([path])["encoder.final_layer_norm.weight"].shape[0]
+    _skeleton(width)
+    with contextlib.suppress(OSError):  # the peak starts anew, where the system can do that
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    module = WAYS[way](path, width)
+    for parameter in module.parameters():
+        parameter.reshape(-1)[:: 4096 // parameter.itemsize].sum()
+    seconds, peak_bytes = time.perf_counter() - start, peak_rss_bytes() - before
+    values = list(module.state_dict().values())
+    total = sum(int(value.view(torch.int16).sum(dtype=torch.int64)) for value in values)
+    to.row(seconds=seconds, peak_bytes=peak_bytes, sum=total, bytes=sum(value.nbytes for value in values))

@@ -1,25 +1,22 @@
-"""`ballast bench newbie`: the rows of an article about NewBie-image-Exp0.1's memory, and ours in 8, 6 and 4 GB.
+"""NewBie-image-Exp0.1: the rows of an article about its memory, and whole runs in 8, 6 and 4 GB, stage by stage.
 
-Measured on a GPU, with random weights of the published sizes. Without one the planner predicts: the stages are
-of a dry run on shapes, and the seconds are for its assumed rates.
+On a GPU plans stand against what the allocator and the driver count, with random weights of the published sizes.
+Without one the planner predicts: the stages are of a dry run on shapes, and the seconds are for its assumed rates.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..memory import simulated
-from ..memory.accelerator import resolve_device
-from ..memory.errors import DoesNotFitError, release_frames
+from ..memory.errors import DoesNotFitError
 from ..memory.manager import MemoryManager
 from ..memory.rates import ASSUMED
 from ..memory.sizes import format_bytes
@@ -28,22 +25,25 @@ from ..memory.weights.unit import ManagedModel
 from ..pipelines import open_pipeline
 from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.kernels import compiles
-from . import charts, full_size, models, report
-from .measure import Meter, environment
+from . import full_size, models
+from .harness import Run
+from .measure import Meter, resolve_device
 
 # On a card of 16 GB, its GB taken for 2**30 bytes as ours are. The rows between have no figures.
-ARTICLE = {
+_ARTICLE = {
     "baseline": {"article": "15.2 GB, 1.87 s", "article_peak_bytes": int(15.2 * 2**30), "article_step": 1.87},
     "all together": {"article": "13.3 GB, 1.58 s", "article_peak_bytes": int(13.3 * 2**30), "article_step": 1.58},
 }
 BUDGETS = (8 * 2**30, 6 * 2**30, 4 * 2**30)
-VISION_BYTES = 419_816_304 * 2  # what reads pictures in Gemma-3-4B's checkpoint, in bfloat16
-_STAGES = ("encode", "sample", "decode")
+_SHARES = (1.0, 0.8, 0.65)  # of what the plan of a small model takes: its budgets
+_DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"  # the model that a dry run draws with
+_VISION_BYTES = 419_816_304 * 2  # what reads pictures in Gemma-3-4B's checkpoint, in bfloat16
+_RUN = 15  # seconds of one, about
 
 
 @dataclass(frozen=True)
 class Way:
-    """One row: all models on the card at once, or in stages; within a budget or without; compiled or not."""
+    """One run: all models on the card at once, or in stages; within a budget or without; compiled or not."""
 
     name: str
     staged: bool = True
@@ -51,99 +51,166 @@ class Way:
     budget_bytes: int | None = None
 
 
-def ways(budgets: Sequence[int], measured: bool) -> list[Way]:
-    """Return the article's four rows, then ours; those compiled as well where there is something to measure."""
+def ways(budgets: Sequence[int], article: bool, compiled: bool) -> list[Way]:
+    """Return the article's four ways, then ours; those compiled as well where there is something to measure."""
     rows = [Way("baseline", staged=False), Way("compile only", staged=False, compile=True)]
     rows += [Way("staged, fp32 decode"), Way("all together", compile=True)]
     ours = [Way(f"ours, {format_bytes(size).replace('.00', '')}", budget_bytes=size) for size in budgets]
-    return rows + ours + [replace(way, name=f"{way.name}, compiled", compile=True) for way in ours if measured]
+    return rows * article + ours + [replace(way, name=f"{way.name}, compiled", compile=True) for way in ours * compiled]
 
 
-def run(
-    device: str,
-    out: Path,
-    steps: int = 6,
-    folder: Path | None = None,
-    side: int = 1024,
-    budgets: Sequence[int] = BUDGETS,
-    vision_bytes: int = VISION_BYTES,
-) -> int:
-    """Measure, or predict where there is no GPU; write the .json and the .png anew after each row. Returns 0.
+def measure(to: Run) -> None:
+    """Add a row for each way and stage, as measured, or as predicted where there is no GPU.
 
-    `folder` holds a NewBie; None makes one of the published sizes, on a GPU with 16 GB of random weights, for the time
-    of the run. A row that cannot run says why.
+    `folder` holds a NewBie, or is "demo"; without one it is made of the published sizes, on a GPU with 16 GB of random
+    weights, for the time of the run. A way that cannot run says why.
     """
-    on = resolve_device(device)
+    request, side, steps = to.request, to.request.get("side", 1024), to.request.get("steps", 6)
+    device, given = request["device"], request.get("folder")
     if steps < 3:
         raise ValueError(f"--steps is {steps}; it takes at least 3, of which the first does not count.")
-    if folder is None and on.type == simulated.DEVICE_TYPE:
-        raise ValueError("the simulated device is too slow for the published sizes. Use --device cpu, which predicts.")
-    predicts = on.type == "cpu"
-    kind, find = ("predicted", _predicted) if predicts else ("measured", _measured)
-    found: dict[str, Any] = {"kind": kind, "side": side, "steps": steps, "rows": []}
+    if not given and device == "sim":
+        raise ValueError("the simulated device is too slow for the published sizes. Use --device cpu or --dry.")
+    predicts = device != "sim" and resolve_device(device).type == "cpu"
     if predicts:
-        found |= {"device": kind, "torch": torch.__version__, "rates": asdict(ASSUMED)}
-    else:
-        found |= environment(Meter(on), str(side))
+        to.tell(kind="predicted", device="predicted", torch=torch.__version__, rates=asdict(ASSUMED))
+    meter = Meter(torch.device("cpu")) if predicts else to.meter()
+    idle_bytes = meter.used_bytes()
+    to.tell(side=side, steps=steps, **({} if predicts else {"kind": "measured"}))
     with tempfile.TemporaryDirectory() as scratch:
+        folder = _DEMO if given == "demo" else Path(given) if given else None
         folder = folder or published(Path(scratch) / "NewBie-image-Exp0.1", weights=not predicts)
-        for way in ways(budgets, not predicts):
-            row: dict[str, Any] = {"name": way.name, **ARTICLE.get(way.name, {})}
-            cache = Path(scratch) / ("cache" if predicts else way.name)  # each way that runs encodes
-            try:
-                pipe = open_pipeline(folder, device=on, vram=way.budget_bytes, cache_dir=cache)
-                row |= find(pipe, way, side, steps, vision_bytes)
-            except Exception as error:
-                row["error"] = " ".join(f"{type(error).__name__}: {error}".replace(scratch, "").split())[:300]
-                release_frames(error)
-            found["rows"].append(row)
-            wrote = _write(found, out)
-            report.say(f"{way.name}: {row.get('error', 'done')}")
-    report.say(f"\n{_title(found)}\n\n{_table(found)}\n\n{wrote}")
-    return 0
+        pipe = open_pipeline(folder, device=meter.device, cache_dir=Path(scratch) / "cache")
+        budgets = request.get("budgets", BUDGETS)
+        if given == "demo":
+            whole = pipe.plan(width=side, height=side, steps=steps, vram="1GB").peak_vram_bytes
+            budgets = [int(share * whole) for share in _SHARES]
+        ours = request.get("ways") == "ours" or given == "demo"
+        for number, way in enumerate(ways(budgets, not ours, not ours and not predicts)):
+            runs = _Runs(pipe, meter, way, side, steps, request.get("vision_bytes", _VISION_BYTES), idle_bytes)
+            prompt = f"{TYPICAL_PROMPT}, number {number}"  # or its embeddings would be there
+            found = to.attempt(way.name, _RUN, runs.predicted if predicts else runs.measured, prompt)
+            for row in found or ():
+                to.row(name=way.name, **_ARTICLE.get(way.name if row["stage"] == "sample" else "", {}), **row)
 
 
 def published(folder: Path, weights: bool) -> Path:
-    """Return a folder of the published sizes, with random weights or with files of zeros that take no disk."""
-    full_size.build_newbie(folder)
+    """Return a folder of the published sizes, with random weights or with files of zeros that take no disk.
+
+    With zeros a GPU takes less power, and runs faster.
+    """
+    full_size.build("newbie", folder)
     if weights:
         draw(folder)
     return folder
 
 
 def draw(folder: Path) -> None:
-    """Write random weights into a folder's files: with zeros a GPU takes less power, and runs faster."""
+    """Write random weights into a folder's files."""
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(models._POOL, generator=generator)
+    pool = torch.randn(models.POOL, generator=generator)
     for path in sorted(folder.rglob("*.safetensors")):
         with path.open("r+b") as file:
             for name, at in stored_tensors([path]).items():
-                scale = math.prod(at.shape[1:]) ** -0.5 if len(at.shape) > 1 else 0.02
-                weight = models._drawn(torch.Size(at.shape), pool.to(at.dtype), scale, generator)
-                if len(at.shape) == 1 and name.endswith("weight"):
-                    weight.add_(1)  # a norm's
+                weight = models.drawn(torch.Size(at.shape), name, pool.to(at.dtype), generator)
                 file.seek(at.offset)
                 file.write(weight.view(-1).view(torch.uint8).numpy().data)
 
 
-def _predicted(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) -> dict[str, Any]:
-    """Return a row by the planner. Compiled blocks are planned as uncompiled ones: bytes as without, seconds unknown.
+@dataclass(frozen=True)
+class _Runs:
+    """One way of running an open pipeline, planned and measured. `idle_bytes` the driver had counted before."""
 
-    With all models resident a stage's peak is all weights and its largest activations, so that of the run is all
-    weights and the largest working memory. Among them are Gemma's vision tower, and a VAE that decodes in its own type.
-    """
-    plan = pipe.plan(side, side, steps, vram=way.budget_bytes or "1TB", ram="64GB", rates=ASSUMED)
-    peaks = {stage.name: stage.peak_vram_bytes for stage in plan.stages}
-    if not way.staged:
-        units, vae = [unit for stage in plan.stages for unit in stage.units], _own_vae(pipe)
+    pipe: Any
+    meter: Meter
+    way: Way
+    side: int
+    steps: int
+    vision_bytes: int
+    idle_bytes: int | None
+
+    @property
+    def size(self) -> dict[str, Any]:
+        return {"width": self.side, "height": self.side, "steps": self.steps}
+
+    def predicted(self, prompt: str) -> list[dict[str, Any]]:
+        """Return rows by the planner. Compiled blocks are planned as uncompiled ones: bytes as without, no seconds.
+
+        With all models resident a stage's peak is all weights and its largest activations, so that of the run is all
+        weights and the largest working memory. Among them are Gemma's vision tower, and a VAE that decodes in its own
+        type.
+        """
+        pipe, way, rows = self.pipe, self.way, []
+        plan = pipe.plan(**self.size, vram=way.budget_bytes or "1TB", ram="64GB", rates=ASSUMED)
+        vae = _own_vae(pipe)
+        units = [unit for stage in plan.stages for unit in stage.units]
         weights_bytes = sum(unit.weights_bytes for unit in units if unit.unit != vae.name) + vae.size_bytes
         for stage in plan.stages:
-            works_bytes = max(unit.peak_vram_bytes - unit.weights_bytes for unit in stage.units)
-            if stage.name == "decode":  # which is planned in float32
-                works_bytes = works_bytes * vae.size_bytes // pipe.decoder.size_bytes
-            peaks[stage.name] = weights_bytes + vision_bytes + works_bytes
-    note = "as without" if way.compile else "" if plan.fits else "does not fit"
-    return _row(peaks, plan.sampling.label, None if way.compile else plan.step_seconds, None, note)
+            peak_bytes = stage.peak_vram_bytes
+            if not way.staged:
+                works_bytes = max(unit.peak_vram_bytes - unit.weights_bytes for unit in stage.units)
+                if stage.name == "decode":  # which is planned in float32
+                    works_bytes = works_bytes * vae.size_bytes // pipe.decoder.size_bytes
+                peak_bytes = weights_bytes + self.vision_bytes + works_bytes
+            step = plan.step_seconds if stage.name == "sample" and not way.compile else None
+            note = "as without" if way.compile else "" if plan.fits else "does not fit"
+            row = {"stage": stage.name, "placement": stage.main.label, "planned_bytes": peak_bytes}
+            rows.append({**row, "planned_step": step, "note": note})
+        return rows
+
+    def measured(self, prompt: str) -> list[dict[str, Any]]:
+        """Return rows of a run. Those of staged ones have the plan beside them."""
+        way, manager = self.way, self.pipe.manager
+        pipe = self.pipe.within(vram=way.budget_bytes) if way.budget_bytes else self.pipe
+        manager.free()
+        manager.timeline.clear()
+        plan = pipe.plan(**self.size, prompt=prompt) if way.staged and not way.compile else None
+        torch._dynamo.reset()  # each way compiles anew
+        marks, graphs, before, drivers = [], [], compiles(), {}
+
+        def on_step(*_: Any) -> None:
+            marks.append(self.meter.mark())
+            graphs.append(compiles() - before)
+
+        sampling = {**self.size, "on_step": on_step, "compile": way.compile}
+        if way.staged:
+            cond, drivers["encode"] = self._driver(lambda: pipe.encode(prompt))
+            latents, drivers["sample"] = self._driver(lambda: pipe.sample(cond, **sampling))
+            picture, drivers["decode"] = self._driver(lambda: pipe.decode(latents))
+            if not picture.isfinite().all():
+                raise ValueError("the picture has values that are not finite")
+        else:
+            _run_all_resident(pipe, manager, sampling, self.vision_bytes, prompt)
+        self.meter.accelerator.synchronize()
+        last, graphs = marks[-self.steps :], graphs[-self.steps :]  # what ran out of memory began again
+        step = statistics.median(self.meter.seconds(*pair) for pair in zip(last, last[1:], strict=False))
+        compiled = way.compile and graphs[-1] > 0
+        rows = []
+        for stage in ("encode", "sample", "decode"):
+            records = [record for record in manager.timeline.stages if record.name == stage]
+            # A stage plans again when it begins, by the rates that those before it measured.
+            planned = plan and (records[-1].planned or next(one for one in plan.stages if one.name == stage))
+            peak_bytes, driver_bytes = max(record.peak_bytes for record in records), drivers.get(stage)
+            limit, samples = way.budget_bytes or math.inf, stage == "sample"
+            main = planned.main.label if planned else records[-1].units["transformer"].placement if samples else None
+            rows.append({
+                "stage": stage, "placement": main, "tries": len(records), "budget_bytes": way.budget_bytes,
+                "planned_bytes": planned and planned.peak_vram_bytes, "peak_bytes": peak_bytes,
+                "over_planned": peak_bytes / planned.peak_vram_bytes if planned else None,
+                "driver_bytes": driver_bytes, "is_kept": peak_bytes <= limit,
+                "is_kept_by_driver": driver_bytes is not None and driver_bytes <= limit,
+                "planned_step": plan.step_seconds if plan and samples else None, "step": step if samples else None,
+                "recompiles": graphs[-1] - graphs[1] if compiled and samples else None,
+                "note": "nothing was compiled" if way.compile and not compiled else "",
+            })  # fmt: skip
+        return rows
+
+    def _driver(self, call: Any) -> tuple[Any, int | None]:
+        """Return what a call returns, and the most that the driver counted meanwhile."""
+        self.meter.accelerator.empty_cache()
+        with self.meter.driver_peak() as used:
+            made = call()
+        return made, used.over(self.idle_bytes)
 
 
 def _own_vae(pipe: Any) -> ManagedModel:
@@ -151,35 +218,9 @@ def _own_vae(pipe: Any) -> ManagedModel:
     return replace(pipe.parts["vae"], dtype=pipe.parts["transformer"].run_dtype).unit("baseline")
 
 
-def _measured(pipe: Any, way: Way, side: int, steps: int, vision_bytes: int) -> dict[str, Any]:
-    manager, meter = pipe.manager, Meter(pipe.manager.device)
-    manager.free()
-    manager.timeline.clear()
-    torch._dynamo.reset()  # each way compiles anew
-    marks, graphs, before = [], [], compiles()
-
-    def on_step(*_: Any) -> None:
-        marks.append(meter.mark())
-        graphs.append(compiles() - before)
-
-    sampling = {"width": side, "height": side, "steps": steps, "on_step": on_step, "compile": way.compile}
-    if way.staged:
-        pipe.decode(pipe.sample(pipe.encode(TYPICAL_PROMPT), **sampling))
-    else:
-        _run_all_resident(pipe, manager, sampling, vision_bytes)
-    meter.accelerator.synchronize()
-    stages = list(manager.timeline.stages)
-    peaks = {name: max(stage.peak_bytes for stage in stages if stage.name == name) for name in _STAGES}
-    placement = [stage.units["transformer"].placement for stage in stages if stage.name == "sample"][-1]
-    last, graphs = marks[-steps:], graphs[-steps:]  # what ran out of memory began again
-    seconds = statistics.median(meter.seconds(*pair) for pair in zip(last, last[1:], strict=False))
-    compiled = way.compile and graphs[-1] > 0
-    notes = ["nothing was compiled"] if way.compile and not compiled else []
-    notes += ["over the budget"] if max(peaks.values()) > (way.budget_bytes or math.inf) else []
-    return _row(peaks, placement, seconds, graphs[-1] - graphs[1] if compiled else None, ", ".join(notes))
-
-
-def _run_all_resident(pipe: Any, manager: MemoryManager, sampling: dict[str, Any], vision_bytes: int) -> None:
+def _run_all_resident(
+    pipe: Any, manager: MemoryManager, sampling: dict[str, Any], vision_bytes: int, prompt: str
+) -> None:
     """Encode, sample and decode with every model on the device from before, to stay. DoesNotFitError if one left.
 
     The vision tower, which nothing calls, is there as so many bytes.
@@ -191,7 +232,7 @@ def _run_all_resident(pipe: Any, manager: MemoryManager, sampling: dict[str, Any
             manager.pin(unit)
             with manager.use(unit, "resident"):
                 pass
-        latents = pipe.sample(pipe.encode(TYPICAL_PROMPT), strategy="resident", **sampling)
+        latents = pipe.sample(pipe.encode(prompt), strategy="resident", **sampling)
         with manager.stage("decode", [vae]), manager.use(vae, "resident") as module:
             own = latents.to(manager.device, next(module.parameters()).dtype)
             module.decode(own, return_dict=False)[0].float().cpu()  # type: ignore[operator]
@@ -202,30 +243,3 @@ def _run_all_resident(pipe: Any, manager: MemoryManager, sampling: dict[str, Any
         for unit in units:
             manager.pin(unit, False)
             manager.evict(unit)
-
-
-def _row(
-    peaks: Mapping[str, int], placement: str, step: float | None, recompiles: int | None, note: str
-) -> dict[str, Any]:
-    found = {"peak_bytes": max(peaks.values()), "step": step, "recompiles": recompiles, "placement": placement}
-    return found | {f"{name}_bytes": peaks[name] for name in _STAGES} | {"note": note}
-
-
-def _title(found: Mapping[str, Any]) -> str:
-    how = "predicted for 25 GB/s, 60 TFLOPS" if found["kind"] == "predicted" else f"measured on {found['device']}"
-    return f"NewBie-image-Exp0.1, {found['side']} x {found['side']}, with guidance: {how}"
-
-
-def _table(found: Mapping[str, Any]) -> str:
-    headings = {"name": "row", "peak_bytes": "peak VRAM", "step": f"s/step, {found['kind']}", "article": "article"}
-    headings |= {"recompiles": "recompiled", **{f"{name}_bytes": name for name in _STAGES}}
-    rows = [{**row, "note": row.get("error", row.get("note", ""))[:80]} for row in found["rows"]]
-    return report.table(headings | {"placement": "transformer", "note": "note"}, rows)
-
-
-def _write(found: dict[str, Any], out: Path) -> str:
-    stem = f"newbie-{re.sub(r'[^a-z0-9]+', '-', found['device'].lower()).strip('-')}"
-    json_path, png_path = out / f"{stem}.json", out / f"{stem}.png"
-    report.write_json(found, json_path)
-    charts.newbie(found, _title(found)).save(png_path, optimize=True)
-    return f"wrote {json_path}, {png_path}"

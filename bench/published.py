@@ -6,9 +6,7 @@ go by too, tells how long a step takes. No device, no weights.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,16 +23,16 @@ from ..memory.rates import ASSUMED
 from ..pipelines import open_pipeline
 from ..pipelines.planning.forecasts import quietly
 from ..pipelines.planning.plans import TYPICAL_PROMPT
-from . import charts, full_size, report
-from .apart import measure
+from . import full_size, report
 from .bounds import bound_seconds
+from .harness import Run, apart
+from .stream import RING_GROUPS
 
 BUS_BYTES_PER_SECOND = ASSUMED.pinned_bytes_per_second
 RESIDENCIES = tuple(tenths / 10 for tenths in range(11))  # shares of the weights that there is room for beside the ring
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds of computing for each second of copying all groups
 RAM_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the weights that RAM has room for beside the windows
 NEAR = 1.05  # of the bound
-RING_GROUPS = 5  # of the largest: the room for the ring
 
 
 @dataclass(frozen=True)
@@ -57,87 +55,65 @@ MODELS = {
     "Pyramid-Flow miniFlux": Model("pyramid", {"width": 640, "height": 384, "frames": 121}),
 }
 
-_BUILDERS = {"newbie": full_size.build_newbie, "pyramid": full_size.build_pyramid}
 _SECONDS = 600  # for the dry run of one model
 
 
-@dataclass(frozen=True)
-class Row:
-    """A steady step of a model with room for a share of its weights. Seconds are those of one call of the transformer.
+def measure(to: Run) -> None:
+    """Add the rows of each model, and print the worst of it.
 
-    `ram_share` is how much of the weights RAM has room for; what is neither there nor on the device comes from disk.
-    No schedule of these groups in this room is faster than `bound_seconds`: see `bounds`.
+    Seconds are those of one call of the transformer. `ram_share` is how much of the weights RAM has room for; what is
+    neither there nor on the device comes from disk. Raises ValueError for a model that is not known, and RuntimeError
+    for one that cannot be opened.
     """
-
-    model: str
-    residency: float
-    compute_over_transfer: float
-    ram_share: float
-    step_seconds: float
-    bound_seconds: float
-    over_bound: float
-
-
-def run(
-    out: Path,
-    names: Sequence[str] = tuple(MODELS),
-    residencies: Sequence[float] = RESIDENCIES,
-    ratios: Sequence[float] = RATIOS,
-) -> int:
-    """Write stream.json and stream.png anew after each model, print the worst of each. Returns 0.
-
-    Raises ValueError for a model that is not known, and RuntimeError for one that cannot be opened.
-    """
+    names, ratios = to.request["models"], to.request.get("ratios", RATIOS)
     if unknown := set(names) - set(MODELS):
         raise ValueError(f"--models has {', '.join(sorted(unknown))}. Known are {', '.join(MODELS)}.")
-    found: dict[str, Any] = {"bus_bytes_per_second": BUS_BYTES_PER_SECOND, "ring_groups": RING_GROUPS, "models": []}
-    found["disk_bytes_per_second"] = ASSUMED.disk_bytes_per_second
-    found["rows"] = []
+    to.tell(bus_bytes_per_second=BUS_BYTES_PER_SECOND, ring_groups=RING_GROUPS, models=[])
+    to.tell(disk_bytes_per_second=ASSUMED.disk_bytes_per_second)
     for name in names:
         loads = find_loads(MODELS[name])
-        found["models"].append(facts(name, loads))
-        rows = [asdict(row) for row in solve(name, loads, residencies, ratios)]
-        found["rows"] += rows
-        worst = {f"{ratio:g}": max(_over(rows, ratio)) for ratio in ratios}
-        report.say(f"{name}: T/bound at most {', '.join(f'{over:.2f} at C/T {at}' for at, over in worst.items())}")
-        report.say(f"    {summary(rows)}")
-        wrote = report.write_as("stream", found, charts.published(found), out)
-    report.say(f"\n{report.table({key: key for key in Row.__dataclass_fields__}, found['rows'])}\n\n{wrote}")
-    return 0
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Tell in a line how near the steps come to their bounds."""
-    over = [row["over_bound"] for row in rows]
-    mean, worst, far = sum(over) / len(over), max(over), sum(each > NEAR for each in over)
-    return f"{mean:.3f} in the mean, {worst:.2f} at most; {far} of {len(over)} rows above {NEAR:g}"
-
-
-def _over(rows: Sequence[dict[str, Any]], ratio: float) -> list[float]:
-    return [row["over_bound"] for row in rows if row["compute_over_transfer"] == ratio]
+        to.facts["models"].append(facts(name, loads))
+        rows = list(
+            solve(
+                name, loads, to.request.get("residencies", RESIDENCIES), ratios,
+                to.request.get("ram_shares", RAM_SHARES),
+            )
+        )  # fmt: skip
+        to.add(rows)
+        over = [row["over_bound"] for row in rows]
+        worst = (
+            f"{max(row['over_bound'] for row in rows if row['compute_over_transfer'] == ratio):.2f} at C/T {ratio:g}"
+            for ratio in ratios
+        )
+        report.say(f"{name}: T/bound at most {', '.join(worst)}")
+        far = sum(each > NEAR for each in over)
+        report.say(
+            f"    {sum(over) / len(over):.3f} in the mean, {max(over):.2f} at most; "
+            f"{far} of {len(over)} rows above {NEAR:g}"
+        )
 
 
 def find_loads(model: Model) -> Loads:
     """Return the groups of a model's transformer and what they compute, by a dry run in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         environment = {"XDG_CACHE_HOME": scratch}
-        found = measure("published", asdict(model), Path(scratch), _SECONDS, environment)
+        found = apart("published.work", asdict(model), Path(scratch), _SECONDS, environment)
     if "error" in found:
         raise RuntimeError(f"{model.folder} cannot be opened in its published size: {found['error']}")
-    groups = tuple(GroupLoad(*group) for group in found["groups"])
-    return Loads(groups, BUS_BYTES_PER_SECOND, found["before_seconds"])
+    (row,) = found["rows"]
+    return Loads(tuple(GroupLoad(*group) for group in row["groups"]), BUS_BYTES_PER_SECOND, row["before_seconds"])
 
 
-def main(argv: Sequence[str]) -> None:
-    """Write the loads of the model that a request (JSON) describes to a file, in the process that is made for it."""
-    request, answer = json.loads(argv[0]), Path(argv[1])
+def work(to: Run) -> None:
+    """Add one row: the loads of the model that is asked for, in the process that is made for it."""
     torch.set_num_threads(2)
-    name, scratch = request["folder"], answer.parent  # the folder holds configs and headers, and no weights
-    build = _BUILDERS.get(name) or functools.partial(full_size.build, name)
-    pipe = open_pipeline(build(scratch / name), device="cpu", cache_dir=scratch / "cache", **request["options"])
-    loads = loads_of(pipe, request["run"])
+    name, scratch = to.request["folder"], Path.cwd()  # the folder holds configs and headers, and no weights
+    pipe = open_pipeline(
+        full_size.build(name, scratch / name), device="cpu", cache_dir=scratch / "cache", **to.request["options"]
+    )
+    loads = loads_of(pipe, to.request["run"])
     groups = [[group.packed_bytes, group.held_bytes, group.seconds] for group in loads.groups]
-    answer.write_text(json.dumps({"groups": groups, "before_seconds": loads.before_seconds}), "utf-8")
+    to.row(groups=groups, before_seconds=loads.before_seconds)
 
 
 def loads_of(pipe: Any, run: dict[str, Any]) -> Loads:
@@ -172,10 +148,11 @@ def solve(
     residencies: Sequence[float] = RESIDENCIES,
     ratios: Sequence[float] = RATIOS,
     ram_shares: Sequence[float] = RAM_SHARES,
-) -> Iterator[Row]:
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a model: what its groups compute is scaled to each ratio, as a whole.
 
-    RAM has room for its share of the weights, and for the windows that reads pass through.
+    RAM has room for its share of the weights, and for the windows that reads pass through. No schedule of these groups
+    in this room is faster than `bound_seconds`: see `bounds`.
     """
     groups, bus, disk = loads.groups, loads.bytes_per_second, ASSUMED.disk_bytes_per_second
     weight_bytes = sum(group.held_bytes for group in groups)
@@ -190,7 +167,10 @@ def solve(
             room_bytes = math.ceil(residency * weight_bytes) + ring_bytes
             step = place(load, room_bytes).seconds
             bound = bound_seconds(load, room_bytes)
-            yield Row(name, residency, ratio, ram_share, step, bound, step / bound)
+            yield {
+                "model": name, "residency": residency, "compute_over_transfer": ratio, "ram_share": ram_share,
+                "step_seconds": step, "bound_seconds": bound, "over_bound": step / bound,
+            }  # fmt: skip
 
 
 def _compute(loads: Loads) -> float:

@@ -1,34 +1,45 @@
-"""Figures to a table, a JSON file and a picture's file."""
+"""Figures to words, to a table, and to a JSON file with its picture."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from ..memory.charts.text_tables import format_table
 from ..memory.files import replace_file
-from ..memory.sizes import format_bytes
+from .wording import words
 
 
-def words(name: str, value: Any) -> str:
-    """Return a figure for people. Names that end in `_bytes` are sizes."""
-    if value is None:
-        return "-"
-    if name.endswith("_bytes"):
-        return format_bytes(value)
-    if isinstance(value, float):
-        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-    return str(value)
+def cell(name: str, row: Mapping[str, Any]) -> str:
+    """Return a figure of a row in words. Resident rows have no share."""
+    value = row.get(name)
+    if name == "share":
+        return "resident" if value is None else f"{value:.0%}"
+    return words(name, value)
 
 
-def table(headings: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
-    """Columns of text: the rows' values of these names, under these headings."""
-    return format_table([list(headings.values()), *([words(name, row.get(name)) for name in headings] for row in rows)])
+def table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns of text: the rows' values of these names, under these headings, as far as any row has them."""
+    named = {
+        key: heading
+        for key, heading in columns.items()
+        if key == "share" or any(row.get(key) is not None for row in rows)
+    }
+    return format_table([list(named.values()), *([cell(key, row) for key in named] for row in rows)])
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """Return what a section says beside its figures: what broke it or a row, what it left out."""
+    broken = [f"{row['name']}: {row['error']}" for row in found.get("rows", []) if "error" in row]
+    return [*found.get("notes", []), *broken, *([found["error"]] if "error" in found else [])]
+
+
+def line(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"[:300]
 
 
 def say(text: str) -> None:
@@ -36,25 +47,22 @@ def say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 
-def write(bench: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
-    """Write both files, named after what was measured. Returns a line that names them."""
-    device = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    return write_as(f"{bench}-{device}-{found['size']}", found, picture, out)
+def slug(name: str) -> str:
+    """Return a device's name as part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def write_as(name: str, found: dict[str, Any], picture: Image.Image, out: Path) -> str:
-    """Write both files under a name. Returns a line that names them."""
-    stem = out / name
+def write(stem: str, found: dict[str, Any], picture: str | None, out: Path) -> str:
+    """Write the figures, and the picture that `charts` draws of them. Returns a line that names the files."""
     # Not `with_suffix`, which would cut a name at its last dot.
-    json_path, png_path = Path(f"{stem}.json"), Path(f"{stem}.png")
-    write_json(found, json_path)
-    picture.save(png_path, optimize=True)
-    return f"wrote {json_path}, {png_path}"
+    files = [out / f"{stem}.json"]
+    replace_file(files[0], (json.dumps(_rounded(found), indent=1) + "\n").encode())
+    if picture:
+        from . import charts
 
-
-def write_json(found: dict[str, Any], path: Path) -> None:
-    """Write the figures, for people to read too."""
-    replace_file(path, (json.dumps(_rounded(found), indent=1) + "\n").encode())
+        files.append(out / f"{stem}.png")
+        getattr(charts, picture)(found).save(files[1], optimize=True)
+    return f"wrote {', '.join(map(str, files))}"
 
 
 def _rounded(value: Any) -> Any:

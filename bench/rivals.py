@@ -5,7 +5,7 @@ Packages are imported where they are used. What is missing or refuses the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..memory.engine.engine import Engine
 from ..memory.weights.structure import block_lists
-from .stream import Regime, streamed
+from .stream import Regime, place, streamed
 
 
 @dataclass
@@ -42,11 +42,7 @@ class Job:
 
     def move_rest(self) -> None:
         """Move all weights outside the blocks to the device, for rivals that handle blocks only."""
-        self.move_all_but(block for _, block in self.blocks())
-
-    def move_all_but(self, left: Iterable[nn.Module]) -> None:
-        """Move all weights to the device except those of some modules."""
-        kept = {id(tensor) for module in left for tensor in (*module.parameters(), *module.buffers())}
+        kept = {id(tensor) for _, block in self.blocks() for tensor in (*block.parameters(), *block.buffers())}
         for owner in self.module.modules():
             # Put anew, not by `data`, which the simulated device cannot change.
             for key, weight in list(owner._parameters.items()):
@@ -58,13 +54,13 @@ class Job:
 
 
 def _resident(job: Job) -> Any:
-    Engine(job.module, job.device).place()
+    place(Engine(job.module, job.device))
     return job.module
 
 
 def _ballast(job: Job) -> Any:
     placement, _ = streamed(job.module, job.size, job.regime, job.device, job.budget_bytes)
-    placement.place()
+    place(placement)
     return job.module
 
 
@@ -125,15 +121,9 @@ def _cache_dit(job: Job) -> Any:
     kept = round(job.share * len(names))
     job.move_rest()
     layerwise_cpu_offload(
-        job.module,
-        module_names=names,
-        onload_device=job.device,
-        async_transfer=True,
-        transfer_buckets=2,
-        prefetch_limit=True,
-        persistent_buckets=kept,
-        persistent_bins=max(1, kept),
-    )
+        job.module, module_names=names, onload_device=job.device, async_transfer=True, transfer_buckets=2,
+        prefetch_limit=True, persistent_buckets=kept, persistent_bins=max(1, kept),
+    )  # fmt: skip
     return job.module
 
 
@@ -154,55 +144,23 @@ def _flextensor(job: Job) -> Any:
 
     total = torch.get_device_module(job.device).mem_get_info(job.device)[1]
     config = flextensor.OffloadConfig(
-        include_patterns=[f"{path}.*" for path, _ in block_lists(job.module)],
-        gpu_device=job.device.index or 0,
-        max_gpu_mem_fraction=min(1.0, (job.budget_bytes + job.work_bytes) / total),
-        num_blocks=4,
-        min_blocks=2,
-        discovery_iters=1,
-        profiling_iters=10,
-    )
+        include_patterns=[f"{path}.*" for path, _ in block_lists(job.module)], gpu_device=job.device.index or 0,
+        max_gpu_mem_fraction=min(1.0, (job.budget_bytes + job.work_bytes) / total), num_blocks=4, min_blocks=2,
+        discovery_iters=1, profiling_iters=10,
+    )  # fmt: skip
     return flextensor.offload(job.module, config=config)
 
 
 def _dynamic_offloader(job: Job) -> Any:
     from diffusers_dynamic_offloader import enable_offload
 
+    # By default it takes what is free.
     enable_offload(
-        job.module,
-        preset="one_shot_fast",
-        component="transformer",
-        route="dynamic_offload",
-        execution_device=job.device,
-        auto_budget_policy="off",  # else it takes what is free
+        job.module, preset="one_shot_fast", component="transformer", route="dynamic_offload",
+        execution_device=job.device, auto_budget_policy="off",
         resident_module_budget_gb=job.share * sum(p.nbytes for p in job.module.parameters()) / 2**30,
-    )
+    )  # fmt: skip
     return job.module
-
-
-def _block_streamer(job: Job) -> Any:
-    from streamer import StreamedModel
-
-    name, blocks = job.largest()
-    wrapped = StreamedModel(blocks, device=job.device, prefetch_ahead=1, dtype=next(blocks.parameters()).dtype)
-    # It runs a whole list, each block on the first result of the one before: to the model it is a list of one block.
-    owner, _, key = name.rpartition(".")
-    setattr(job.module.get_submodule(owner), key, nn.ModuleList([_PositionalCall(wrapped)]))
-    job.move_all_but([wrapped])
-    return job.module
-
-
-class _PositionalCall(nn.Module):
-    """For a wrapper that wants its first argument without a name."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not args:
-            args = (kwargs.pop("hidden_states"),)
-        return self.inner(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -227,5 +185,4 @@ RIVALS = {
     "diffusers-mm": Rival(_diffusers_mm, True, "diffusers-mm"),
     "flextensor": Rival(_flextensor, True, "flextensor", 14),
     "dynamic-offloader": Rival(_dynamic_offloader, True, "diffusers-dynamic-offloader"),
-    "block-streamer": Rival(_block_streamer, False, "block-streamer"),
 }

@@ -1,4 +1,4 @@
-"""`ballast bench stream`, the part on a device: steps against T_bound = max(computing, streamed bytes / bandwidth).
+"""Steps of the streaming engine against their bound, max(computing, streamed bytes / bandwidth): raw and encoded.
 
 As in a run, a dry run tells what is called when and what it computes, and what stays is chosen by that.
 """
@@ -10,8 +10,10 @@ import functools
 import math
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,62 +26,17 @@ from ..memory.planning.fit import sizes_in, streamed_layout
 from ..memory.planning.forecast import UnitForecast
 from ..memory.planning.planner import UnitSizes
 from ..memory.rates import Rates
-from ..memory.weights import hostbuffer
 from ..pipelines.families.hidream.routing import any_routing
-from . import charts, models, report
-from .measure import Meter, environment, find_device, find_tokens, set_sim_bandwidth
-from .published import RING_GROUPS
+from . import models
+from .encoded import encode
+from .harness import Run
+from .measure import Meter, find_tokens, set_sim_bandwidth
 
 RATIOS = (0.3, 1.0, 3.0)  # seconds of computing for each second of copying all that can stream
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the weights that there is room for beside the ring
-_STEPS = 5
+RING_GROUPS = 5  # of the largest: the room for the ring
+_ROW, _ENCODING = 0.6, 1.2  # seconds that they take about for each GB of weights
 _STAND_INS = {("MOEFeedForwardSwiGLU", "moe_infer"): any_routing}  # which looks at values
-
-
-@dataclass(frozen=True)
-class Row:
-    """One regime with one share resident. Times in seconds, sizes in bytes."""
-
-    ratio: float  # computing / copying, as it came out
-    share: float
-    tokens: int
-    bandwidth: float  # bytes per second
-    compute: float  # of a resident step
-    streamed_bytes: int
-    first_step: float
-    step: float
-    predicted: float  # by the solver
-    bound: float
-    over_bound: float
-    peak_bytes: int
-    copied_bytes: int  # weights, in a steady step
-    engine_allocations: int | None  # on the device in a steady step, on the simulated one
-    is_equal: bool | None = None  # bit for bit, to the resident result
-    driver_bytes: int | None = None  # more than before, as the driver counts
-
-
-def run(device: str, size: str, out: Path) -> int:
-    """Measure, write the .json and the .png anew after each row, print the table. Returns 0."""
-    meter = Meter(find_device(device))
-    devices = [torch.device("cpu"), *([] if meter.is_sim or meter.device.type == "cpu" else [meter.device])]
-    overhead = {on.type: round(python_overhead(on) * 1e6, 1) for on in devices}
-    module = models.build(size)
-    found = environment(meter, size)
-    found |= {"weight_bytes": models.weight_bytes(module), "overhead_us_per_group": overhead, "rows": []}
-    with torch.inference_mode():
-        for regime in regimes(meter, module, size):
-            for share in SHARES:
-                row = measure(meter, module, size, regime, share)
-                found["rows"].append(dataclasses.asdict(row))
-                found["pinned_bytes"] = hostbuffer._pinned_bytes
-                wrote = report.write("stream", found, charts.stream(found), out)
-    headings = {"ratio": "C/T", "share": "r", "tokens": "tokens", "first_step": "first", "step": "step"}
-    headings |= {"predicted": "predicted", "bound": "bound", "over_bound": "T/bound", "peak_bytes": "peak"}
-    headings |= {"copied_bytes": "copied", "engine_allocations": "allocs"}
-    report.say(report.table(headings, found["rows"]))
-    python = ", ".join(f"{value} us on {kind}" for kind, value in overhead.items())
-    report.say(f"\nPython per group: {python}\n{wrote}")
-    return 0
 
 
 @dataclass(frozen=True)
@@ -92,16 +49,47 @@ class Regime:
     allocations: int  # of a resident step
 
 
-def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...] = RATIOS) -> list[Regime]:
+def measure(to: Run) -> None:
+    """Add a row for each kind of weights, each ratio of computing to copying, resident and with each share."""
+    request, meter = to.request, to.meter()
+    module = models.build(request["size"])
+    devices = [torch.device("cpu"), *([] if meter.is_sim or meter.device.type == "cpu" else [meter.device])]
+    overhead = {on.type: round(python_overhead(on, 20 if to.dry else 200) * 1e6, 1) for on in devices}
+    to.tell(weight_bytes=models.weight_bytes(module), overhead_us_per_group=overhead)
+    gigabytes = models.weight_bytes(module) / 2**30
+    truths: dict[int, torch.Tensor] = {}
+    with torch.inference_mode():
+        balances = regimes(meter, module, request["size"], tuple(request["ratios"]))
+    for weights in request["weights"]:
+        if not to.attempt(f"encoding as {weights}", _ENCODING * gigabytes, _encoded, module, weights):
+            continue
+        for regime in balances:
+            for share in (None, *request["shares"]):
+                what = f"{weights}, {regime.tokens} tokens, {'resident' if share is None else f'{share:.0%}'}"
+                row = to.attempt(what, _ROW * gigabytes, _row, to, meter, module, regime, share, truths)
+                if row:
+                    to.row(weights=weights, **row)
+                elif share is None:
+                    break
+                if row and share is None:  # decoding included, where these weights are encoded
+                    regime = dataclasses.replace(regime, compute=row["step"])
+
+
+@torch.no_grad()
+def _encoded(module: nn.Module, weights: str) -> bool:
+    if weights != "auto":
+        encode(module, weights)
+    return True
+
+
+def regimes(meter: Meter, module: nn.Module, size: str, ratios: Sequence[float]) -> list[Regime]:
     """Return loads for the ratios: by the number of tokens, or by the bandwidth of a simulated card.
 
     The module must be on the CPU, and fit on the device as a whole.
     """
     streamable = sum(group.packed_bytes for group in sizes_in(module).groups)
     bandwidth = meter.bandwidth()
-    resident = Engine(module, meter.device)
-    resident.place()
-    try:
+    with placed(Engine(module, meter.device), meter):
         if not meter.is_sim:
             goals = [ratio * streamable / bandwidth for ratio in ratios]
             found = [find_tokens(meter, module, size, goal) for goal in goals]
@@ -114,9 +102,26 @@ def regimes(meter: Meter, module: nn.Module, size: str, ratios: tuple[float, ...
         stats = simulated.stats()
         compute, allocations = stats.compute_seconds, stats.allocation_count
         return [Regime(tokens, ratio * streamable / compute, compute, allocations) for ratio in ratios]
+
+
+@contextmanager
+def placed(placement: Engine, meter: Meter) -> Iterator[None]:
+    """Have the module on the device meanwhile, then on the CPU again."""
+    undo = place(placement)
+    try:
+        yield
     finally:
-        resident.remove()
+        for hook in undo:
+            hook.remove()
+        placement.remove()
         meter.accelerator.empty_cache()
+
+
+def place(placement: Engine) -> list[Any]:
+    """Place a module, with what the manager does before and after each call. Returns the hooks that do that."""
+    placement.place()
+    before = placement.module.register_forward_pre_hook(lambda *_: placement.complete())
+    return [before, placement.module.register_forward_hook(lambda *_: placement.end_call(), always_call=True)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -153,78 +158,63 @@ def streamed(
     return Engine(module, device, layout, calls=work.call_order), layout.seconds
 
 
-def measure(
-    meter: Meter,
-    module: nn.Module,
-    size: str,
-    regime: Regime,
-    share: float,
-    truth: torch.Tensor | None = None,
-    steps: int = _STEPS,
-) -> Row:
-    """Return the row of a share. With a resident step's result, also tell whether it is the same, and the peak.
+@torch.inference_mode()
+def _row(
+    to: Run, meter: Meter, module: nn.Module, regime: Regime, share: float | None, truths: dict[int, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the row of a share, or of the resident module. `truths` are the resident results by the tokens.
 
-    The module must be on the CPU, and is there afterwards. The median of `steps` counts, beside those that begin.
+    Seconds, bytes. The module must be on the CPU, and is there afterwards. The median of the steps counts, beside those
+    that begin.
     """
+    size, steps = to.request["size"], 2 if to.dry else 5
     if meter.is_sim:
         set_sim_bandwidth(regime.bandwidth)
     idle_bytes, step = meter.used_bytes(), models.inputs(size, regime.tokens, meter.device)
     sizes = sizes_in(module, forecast(size, regime.tokens).call_order)
-    placement, predicted = streamed(module, size, regime, meter.device, budget(sizes, share))
-    streamed_bytes = placement.layout.copied_bytes
-    placement.place()
-    is_equal, driver_bytes = None, None
-    try:
+    placement, predicted = Engine(module, meter.device), None
+    if share is not None:
+        placement, predicted = streamed(module, size, regime, meter.device, budget(sizes, share))
+    streamed_bytes = placement.layout.copied_bytes if share is not None else 0
+    with placed(placement, meter):
         meter.accelerator.take_peak_bytes()
         (first,) = meter.steps(lambda: module(**step), 1)
         placement.take_bytes_in()
         allocated = simulated.stats().allocation_count if meter.is_sim else 0
         seconds = meter.steady(lambda: module(**step), steps, settle=2)
-        calls = steps + 2
-        copied_bytes = placement.take_bytes_in() // calls
-        allocations = None
+        copied_bytes, allocations = placement.take_bytes_in() // (steps + 2), None
         if meter.is_sim:
-            allocations = (simulated.stats().allocation_count - allocated) // calls - regime.allocations
+            allocations = (simulated.stats().allocation_count - allocated) // (steps + 2) - regime.allocations
         peak_bytes = meter.accelerator.take_peak_bytes()
-        if truth is not None:
-            with meter.driver_peak() as used:
-                is_equal = torch.equal(module(**step)[0].cpu(), truth)
-            driver_bytes = used.over(idle_bytes)
-    finally:
-        placement.remove()
-        meter.accelerator.empty_cache()
-    bound = max(regime.compute, streamed_bytes / regime.bandwidth)
+        if regime.tokens not in truths:
+            truths[regime.tokens] = module(**step)[0].cpu()
+        with meter.driver_peak() as used:
+            is_equal = torch.equal(module(**step)[0].cpu(), truths[regime.tokens])
+    compute = seconds if share is None else regime.compute
+    bound = max(compute, streamed_bytes / regime.bandwidth)
     whole = sum(group.packed_bytes for group in sizes.groups) / regime.bandwidth
-    return Row(
-        regime.compute / whole, share, regime.tokens, regime.bandwidth, regime.compute, streamed_bytes, first, seconds,
-        predicted, bound, seconds / bound, peak_bytes, copied_bytes, allocations, is_equal, driver_bytes,
-    )  # fmt: skip
+    return {
+        "ratio": compute / whole, "share": share, "tokens": regime.tokens, "bandwidth": regime.bandwidth,
+        "compute": compute, "streamed_bytes": streamed_bytes, "first_step": first, "step": seconds,
+        "predicted": seconds if share is None else predicted, "bound": bound, "over_bound": seconds / bound,
+        "peak_bytes": peak_bytes, "copied_bytes": copied_bytes, "engine_allocations": allocations,
+        "is_equal": is_equal, "driver_bytes": used.over(idle_bytes),
+    }  # fmt: skip
 
 
-class _Many(nn.Module):
-    """Groups so small that a call of one is all Python."""
+def python_overhead(device: torch.device, calls: int = 200, count: int = 32) -> float:
+    """Seconds of real time that the engine adds to each group's call: streamed against resident, medians.
 
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count)).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def python_overhead(device: torch.device, count: int = 32, calls: int = 200) -> float:
-    """Seconds of real time that the engine adds to each group's call: streamed against resident, medians."""
-    module, backend = _Many(count), Meter(device).accelerator
-    x = torch.ones(1, 8).to(device)
-    medians = []
+    The groups are so small that a call of one is all Python.
+    """
+    module: nn.Module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))).requires_grad_(False)
+    x, meter, medians = torch.ones(1, 8).to(device), Meter(device), []
     with torch.inference_mode():
         for placement in (Engine(module, device), Engine(module, device, streamed_layout(module))):
             placement.place()
             taken = []
             for _ in range(calls):
-                backend.synchronize()
+                meter.accelerator.synchronize()
                 start = time.perf_counter()
                 module(x)
                 # The host's time: the device may still be at work.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,14 @@ DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
 
 
+def expanded(text: str) -> Path:
+    """Return the path of an argument without its `~`, which a shell leaves in --out=~/x.png and in quotes."""
+    return Path(os.path.expanduser(text))  # Path.expanduser raises where nobody has the name behind ~
+
+
 def model_path(text: str) -> Path:
     """Return a model's folder or file. `demo` is the bundled model; a folder of that name is ./demo."""
-    return DEMO if text == "demo" else Path(text)
+    return DEMO if text == "demo" else expanded(text)
 
 
 def say_opening(model: Path) -> None:
@@ -86,30 +92,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="parts that LoRAs have weights for and the model has not, such as k_img,v_img: the rest runs without them",
     )
-    parser.add_argument("--controlnet", type=Path, help="the folder of a ControlNet, which --control is for")
+    parser.add_argument("--controlnet", type=expanded, help="the folder of a ControlNet, which --control is for")
     add_file_arguments(parser)
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the files and folders that a model is made of beside its own, for commands that open any model."""
     parser.add_argument(
-        "--llama", type=Path, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
+        "--llama", type=expanded, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
     )
     parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
     parser.add_argument(
         "--base",
-        type=Path,
+        type=expanded,
         help="where the model is the file of a transformer: the diffusers folder of that model, for what has no file; "
         "without it, the configs of the published models that come with Ballast",
     )
     parser.add_argument(
         "--text-encoder",
-        type=Path,
+        type=expanded,
         action="append",
         help="a file of a text encoder; may be given several times",
     )
-    parser.add_argument("--transformer-2", type=Path, help="Wan 2.2: the file of its expert for low noise")
-    parser.add_argument("--image-encoder", type=Path, help="Wan 2.1: the file of what sees the first frame")
+    parser.add_argument("--transformer-2", type=expanded, help="Wan 2.2: the file of its expert for low noise")
+    parser.add_argument("--image-encoder", type=expanded, help="Wan 2.1: the file of what sees the first frame")
     parser.add_argument(
         "--tokenizer",
         type=_tokenizer,
@@ -123,26 +129,30 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
         ("jina", "NewBie"),
     ):
         parser.add_argument(
-            f"--{part}", type=Path, help=f"{of}: that file, where the model is the file of a transformer"
+            f"--{part}", type=expanded, help=f"{of}: that file, where the model is the file of a transformer"
         )
-    parser.add_argument("--text", type=Path, help="Pyramid-Flow: the folder of the text encoders' folders, likewise")
+    parser.add_argument(
+        "--text", type=expanded, help="Pyramid-Flow: the folder of the text encoders' folders, likewise"
+    )
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the pictures that a run starts from."""
     parser.add_argument(
         "--image",
-        type=Path,
+        type=expanded,
         action="append",
         help="a picture to start from or to edit, or a first frame; edit models take several, one --image each",
     )
-    parser.add_argument("--mask", type=Path, help="a picture of the same size, white where to paint anew")
+    parser.add_argument("--mask", type=expanded, help="a picture of the same size, white where to paint anew")
     parser.add_argument("--strength", type=float, help="how much of the picture to replace, up to 1")
-    parser.add_argument("--last-image", type=Path, help="the last frame of a video")
+    parser.add_argument("--last-image", type=expanded, help="the last frame of a video")
     parser.add_argument(
-        "--control", type=Path, help="a picture or a video of edges, depth or the like, for what follows one"
+        "--control", type=expanded, help="a picture or a video of edges, depth or the like, for what follows one"
     )
-    parser.add_argument("--video", type=Path, help="a video to start from: a film, an animation or a folder of frames")
+    parser.add_argument(
+        "--video", type=expanded, help="a video to start from: a film, an animation or a folder of frames"
+    )
 
 
 def lora(text: str) -> tuple[Path, float | dict[str, float]]:
@@ -150,21 +160,21 @@ def lora(text: str) -> tuple[Path, float | dict[str, float]]:
 
     For one model low.safetensors:transformer_2=0.8.
     """
-    path, colon, told = text.rpartition(":")
+    file, colon, told = text.rpartition(":")
     model, equals, strength = told.rpartition("=")
     try:
         if not colon:
-            return Path(text), 1.0
-        return Path(path), {model: float(strength)} if equals else float(strength)
+            return expanded(text), 1.0
+        return expanded(file), {model: float(strength)} if equals else float(strength)
     except ValueError:
-        return Path(text), 1.0  # the colon is of a drive
+        return expanded(text), 1.0  # the colon is of a drive
 
 
 def _tokenizer(text: str) -> tuple[str, Path]:
     kind, equals, folder = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is no KIND=FOLDER, such as clip=path/to/tokenizer")
-    return kind, Path(folder)
+    return kind, expanded(folder)
 
 
 def text_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import MODEL_HELP, add_device_arguments, add_model_arguments, family_arguments, model_path, say_opening
+from .arguments import (
+    MODEL_HELP,
+    add_device_arguments,
+    add_model_arguments,
+    expanded,
+    family_arguments,
+    model_path,
+    say_opening,
+)
 from .images import ANIMATIONS, PICTURES, check_film, frame_files
 from .lines import Line, read_lines
 from .request import FRAMES, Request
@@ -39,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser)
     add_model_arguments(parser)
     parser.add_argument(
-        "lines", type=Path, help="a file with a prompt a line (.txt), or with arguments of its own (.jsonl, .csv)"
+        "lines", type=expanded, help="a file with a prompt a line (.txt), or with arguments of its own (.jsonl, .csv)"
     )
     parser.add_argument("--model", type=model_path, required=True, help=MODEL_HELP)
-    parser.add_argument("--out", type=Path, required=True, help="the folder for the results")
+    parser.add_argument("--out", type=expanded, required=True, help="the folder for the results")
     parser.add_argument("--format", help="png, jpg or webp; for videos webp, gif or mp4; by default png or webp")
     parser.add_argument(
         "--ray",
@@ -175,7 +183,7 @@ def _paths(given: Any, folder: Path, name: str) -> list[Path]:
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"it names the picture {str(given)[:80]!r}. Write the path of a file, from the list's folder.")
-    paths = [folder / name for name in names]
+    paths = [folder / expanded(name) for name in names]
     if name in FRAMES:
         paths = [file for path in paths for file in frame_files(path)]
     for path in paths:

@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
-from .arguments import MODEL_HELP, add_file_arguments, family_arguments, model_path, say_opening
+from .arguments import MODEL_HELP, add_file_arguments, expanded, family_arguments, model_path, say_opening
 
 FORMS = ("exact12", "int8", "fp8")
 
@@ -16,7 +15,7 @@ FORMS = ("exact12", "int8", "fp8")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", type=model_path, help=MODEL_HELP)
-    parser.add_argument("out", type=Path, help="the .safetensors file to write")
+    parser.add_argument("out", type=expanded, help="the .safetensors file to write")
     parser.add_argument(
         "--to", required=True, choices=FORMS, help="exact12 (bf16 in 12 bits, without loss), or int8 or fp8 in 8 bits"
     )

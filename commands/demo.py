@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from . import generate
-from .arguments import DEMO, add_device_arguments
+from .arguments import DEMO, add_device_arguments, expanded
 
 PROMPT = "a red circle on a blue background, left"
 
@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help='such as "a green square on a white background, right"')
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, default=Path("demo.png"))
-    parser.add_argument("--timeline", type=Path, default=Path("timeline.png"))
+    parser.add_argument("--out", type=expanded, default=Path("demo.png"))
+    parser.add_argument("--timeline", type=expanded, default=Path("timeline.png"))
     parser.set_defaults(seed=5)
 
 

@@ -13,6 +13,7 @@ from .arguments import (
     add_device_arguments,
     add_model_arguments,
     add_picture_arguments,
+    expanded,
     family_arguments,
     model_path,
     say_opening,
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--model", type=model_path, required=True, help=MODEL_HELP)
     parser.add_argument("--prompt", default="", help="what to show")
-    parser.add_argument("--latent", type=Path, help="decode this file, which a run that failed has left, and no more")
+    parser.add_argument(
+        "--latent", type=expanded, help="decode this file, which a run that failed has left, and no more"
+    )
     add_picture_arguments(parser)
     parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
@@ -44,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of this machine")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=expanded,
         required=True,
         help="a .png, .jpg or .webp; for a video .mp4, .webp, .gif, or a .png for each frame",
     )
-    parser.add_argument("--timeline", type=Path, help="also draw VRAM over time to this .png")
+    parser.add_argument("--timeline", type=expanded, help="also draw VRAM over time to this .png")
 
 
 def run(arguments: argparse.Namespace, cache_dir: Path | None = None) -> int:

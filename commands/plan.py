@@ -12,6 +12,7 @@ from .arguments import (
     MODEL_HELP,
     add_model_arguments,
     add_picture_arguments,
+    expanded,
     family_arguments,
     model_path,
     text_arguments,
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-weights", action="store_true", help="also say what each choice of --weights would take and gain"
     )
-    parser.add_argument("--out", type=Path, help="also draw predicted VRAM over time to this .png")
+    parser.add_argument("--out", type=expanded, help="also draw predicted VRAM over time to this .png")
 
 
 def run(arguments: argparse.Namespace) -> int:

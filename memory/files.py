@@ -85,9 +85,14 @@ def one_line(where: Path, task: str) -> Iterator[None]:
         raise kind(f"{where} cannot be {task} ({reason[:300]}). Check that all of it is downloaded.") from error
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a user's path without its `~`, which a shell leaves in --out=~/x.png and in quotes."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises where nobody has the name behind ~
+
+
 def placed(path: str | Path) -> Path:
     """Return the absolute path that a user's path means now, whatever the working folder becomes later."""
-    return Path(path).expanduser().absolute()
+    return expanded(path).absolute()
 
 
 def cache_home() -> Path:

@@ -17,12 +17,12 @@ from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOpt
 from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
-from .shared.unload import listen
+from .shared.host_events import listen_for_unload
 
 
 class BallastExtension(ComfyExtension):
     async def on_load(self) -> None:
-        listen()
+        listen_for_unload()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

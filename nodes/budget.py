@@ -46,7 +46,7 @@ class VramBudget(io.ComfyNode):
     @classmethod
     @shows_failure
     def execute(cls, model: Any, vram_gb: float) -> io.NodeOutput:
-        from .native.budget import with_budget
+        from .native.model_budget import with_budget
 
         if not vram_gb:
             text = "no budget"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import folder_paths
+from comfy.cli_args import args
 from comfy_api.latest import InputImpl, Types, io
 from comfy_execution.graph_utils import ExecutionBlocker
 
+from ..memory.host import management as host
 from .shared.progress import show_text
 from .shared.reference import PipelineReference, PipelineType
 from .shared.running import running, shows_failure
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _NO_VIDEO = "this pipeline makes pictures, not videos. Use image."
+_ADVICE = "Move it to ComfyUI's input folder and open it with Load Latent, to decode it in another way."
 _NO_RATE = "a VAE does not know how many frames a second its video has. Use image, with Create Video."
 
 
@@ -52,13 +60,12 @@ class VaeDecode(io.ComfyNode):
     @shows_failure
     def execute(cls, pipeline: PipelineReference | Any, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
         from ..pipelines.sampling.latents import samples_of
-        from .shared.rescue import kept
 
         if not isinstance(pipeline, PipelineReference):
             return cls._decode_natively(pipeline, samples_of(latent))
         pipe, samples = pipeline.open(), samples_of(latent)
         pipe.check_latents(samples)
-        with running(cls, pipe, "decoding"), kept(cls, samples):
+        with running(cls, pipe, "decoding"), _kept(cls, samples):
             images = pipe.decode(samples)
         if images.ndim == 4:
             return io.NodeOutput(images, ExecutionBlocker(_NO_VIDEO))
@@ -69,7 +76,6 @@ class VaeDecode(io.ComfyNode):
     @classmethod
     def _decode_natively(cls, vae: Any, latents: torch.Tensor) -> io.NodeOutput:
         from .native.vae import decode_native, is_vae
-        from .shared.rescue import kept
 
         if not is_vae(vae):
             raise ValueError(
@@ -78,7 +84,21 @@ class VaeDecode(io.ComfyNode):
             )
         if getattr(latents, "is_nested", False):  # several kinds in one latent, pictures first
             latents = latents.unbind()[0]
-        with kept(cls, latents):
+        with _kept(cls, latents):
             decoded = decode_native(vae, latents)
         show_text(cls, decoded.summary)
         return io.NodeOutput(decoded.images, ExecutionBlocker(_NO_RATE))
+
+
+@contextmanager
+def _kept(node: type[io.ComfyNode], latents: torch.Tensor) -> Iterator[None]:
+    """Save `latents` in the output folder, with prompt and workflow, if the block that decodes them fails."""
+    from ..pipelines.decoding.rescue import rescued
+
+    metadata = {}
+    if not args.disable_metadata:
+        facts = {"prompt": node.hidden.prompt, **(node.hidden.extra_pnginfo or {})}
+        metadata = {name: json.dumps(value) for name, value in facts.items()}
+    folder = Path(folder_paths.get_output_directory())
+    with rescued(latents, folder, "ballast", metadata, _ADVICE, host.is_interrupt):
+        yield

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from .shared.picture_inputs import opaque
+from .shared.inputs import opaque
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure
@@ -104,7 +104,7 @@ class TextEncode(io.ComfyNode):
     @classmethod
     def _encode_natively(cls, clip: Any, prompt: str, negative_prompt: str) -> io.NodeOutput:
         from ..pipelines.staged.prompts import check_text
-        from .native.clip import encode_prompts, is_clip, native_cache
+        from .native.clip import encode_prompts, is_clip
 
         if not is_clip(clip):
             raise ValueError(
@@ -112,6 +112,6 @@ class TextEncode(io.ComfyNode):
                 "text encoder gives none: load one with Load CLIP."
             )
         check_text(prompt, negative_prompt)
-        encoded = encode_prompts(clip, [prompt, negative_prompt], native_cache())
+        encoded = encode_prompts(clip, [prompt, negative_prompt])
         show_text(cls, encoded.summary)
         return io.NodeOutput(ExecutionBlocker(_FOR_PIPELINES), *encoded.conditionings)

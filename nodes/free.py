@@ -93,7 +93,7 @@ class FreeVram(io.ComfyNode):
 
 
 def free(roles: Collection[Role], host_models: bool) -> tuple[list[Held], list[Held]]:
-    """Evict models of these roles. Returns what each model in VRAM holds, and what all on each device do.
+    """Evict models of these roles. Return the bytes of each model in VRAM, and of all models on each device.
 
     The last of the models is RAM, if copies there went that no open pipeline refers to.
     """

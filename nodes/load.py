@@ -7,18 +7,18 @@ from comfy_api.latest import io
 from ..pipelines.options import ForeignOptionError
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_llamas, find_pipelines
 from .shared.inputs import (
+    AUTO,
     NONE,
+    LoaderSettings,
     Option,
     controlnet_folder,
     controlnet_input,
     late_inputs,
     loader_inputs,
-    weights_option,
 )
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
-AUTO = "auto"
 _FAMILIES = {"llama": "HiDream-I1", "variant": "HiDream-I1 and Pyramid-Flow"}  # whose these inputs are
 
 
@@ -82,7 +82,7 @@ class LoadPipeline(io.ComfyNode):
         llama: str = AUTO,
         variant: str = AUTO,
         ram_gb: float = 0.0,
-        weights: str = "auto",
+        weights: str = AUTO,
         cache_encoded: bool = False,
         controlnet: str = NONE,
     ) -> io.NodeOutput:
@@ -96,13 +96,12 @@ class LoadPipeline(io.ComfyNode):
             raise ValueError(
                 f"llama {llama!r} is not in models/text_encoders any more. Choose another, or put it back."
             )
-        family: dict[str, Option] = {"llama": str(llama_folder)} if llama_folder else {}
-        family |= ({} if variant == AUTO else {"variant": variant}) | weights_option(weights, cache_encoded)
         beside = controlnet_folder(controlnet)
-        family |= {"controlnet": str(beside)} if beside else {}
-        stamp = file_stamp(*(path for path in (folder, llama_folder, beside) if path))
+        parts = {"llama": llama_folder, "variant": None if variant == AUTO else variant, "controlnet": beside}
+        family: dict[str, Option] = {name: str(value) for name, value in parts.items() if value}
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
         try:
-            made = make_reference(cls, folder, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb)
+            made = make_reference(cls, folder, family, settings, llama_folder, beside)
         except ForeignOptionError as error:
             if not set(error.names) <= _FAMILIES.keys():
                 raise
@@ -112,6 +111,4 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, pipeline: str, llama: str = AUTO, controlnet: str = NONE, **_: object) -> str:
-        folder = find_pipelines().get(pipeline)
-        chosen = (folder, find_llamas().get(llama), find_controlnets().get(controlnet))
-        return file_stamp(*(path for path in chosen if path))
+        return file_stamp(find_pipelines().get(pipeline), find_llamas().get(llama), find_controlnets().get(controlnet))

@@ -7,15 +7,7 @@ from pathlib import Path
 from comfy_api.latest import io
 
 from .shared.folders import DEMO, file_stamp, find_controlnets, find_files, find_pipelines, find_tokenizers
-from .shared.inputs import (
-    NONE,
-    Option,
-    controlnet_folder,
-    controlnet_input,
-    late_inputs,
-    loader_inputs,
-    weights_option,
-)
+from .shared.inputs import NONE, LoaderSettings, Option, controlnet_folder, controlnet_input, late_inputs, loader_inputs
 from .shared.progress import show_text
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
@@ -100,26 +92,26 @@ class LoadModelFiles(io.ComfyNode):
         controlnet: str = NONE,
         image_encoder: str = NONE,
     ) -> io.NodeOutput:
-        path = _found("transformer", transformer)
+        chosen = (transformer, text_encoder, text_encoder_2, vae, base)
+        late = (text_encoder_3, text_encoder_4, transformer_2, image_encoder)
+        names = dict(zip(_ALL, (*chosen, *late), strict=True))
+        found = {part: file for part, name in names.items() if (file := _found(part, name))}
+        path = found.pop("transformer", None)
         if path is None:
             raise ValueError(
                 f"transformer is not chosen. {_PARTS['transformer'][1]} Put it there, press R, and choose it."
             )
-        encoders = (text_encoder, text_encoder_2, text_encoder_3, text_encoder_4)
-        texts = [file for part, name in zip(_ENCODERS, encoders, strict=True) if (file := _found(part, name))]
-        others = {"vae": vae, "base": base, "transformer_2": transformer_2, "image_encoder": image_encoder}
-        files = {part: file for part, name in others.items() if (file := _found(part, name))}
+        texts = [found.pop(part) for part in _ENCODERS if part in found]
         beside = controlnet_folder(controlnet)
-        files |= {"controlnet": beside} if beside else {}
-        stamp = file_stamp(path, *texts, *files.values())
-        family: dict[str, Option] = {part: str(file) for part, file in files.items()}
-        family |= weights_option(weights, cache_encoded)
+        found |= {"controlnet": beside} if beside else {}
+        family: dict[str, Option] = {part: str(file) for part, file in found.items()}
         if texts:
             family["text_encoders"] = tuple(map(str, texts))
-        if "base" not in files:
+        if "base" not in found:
             family["tokenizers"] = tuple((kind, str(folder)) for kind, folder in find_tokenizers().items())
-        made = make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb)
-        if "base" not in files:
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
+        made = make_reference(cls, path, family, settings, *texts, *found.values())
+        if "base" not in found:
             show_text(cls, f"configs of {made.open().folder.name}")
         return io.NodeOutput(made)
 
@@ -127,7 +119,7 @@ class LoadModelFiles(io.ComfyNode):
     def fingerprint_inputs(cls, **chosen: object) -> str:
         found = [_offered(part).get(str(name)) for part, name in chosen.items() if part in _ALL]
         found.append(find_controlnets().get(str(chosen.get("controlnet", NONE))))
-        return file_stamp(*(path for path in found if path))
+        return file_stamp(*found)
 
 
 def _combos(parts: dict[str, tuple[str, str]], optional: bool = False) -> list[io.Input]:

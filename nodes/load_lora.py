@@ -77,12 +77,12 @@ class LoadLora(io.ComfyNode):
     ) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(with_lora(cls, pipeline))
-        from ..pipelines.files.lora_notes import about_lora  # here, so that the host starts no slower
+        from ..pipelines.lora.file import LoraFile  # here, so that the host starts no slower
 
         path = Path(folder_paths.get_full_path_or_raise(_FOLDER, lora))
         counts = strength if transformer == AUTO else ((transformer, strength),)
         made = with_lora(cls, pipeline, (str(path), file_stamp(path), counts, leave_out))
-        base, words = about_lora(path)
+        base, words = LoraFile.open(path).about()
         lines = [f"made for {base}"] * bool(base) + [f"trigger words: {words}"] * bool(words)
         if lines := [*lines, *made.open().notes_of_loras()[-1]]:
             show_text(cls, "\n".join(lines))

@@ -9,7 +9,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from .shared.folders import file_stamp
-from .shared.inputs import Option, late_inputs, loader_inputs, weights_option
+from .shared.inputs import LoaderSettings, Option, late_inputs, loader_inputs
 from .shared.reference import PipelineType, make_reference
 from .shared.running import shows_failure
 
@@ -72,17 +72,14 @@ class LoadNewbie(io.ComfyNode):
         files = {
             name: Path(folder_paths.get_full_path_or_raise(_FOLDERS[name], chosen)) for name, chosen in names.items()
         }
-        path, stamp = files.pop("diffusion_model"), file_stamp(*files.values())
-        family: dict[str, Option] = {name: str(file) for name, file in files.items()} | weights_option(
-            weights, cache_encoded
-        )
-        stamp += file_stamp(path)
-        return io.NodeOutput(make_reference(cls, path, stamp, vram_gb, dtype, keep_loaded, device, family, ram_gb))
+        path = files.pop("diffusion_model")
+        family: dict[str, Option] = {name: str(file) for name, file in files.items()}
+        settings = LoaderSettings(vram_gb, dtype, keep_loaded, device, ram_gb, weights, cache_encoded)
+        return io.NodeOutput(make_reference(cls, path, family, settings, *files.values()))
 
     @classmethod
-    def fingerprint_inputs(cls, diffusion_model: str, gemma: str, jina: str, vae: str, **_: object) -> str:
-        names = {"diffusion_model": diffusion_model, "gemma": gemma, "jina": jina, "vae": vae}
-        found = (folder_paths.get_full_path(_FOLDERS[name], chosen) for name, chosen in names.items())
+    def fingerprint_inputs(cls, **chosen: object) -> str:
+        found = (folder_paths.get_full_path(folder, str(chosen[name])) for name, folder in _FOLDERS.items())
         return file_stamp(*(Path(path) for path in found if path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,18 +11,30 @@ from comfy_api.latest import io, ui
 
 from ..memory.manager import managers
 from .options import in_widgets
-from .shared.inputs import batch_input, budgets_of, frames_input, size_inputs, step_inputs, true_cfg_input
-from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
+from .shared.inputs import (
+    batch_input,
+    budgets_of,
+    control_input,
+    frames_input,
+    given_pictures,
+    picture_inputs,
+    size_inputs,
+    step_inputs,
+    true_cfg_input,
+    video_input,
+)
 from .shared.progress import show_text
 from .shared.reference import ConditioningType, PipelineReference, PipelineType
 from .shared.running import shows_failure
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from ..memory.planning.runplan import RunPlan
     from ..pipelines.encoding.conditioning import Conditioning
 
 # Pixels of a chart, alone or of several, drawn twice as large: nodes show it at about half of that, letters included.
-_WIDTH, _ALONE, _EACH = 450, 320, 265
+_WIDTH, _ALONE, _EACH, _SCALE = 450, 320, 265, 2.0
 _FREE_STEP_BYTES = 2**28  # free memory differs by less from one moment to the next
 
 
@@ -120,41 +133,54 @@ class VramPlan(io.ComfyNode):
         true_cfg: float = 0.0,
         **pictures: Any,
     ) -> io.NodeOutput:
-        from ..memory.planning.runplan import compare, draw_plans
         from ..pipelines.options import UnknownOptionError
         from ..pipelines.planning.plans import NoBudgetError
 
         budgets = budgets_of(vram_gb)
-        size = {"width": width, "height": height, "frames": frames}
-        asked: dict[str, Any] = {"steps": steps or None, "guidance": guidance or None}
-        asked |= {"strategy": strategy, **{name: value or None for name, value in size.items()}}
-        asked |= {"batch": batch} if batch > 1 else {}
-        asked |= {"true_cfg": true_cfg} if true_cfg else {}
-        asked |= given_pictures(strength, **pictures)
-        beside = ""
+        size = {"width": width or None, "height": height or None, "frames": frames or None}
+        further: dict[str, Any] = {} if strategy == "auto" else {"strategy": strategy}
+        further |= {"batch": batch} if batch > 1 else {}
+        further |= {"true_cfg": true_cfg} if true_cfg else {}
+        further |= given_pictures(strength, **pictures)
         try:
             if isinstance(pipeline, PipelineReference):
                 if latent is not None:
                     raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
-                pipe = pipeline.open()
-                asked["negative_prompt"] = ""  # as Staged Text Encode encodes at least
-                plans = [pipe.plan(vram=budget, cond=conditioning, **asked) for budget in budgets]
-            else:
-                from .native.plan import plan_native
+                asked = {"cond": conditioning, "steps": steps or None, "guidance": guidance or None, **size, **further}
+                return cls._plan_pipeline(pipeline, budgets, asked, compare_weights)
+            if compare_weights:
+                raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")
+            if true_cfg:
+                raise ValueError("true_cfg is for a Ballast pipeline. Set it to 0: guidance is MODEL's cfg.")
+            from .native.model_plan import Work, check_inputs, plan_model, shape_of
 
-                if true_cfg:
-                    raise ValueError("true_cfg is for a Ballast pipeline. Set it to 0: guidance is MODEL's cfg.")
-                plans, beside = plan_native(pipeline, budgets, latent, conditioning, **asked)
+            check_inputs(pipeline, conditioning, further)
+            shape = shape_of(pipeline, latent, width, height, frames)
+            plan = plan_model(pipeline, Work(shape, guidance, conditioning), budgets)
         except NoBudgetError:
             raise NoBudgetError("8, 12, 24 in vram_gb") from None
         except UnknownOptionError as error:
             raise in_widgets(error) from None
+        picture = plan.picture(_WIDTH, _height(budgets), _SCALE)
+        return cls._shown(str(plan), "\n".join([plan.title, *plan.facts(), *plan.verdicts()]), picture)
+
+    @classmethod
+    def _plan_pipeline(
+        cls, reference: PipelineReference, budgets: list[int | None], asked: dict[str, Any], compare_weights: bool
+    ) -> io.NodeOutput:
+        from ..memory.planning.runplan import compare, draw_plans
+
+        pipe = reference.open()
+        asked = {**asked, "negative_prompt": ""}  # as Staged Text Encode encodes at least
+        plans = [pipe.plan(vram=budget, **asked) for budget in budgets]
         text = str(plans[0]) if len(plans) == 1 else compare(plans)
         if compare_weights:
-            beside = _choices(pipeline, budgets, {"cond": conditioning, **asked})
-        text = "\n\n".join(filter(None, [text, beside]))
-        show_text(cls, _lines(plans))
-        drawn = draw_plans(plans, _WIDTH, _ALONE if len(plans) == 1 else _EACH, scale=2.0)
+            text = "\n\n".join([text, *_choices(reference, budgets, asked)])
+        return cls._shown(text, _lines(plans), draw_plans(plans, _WIDTH, _height(budgets), _SCALE))
+
+    @classmethod
+    def _shown(cls, text: str, lines: str, drawn: Image) -> io.NodeOutput:
+        show_text(cls, lines)
         picture = np.asarray(drawn, dtype=np.float32) / 255
         return io.NodeOutput(torch.from_numpy(picture)[None], text, ui=ui.PreviewText(text))
 
@@ -169,15 +195,17 @@ class VramPlan(io.ComfyNode):
             return ""
 
 
-def _choices(pipeline: Any, budgets: list[int | None], asked: dict[str, Any]) -> str:
-    """Return what each choice of weights would take and gain, a table for each budget."""
+def _height(budgets: list[int | None]) -> int:
+    return _ALONE if len(budgets) == 1 else _EACH
+
+
+def _choices(reference: PipelineReference, budgets: list[int | None], asked: dict[str, Any]) -> Iterator[str]:
+    """Yield a table for each budget: what each choice of weights would take and gain."""
     from ..pipelines.planning.choices import CHOICES, compare_weights
 
-    if not isinstance(pipeline, PipelineReference):
-        raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")
-    opened = {choice: pipeline.holding(choice).open() for choice in CHOICES}
-    plans = ({choice: pipe.plan(vram=budget, **asked) for choice, pipe in opened.items()} for budget in budgets)
-    return "\n\n".join(map(compare_weights, plans))
+    opened = {choice: reference.holding(choice).open() for choice in CHOICES}
+    for budget in budgets:
+        yield compare_weights({choice: pipe.plan(vram=budget, **asked) for choice, pipe in opened.items()})
 
 
 def _lines(plans: list[RunPlan]) -> str:

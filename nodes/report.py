@@ -12,7 +12,7 @@ from ..memory.host import management as host
 from ..memory.manager import managers
 from .free import ON_CPU
 from .shared.graph import runs_stages
-from .shared.observe import observe_prompt
+from .shared.host_events import observe_prompt
 from .shared.progress import show_text
 from .shared.running import prompt_id, shows_failure
 

@@ -9,8 +9,17 @@ from comfy_api.latest import io
 
 from .options import in_widgets
 from .shared.empty_latent import is_empty, size_of
-from .shared.inputs import batch_input, frames_input, size_inputs, step_inputs, true_cfg_input
-from .shared.picture_inputs import control_input, given_pictures, picture_inputs, video_input
+from .shared.inputs import (
+    batch_input,
+    control_input,
+    frames_input,
+    given_pictures,
+    picture_inputs,
+    size_inputs,
+    step_inputs,
+    true_cfg_input,
+    video_input,
+)
 from .shared.progress import StepProgress, latent_format
 from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import running, shows_failure

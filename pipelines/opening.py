@@ -19,8 +19,8 @@ from .files.components import read_model_index
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
 from .generic import GenericPipeline
+from .lora.use import Given as Loras
 from .options import ForeignOptionError, plain_defaults
-from .sampling.loras import Given as Loras
 from .staged import StagedPipeline
 
 # Pipelines with quirks of their own; every other one takes the generic path.
@@ -102,6 +102,8 @@ def open_pipeline(
     cls: Any = FAMILIES.get(name, GenericPipeline)
     if shared and not issubclass(cls, GenericPipeline):
         raise ValueError(f"{folder} is {name}, which is no base for {path}. Give the diffusers folder of that model.")
+    if shared and base is not None:
+        files.check_base(folder, read_model_index(folder))
     known = [option for option in inspect.signature(cls).parameters if option not in _COMMON]
     if unknown := sorted(family.keys() - set(known)):
         raise ForeignOptionError(name, unknown, known)

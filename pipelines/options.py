@@ -90,6 +90,20 @@ def check_values(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {value}; it takes at least 1.")
 
 
+def steps_of(steps: int | None, default: int, options: Mapping[str, Any]) -> int:
+    """Return the number of steps: that asked for, or that of a schedule given as a list, which stock code follows.
+
+    Raises ValueError, in one line, where the two differ.
+    """
+    for name in sorted(_LISTS & options.keys()):
+        listed = options[name]
+        count = len(listed) if hasattr(listed, "__len__") and _is_list(listed) else steps
+        if count is not None and steps not in (None, count):
+            raise ValueError(f"steps is {steps}, but {name} has {count} values. Leave steps out, or give as many.")
+        steps = count
+    return default if steps is None else steps
+
+
 def _is_list(value: Any) -> bool:
     try:
         numbers = [] if isinstance(value, str) else [float(each) for each in value]

@@ -10,35 +10,47 @@ const LANGUAGES = ['zh']
 
 const isOurs = (type) => String(type).startsWith('Ballast')
 
-// The node of an execution id: its own id behind those of the subgraphs around it, as in 3:7.
-function nodeOf (id) {
-  const [own, ...around] = String(id).split(':').reverse()
-  const graph = around.reverse().reduce((graph, outer) => graph?.getNodeById(outer)?.subgraph, app.rootGraph ?? app.graph)
-  return graph?.getNodeById(own)
-}
+// The nodes of an execution id, outermost first: those of the subgraphs around a node, then itself, as in 3:7.
+const path = (id) => String(id).split(':').reduce((found, own) =>
+  [...found, (found.length ? found.at(-1)?.subgraph : app.rootGraph ?? app.graph)?.getNodeById(own)], [])
 
-const unseen = new Map() // by execution id, what nodes have said in subgraphs that were closed
+const isShown = (node) => node?.graph === app.canvas.graph
+
+const said = new Map() // by execution id, what nodes in subgraphs have said last
 let translate = (text) => text
 
-// What a node says is in a widget that the page adds to it, in the graph that it shows only.
-function speak ({ detail }) {
-  const node = nodeOf(detail.nodeId)
-  if (!isOurs(node?.type)) return
-  const shown = node.graph === app.canvas.graph
-  const widget = shown && node.widgets?.find(({ value }) => value === detail.text)
-  if (!widget) {
-    if (!shown) unseen.set(detail.nodeId, detail.text)
-    return
-  }
-  unseen.delete(detail.nodeId)
-  widget.value = translate(detail.text)
+// The page adds a widget for what a node says, in the graph that it shows only.
+function show (node, heard, text) {
+  const widget = node.widgets?.find(({ value }) => value === heard)
+  if (!widget) return
+  widget.value = text
   grow(node, widget)
+}
+
+function speak ({ detail: { nodeId, text } }) {
+  const nodes = path(nodeId)
+  const node = nodes.at(-1)
+  if (!isOurs(node?.type)) return
+  if (nodes.length > 1) said.set(nodeId, text)
+  if (isShown(node)) show(node, text, translate(text))
+  else speakAround(nodeId, nodes)
+}
+
+// A closed subgraph says what the nodes in it do, each behind its title.
+function speakAround (nodeId, nodes) {
+  const depth = nodes.findIndex(isShown)
+  if (depth < 0) return
+  const outer = String(nodeId).split(':').slice(0, depth + 1).join(':')
+  const text = [...said].filter(([id]) => id.startsWith(outer + ':'))
+    .map(([id, text]) => `${path(id).at(-1)?.title}: ${translate(/[.;]$/.test(text) ? text : text + '.')}`).join('\n')
+  api.dispatchCustomEvent('progress_text', { nodeId: outer, text })
+  show(nodes[depth], text, text)
 }
 
 // Says again, once a subgraph is open, what its nodes have said while it was closed.
 function speakAgain () {
-  for (const [nodeId, text] of unseen) {
-    if (nodeOf(nodeId)?.graph === app.canvas.graph) api.dispatchCustomEvent('progress_text', { nodeId, text })
+  for (const [nodeId, text] of said) {
+    if (isShown(path(nodeId).at(-1))) api.dispatchCustomEvent('progress_text', { nodeId, text })
   }
 }
 
@@ -84,7 +96,7 @@ app.registerExtension({
 
   // Titles and notes of the templates, as long as nobody has changed them.
   beforeConfigureGraph (graph) {
-    unseen.clear() // another graph has the same ids
+    said.clear() // another graph has the same ids
     for (const node of graph.nodes ?? []) {
       if (named.has(node.title)) node.title = named.get(node.title)
       if (node.type !== 'MarkdownNote' || !named.has(node.widgets_values?.[0])) continue

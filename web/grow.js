@@ -11,6 +11,9 @@ const TITLE = 50 // of a node, and a gap above it
 // Words with the space behind them; Chinese breaks after every character, but never before a mark.
 const WORDS = /(?:[\u2e80-\u2fff\u3003-\u9fff]|[^\s\u2e80-\u9fff\uff00-\uffef]+|[\uff00-\uffef\u3000-\u3002])[\uff00-\uffef\u3000-\u3002]*\s*|\s+/g
 
+const GROWN = 'grown for text' // the property of a node that says by how many pixels
+const grown = new WeakSet() // widgets that are so high already
+
 let pen = null
 
 // A text in lines as wide as the node: between words, not within one that fits a line.
@@ -40,7 +43,8 @@ function spare (node) {
   return Math.max(0, Math.min(...tops) - TITLE - y - node.size[1])
 }
 
-// What prompts take beyond their least: the page would give it to the text.
+// What prompts take beyond their least: the page would give it to the text. A saved graph comes back without its text,
+// in nodes that had grown for it: what they had grown by is no room of the prompts.
 const prompts = (node) => node.widgets.filter(({ element }) => element?.tagName === 'TEXTAREA')
   .reduce((sum, { computedHeight, computeLayoutSize }, i, all) =>
     sum + Math.max(0, (computedHeight ?? 0) - (computeLayoutSize?.call(all[i], node).minHeight ?? 0)), 0)
@@ -48,11 +52,15 @@ const prompts = (node) => node.widgets.filter(({ element }) => element?.tagName 
 // A node never shrinks: what is below it would jump about while it runs.
 export function grow (node, widget) {
   if (!widget.options) return
-  const kept = prompts(node)
-  const most = (widget.options.getMinHeight?.() ?? LEAST) + spare(node)
+  const earlier = grown.has(widget) ? 0 : node.properties?.[GROWN] ?? 0
+  grown.add(widget)
+  const kept = Math.max(0, prompts(node) - earlier)
+  const most = (widget.options.getMinHeight?.() ?? LEAST) + spare(node) + earlier
   const high = Math.min(most, height(widget.value, node.size[0]))
   widget.value = lines(widget.value, node.size[0]).join('\n')
   widget.options.getMinHeight = () => high
   const wanted = Math.min(node.computeSize()[1] + kept, node.size[1] + spare(node))
-  if (node.size[1] < wanted) node.setSize([node.size[0], wanted])
+  if (node.size[1] >= wanted) return
+  node.properties[GROWN] = (node.properties[GROWN] ?? 0) + wanted - node.size[1]
+  node.setSize([node.size[0], wanted])
 }

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import report
+from ..harness import SECTIONS
 from ..places import RESULTS
-from . import tables
 
 _DOCS = RESULTS.parents[1] / "docs"
 PAGES = (_DOCS / "benchmarks.md", _DOCS / "zh" / "benchmarks.md")
@@ -56,13 +57,13 @@ def _card(file: Path, found: Mapping[str, Any], page: Path) -> str:
     about = " ".join(_code(found.get(key)) for key in ("machine", "torch", "cuda", "diffusers"))
     parts = [f"## {found['device']}\n\n{about}\n\n![{found['device']}]({image})\n\n"]
     for name, one in found["sections"].items():
-        columns = tables.COLUMNS[one["worker"]]
-        rows = [[_code(tables.cell(key, row)) for key in columns] for row in one.get("rows", [])]
+        columns = SECTIONS[one["section"]].columns
+        rows = [[_code(report.cell(key, row)) for key in columns] for row in one.get("rows", [])]
         parts.append(f"### `{name}`\n\n")
         if rows:
             parts.append(_table([_code(heading) for heading in columns.values()], rows) + "\n")
-        parts += [f"- {_code(line)}\n" for line in tables.lines(one)]
-        parts.append("\n" * bool(tables.lines(one)))
+        parts += [f"- {_code(line)}\n" for line in report.lines(one)]
+        parts.append("\n" * bool(report.lines(one)))
     return "".join(parts)
 
 

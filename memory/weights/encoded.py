@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from ..codecs import layouts
 from ..codecs.gguf import codec_of
 from .encoding import EncodedWeight, Source
 from .gguf_file import read_gguf_header
-from .stored import Stamp, Stored, read_header
+from .stored import Stamp, Stored, read_header, read_metadata
 
 
 def encoded_weights(paths: Path | Sequence[Path], dtype: torch.dtype) -> dict[str, EncodedWeight]:
@@ -70,7 +68,7 @@ def _of_safetensors(paths: Sequence[Path], dtype: torch.dtype) -> dict[str, Enco
         begin = stamp[0] - max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         lies |= {name: (path, begin + entry["data_offsets"][0], stamp) for name, entry in entries.items()}
         header |= entries
-        metadata |= _metadata(path)
+        metadata |= read_metadata(path)
     notes = {name: _note(*lies[name][:2], name, header[name]) for name in header if name.endswith(layouts.NOTES)}
     try:
         recognised = layouts.recognise(header, metadata, notes, dtype)
@@ -92,16 +90,6 @@ def _note(path: Path, at: int, name: str, entry: Mapping[str, Any]) -> bytes:
     with path.open("rb") as file:
         file.seek(at)
         return file.read(end - first)
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    """Return the texts in the header of a file that `read_header` has checked."""
-    with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        texts = json.loads(file.read(length)).get("__metadata__", {})
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"{path} has a damaged header. Download it again.")
-    return texts
 
 
 def _stamp(path: Path) -> Stamp:

@@ -120,13 +120,17 @@ def _shards(index: Path) -> list[Path]:
 
 def refuse_pickle(path: Path) -> None:
     """Raise ValueError for a file whose name or first bytes are those of a pickle."""
-    is_pickle = path.suffix.lower() in _PICKLES
-    if not is_pickle and path.suffix == ".safetensors" and path.is_file():
+    start = b""
+    if path.suffix == ".safetensors" and path.is_file():
         with path.open("rb") as file:
             start = file.read(8)
-        # A good header can begin with these two bytes. As a length they are then below the limit; a pickle's 8 are not.
-        is_pickle = start.startswith(_PICKLE_STARTS) and int.from_bytes(start, "little") > _MAX_HEADER_BYTES
-    if is_pickle:
+    _refuse_pickle(path, start)
+
+
+def _refuse_pickle(path: Path, start: bytes) -> None:
+    # A good header can begin with these two bytes. As a length they are then below the limit; a pickle's 8 are not.
+    is_pickled = start.startswith(_PICKLE_STARTS) and int.from_bytes(start, "little") > _MAX_HEADER_BYTES
+    if is_pickled or path.suffix.lower() in _PICKLES:
         raise ValueError(
             f"{path} is a pickle, which can run code when it is read, and is refused. "
             "Get the safetensors files of this model."
@@ -139,6 +143,18 @@ def read_header(path: Path) -> dict[str, Any]:
     They fill the rest of the file without gaps. Raises FileNotFoundError. Raises ValueError if the file is damaged, has
     another size than its header tells, or is not safetensors.
     """
+    return _header_of(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in the header of a safetensors file. Raises what `read_header` does."""
+    texts = _header_of(path)[1]
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(f"{path} has a damaged header. Download it again.")
+    return texts
+
+
+def _header_of(path: Path) -> tuple[dict[str, Any], Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. Put it back, or download it again.")
     stat = path.stat()
@@ -146,10 +162,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
-    refuse_pickle(path)
+def _read_header(path: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any], Any]:
     with path.open("rb") as file:
         start = file.read(8)
+        _refuse_pickle(path, start)
         if start == b"version ":
             raise ValueError(f"{path} is a pointer of Git LFS, not the file itself. Download the file.")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -157,7 +173,7 @@ def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
             raise ValueError(f"{path} is not a whole safetensors file ({size} bytes). Download it again.")
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-            header.pop("__metadata__", None)
+            texts = header.pop("__metadata__", {})
             end = _checked_end(header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} has a damaged header. Download it again.") from error
@@ -165,7 +181,7 @@ def _read_header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
         raise ValueError(f"{path} is cut short: {size} bytes of {8 + length + end}. Download it again.")
     if 8 + length + end < size:
         raise ValueError(f"{path} has {size} bytes where its header names {8 + length + end}. Download it again.")
-    return header
+    return header, texts
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -247,14 +263,23 @@ def stored_dtype(files: Iterable[Path]) -> torch.dtype:
 
 
 def read_tensors(files: Sequence[Path], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read the named tensors that the files have, to the CPU."""
-    from safetensors import safe_open
-
+    """Read the named tensors that the files have, to the CPU. Raises ValueError for a file that changes meanwhile."""
     wanted, found = set(names), {}
     for path in files:
-        if here := wanted & read_header(path).keys():
-            with safe_open(path, framework="pt") as file:
-                found.update({name: file.get_tensor(name) for name in here})
+        if not (here := wanted & read_header(path).keys()):
+            continue
+        places = stored_tensors([path])
+        if odd := sorted(here - places.keys()):
+            raise ValueError(f"{path} holds {odd[0]} in a type that torch does not have. Get the plain file.")
+        # Nodes run in inference mode, whose tensors do not know what was made of them.
+        with torch.inference_mode(False), path.open("rb") as file:
+            for name in sorted(here, key=lambda name: places[name].offset):
+                found[name] = tensor = torch.empty(places[name].shape, dtype=places[name].dtype, device="cpu")
+                file.seek(places[name].offset)
+                count = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                if count != tensor.nbytes:
+                    raise ValueError(f"{path} is cut short at {name}. Download it again.")
+        check_unchanged(path, places[name].stamp)
     return found
 
 

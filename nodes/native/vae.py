@@ -25,15 +25,12 @@ from ...pipelines.decoding.decode import CPU_SHARE
 from ...pipelines.decoding.policy import Way
 from ...pipelines.decoding.precision import full_float32
 from ...pipelines.sampling.latents import check_finite, check_fit, check_latents
-from .digest import base_tensors
-from .structure import copied, tensors_of
+from .module_copies import float32_copy, tensors_of
 
 log = logging.getLogger("ballast")
 
-_SHARE = 0.9  # of the free memory that stripes may take
-
-
-# Of the host's VAE: methods that decode in tiles.
+_SHARE = 0.9  # share of the free memory that stripes may take
+# Methods of the host's VAE that decode in tiles.
 _TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d", "_decode_tiled_owned")
 
 
@@ -42,7 +39,7 @@ class _StripesError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class KeptDequantized:
+class Decoded:
     """Frames [F,H,W,C] in 0..1, float32 on the CPU, and a summary for the node."""
 
     images: torch.Tensor
@@ -54,9 +51,11 @@ def is_vae(thing: Any) -> bool:
     return all(hasattr(thing, name) for name in ("first_stage_model", "decode", "process_output"))
 
 
-def decode_native(vae: Any, latents: torch.Tensor) -> KeptDequantized:
-    """Pictures or the frames of videos: whole, in exact stripes where that does not fit, in the VAE's own tiles if
-    memory runs out all the same, then on the CPU. The summary says which, of those that are done.
+def decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
+    """Decode pictures, or the frames of videos.
+
+    Whole, in exact stripes where that does not fit, in the VAE's own tiles if memory runs out all the same, then on the
+    CPU. The summary says which.
 
     Neither the copy nor the VAE itself is on the device afterwards, whatever happened. Raises WrongLatentsError for
     latents of another model, RuntimeError where stripes fail for another reason and the CPU has no room for the whole.
@@ -82,7 +81,7 @@ def _check_fit(vae: Any, latents: torch.Tensor, error: Exception) -> None:
         check_fit(latents, whose, takes, dimensions + 2, advice)
 
 
-def _decode_native(vae: Any, latents: torch.Tensor) -> KeptDequantized:
+def _decode_native(vae: Any, latents: torch.Tensor) -> Decoded:
     if vae.first_stage_model is None:
         raise ValueError("this VAE has no weights: the checkpoint holds none. Load one with Load VAE.")
     check_latents(latents)
@@ -118,7 +117,7 @@ def _decode_native(vae: Any, latents: torch.Tensor) -> KeptDequantized:
         raise ValueError(f"this VAE makes {list(images.shape)}, which are no pictures. Use the node for its kind.")
     name = type(vae.first_stage_model).__name__
     said = [f"{name} in float32 on {device}, now gone", *ways, f"{time.monotonic() - started:.1f} s"]
-    return KeptDequantized(images.flatten(0, -4), "; ".join(said))
+    return Decoded(images.flatten(0, -4), "; ".join(said))
 
 
 def _mixes_pictures(module: nn.Module) -> bool:
@@ -142,7 +141,7 @@ def _double_on(device: torch.device, vae: Any, module: nn.Module, no_stripes: st
 class _Careful:
     """A VAE's module, whose `decode` goes in stripes where the host's estimate of decoding whole does not fit.
 
-    `no_stripes` says why they failed before, if they did. The way is added to `ways`, in words.
+    `no_stripes` says why stripes failed before, if they did. The way is added to `ways`, in words.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ def _double(vae: Any, module: nn.Module, device: torch.device, no_stripes: str) 
 
 
 def _noted(tiled: Callable[..., Any], ways: set[str]) -> Callable[..., Any]:
-    """Note that it decodes in tiles, in which stripes are no news."""
+    """Wrap a method that decodes in tiles: record that, and not the stripes of each tile."""
 
     @functools.wraps(tiled)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -258,28 +257,10 @@ def _noted(tiled: Callable[..., Any], ways: set[str]) -> Callable[..., Any]:
 
 
 def _checked(process: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Look at pixels before they are clamped, which would hide what is infinite."""
+    """Wrap `process` to refuse pixels that are not finite, before it clamps them."""
 
     def checked(pixels: torch.Tensor) -> torch.Tensor:
         check_finite(pixels, "the decoder made")
         return process(pixels)
 
     return checked
-
-
-def float32_copy(patcher: Any) -> nn.Module:
-    """Return the module of a patcher with its unpatched weights, in float32 on the CPU.
-
-    Nothing is shared with the first.
-    """
-    originals = base_tensors(patcher)
-
-    def float32(name: str, first: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float32 if first.is_floating_point() else first.dtype
-        return originals[name].detach().to("cpu", dtype, copy=True)
-
-    double = copied(patcher.model, float32)
-    from comfy import model_management
-
-    getattr(model_management, "archive_model_dtypes", lambda module: None)(double)
-    return double

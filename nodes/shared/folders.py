@@ -27,7 +27,7 @@ _TOKENIZERS = {
 
 
 def find_pipelines() -> dict[str, Path]:
-    """Names to choose from, with their folders: the demo model, then all in the host's `models/diffusers` folders."""
+    """Return names to choose from, with their folders: the demo model, then all in the host's `models/diffusers`."""
 
     def is_pipeline(path: Path, files: list[str]) -> bool:
         return "model_index.json" in files or is_newbie_folder(path) or is_pyramid_folder(path)
@@ -36,17 +36,17 @@ def find_pipelines() -> dict[str, Path]:
 
 
 def find_llamas() -> dict[str, Path]:
-    """Names to choose from, with their folders: the Llama models in the host's `models/text_encoders` folders."""
+    """Return names to choose from, with their folders: the Llama models in the host's `models/text_encoders`."""
     return _folders("text_encoders", lambda path, files: "config.json" in files and _is_llama(path / "config.json"))
 
 
 def find_controlnets() -> dict[str, Path]:
-    """Names to choose from, with their folders: ControlNets in diffusers' layout in the host's `models/controlnet`."""
+    """Return names to choose from, with their folders: diffusers' ControlNets in the host's `models/controlnet`."""
     return _folders("controlnet", lambda path, files: "config.json" in files and _is_controlnet(path / "config.json"))
 
 
 def find_files(kind: str) -> dict[str, Path]:
-    """Names to choose from, with their files: the safetensors and GGUF files in the host's `models/<kind>` folders.
+    """Return names to choose from, with their files: safetensors and GGUF in the host's `models/<kind>` folders.
 
     The host's own list leaves GGUF out, which packs that read it list for themselves.
     """
@@ -66,7 +66,7 @@ def find_tokenizers() -> dict[str, Path]:
 
 
 def _folders(kind: str, wanted: Callable[[Path, list[str]], bool]) -> dict[str, Path]:
-    """Folders in the host's `models/<kind>` that `wanted` accepts, by their path there; none inside another.
+    """Return the folders in the host's `models/<kind>` that `wanted` accepts, by their path there; none inside another.
 
     Links are followed: folders of models often lie on another disk. Where links inside a model may lead, which are a
     stranger's, `memory.files.check_links` says; it gets the host's folders here.
@@ -101,8 +101,9 @@ def _is_controlnet(config: Path) -> bool:
         return False
 
 
-def file_stamp(*paths: Path) -> str:
+def file_stamp(*paths: Path | None) -> str:
     """Return a stamp that changes with the files, and with those in the folders. Reads no file."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    given = [path for path in paths if path]
+    files = [file for path in given for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     stats = [file.stat() for file in files]
     return f"{len(stats)}:{sum(s.st_size for s in stats)}:{max((s.st_mtime_ns for s in stats), default=0)}"

@@ -10,7 +10,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
@@ -20,19 +20,13 @@ if TYPE_CHECKING:
     from ...memory.weights.unit import ManagedModel
     from ...pipelines import StagedPipeline
     from ...pipelines.staged.family import StageName
+    from .reference import PipelineReference
 
 Prompt = Mapping[str, Mapping[str, Any]]  # nodes by id, in the host's API format
 
 
-class Loaded(Protocol):
-    """The output of a loader: a pipeline that may be open by now."""
-
-    def opened(self) -> StagedPipeline | None:
-        """Return the pipeline, if it is open."""
-
-
-# By what the graph says of a loader. The host keeps what it made.
-_made: weakref.WeakValueDictionary[str, Loaded] = weakref.WeakValueDictionary()
+# References by the graph's entry of the loader that made them. The host keeps them.
+_made: weakref.WeakValueDictionary[str, PipelineReference] = weakref.WeakValueDictionary()
 
 _STAGES: dict[str, StageName] = {
     "BallastTextEncode": "encode",
@@ -53,8 +47,8 @@ _ONLY_LOOK = {"BallastVRAMPlan", "BallastFreeVRAM", "BallastVRAMReport"}
 _PASS_THROUGH = {"BallastFreeVRAM": "value"}
 
 
-def remember(node: type[io.ComfyNode], made: Loaded) -> None:
-    """Note what a loader, which is running, has made."""
+def remember(node: type[io.ComfyNode], made: PipelineReference) -> None:
+    """Record what the running loader has made."""
     if node.hidden.prompt and node.hidden.unique_id in node.hidden.prompt:
         _made[_said(node.hidden.prompt[node.hidden.unique_id])] = made
 
@@ -67,16 +61,13 @@ def runs_stages(node: type[io.ComfyNode]) -> bool:
 
 def coming_units(node: type[io.ComfyNode]) -> list[ManagedModel] | None:
     """Return the units of the running node and of those after it, in order; None where there is no graph."""
-    prompt, here = node.hidden.prompt, node.hidden.unique_id
-    if not prompt or here not in prompt:
-        return None
-    order = execution_order(prompt, _is_output)
+    prompt, order = node.hidden.prompt, _remaining(node)
     units: list[ManagedModel] = []
-    for name in order[order.index(here) :]:
+    for name in order or ():
         stage = _STAGES.get(prompt[name].get("class_type", ""))
         pipe = _pipeline_of(prompt, name) if stage else None
         units += pipe.units_of(stage) if stage and pipe else []
-    return units
+    return units if order else None
 
 
 def coming_host_roles(node: type[io.ComfyNode]) -> list[Role] | None:
@@ -84,19 +75,27 @@ def coming_host_roles(node: type[io.ComfyNode]) -> list[Role] | None:
 
     A node uses what it takes and does not hand on: one that does both, such as Load LoRA, makes another of it.
     """
-    prompt, here = node.hidden.prompt, node.hidden.unique_id
-    if not prompt or here not in prompt:
+    if (order := _remaining(node)) is None:
         return None
-    order = execution_order(prompt, _is_output)
-    has_control = any("CONTROL_NET" in _taken(prompt, name) for name in order)  # which run with the sampler
+    prompt = node.hidden.prompt
     roles: list[Role] = []
-    for name in order[order.index(here) + 1 :]:
+    has_control = any("CONTROL_NET" in _taken(prompt, name) for name in prompt)  # which run with the sampler
+    for name in order[1:]:
         own = _outputs(prompt[name])
         if prompt[name].get("class_type") not in _ONLY_LOOK:
             taken = [kind for kind in _taken(prompt, name) if kind not in own]
             roles += [_HOST_ROLES[kind] for kind in taken if kind in _HOST_ROLES]
             roles += ["other"] if has_control and "transformer" in roles[-1:] else []
     return roles
+
+
+def _remaining(node: type[io.ComfyNode]) -> list[str] | None:
+    """Return the ids of the running node and of those after it, in order; None where there is no graph."""
+    prompt, here = node.hidden.prompt, node.hidden.unique_id
+    if not prompt or here not in prompt:
+        return None
+    order = execution_order(prompt, _is_output)
+    return order[order.index(here) :]
 
 
 def _taken(prompt: Prompt, name: str) -> Iterator[str]:
@@ -115,7 +114,7 @@ def _outputs(entry: Mapping[str, Any]) -> list[str]:
 
 
 def execution_order(prompt: Prompt, is_output: Callable[[str], bool]) -> list[str]:
-    """Node ids in the order in which the host runs them when nothing is cached. `is_output` is asked class types.
+    """Return node ids in the order in which the host runs them when nothing is cached. `is_output` gets class types.
 
     Of the nodes that could run, it takes an output node first, then one that an output node waits for, then one that
     such a node waits for, then the one that it met first on its way back from the outputs.

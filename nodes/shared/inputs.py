@@ -1,18 +1,23 @@
-"""Inputs that several nodes have."""
+"""Inputs that several nodes have, and what their values mean."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
 from ...memory.sizes import parse_bytes
 from .folders import find_controlnets
 
+if TYPE_CHECKING:
+    import torch
+
 GPU_OR_SIM = "gpu or sim"  # for graphs that show what happens in VRAM on any machine
 
+AUTO = "auto"
 NONE = "none"
 
 Option = str | bool | tuple[Any, ...]  # an argument of `open_pipeline` as a reference holds it
@@ -115,14 +120,26 @@ def controlnet_folder(name: str) -> Path | None:
     return folder
 
 
-def weights_option(weights: str, cache_encoded: bool = False) -> dict[str, Option]:
-    """Return the loader's choice of weights as `open_pipeline` takes it; nothing for those as stored."""
-    kept: dict[str, Option] = {"cache_encoded": True} if cache_encoded else {}
-    return kept if weights == "auto" else {"weights": weights, **kept}
+@dataclass(frozen=True)
+class LoaderSettings:
+    """The values of the inputs that every loader has."""
+
+    vram_gb: float = 0.0
+    dtype: str = AUTO
+    keep_loaded: bool = True
+    device: str = AUTO
+    ram_gb: float = 0.0
+    weights: str = AUTO
+    cache_encoded: bool = False
+
+    def weights_options(self) -> dict[str, Option]:
+        """Return the choice of weights as `open_pipeline` takes it; nothing for those as stored."""
+        kept: dict[str, Option] = {"cache_encoded": True} if self.cache_encoded else {}
+        return kept if self.weights == AUTO else {"weights": self.weights, **kept}
 
 
 def size_inputs() -> list[io.Input]:
-    """Width and height of a picture."""
+    """Return the inputs for the width and height of a picture."""
     return [
         io.Int.Input(
             "width",
@@ -152,7 +169,7 @@ def step_inputs(steps: str, guidance: str) -> list[io.Input]:
 
 
 def true_cfg_input() -> io.Input:
-    """Classifier-free guidance of a model that was distilled to do without."""
+    """Return the input for classifier-free guidance of a model that was distilled to do without."""
     return io.Float.Input(
         "true_cfg",
         default=0.0,
@@ -168,7 +185,7 @@ def true_cfg_input() -> io.Input:
 
 
 def frames_input() -> io.Input:
-    """Return the number of frames of a video."""
+    """Return the input for the number of frames of a video."""
     return io.Int.Input(
         "frames",
         default=0,
@@ -181,7 +198,7 @@ def frames_input() -> io.Input:
 
 
 def batch_input() -> io.Input:
-    """Return the number of pictures."""
+    """Return the input for the number of pictures."""
     return io.Int.Input(
         "batch",
         default=1,
@@ -191,6 +208,78 @@ def batch_input() -> io.Input:
         tooltip="Pictures of this prompt, with the seeds from seed on. They are drawn at once as far as they fit the "
         "budget, and share the copies of weights. Several images or latents to start from make a batch by themselves.",
     )
+
+
+def picture_inputs() -> list[io.Input]:
+    """Return the inputs, all optional: those of saved graphs come before them."""
+    return [
+        io.Image.Input(
+            "image",
+            optional=True,
+            tooltip="A picture to start from (image to image), to paint into (with mask), or the first frame of a "
+            "video. Ballast takes the pipeline of diffusers for that, with the same weights. What an edit model works "
+            "from goes to Staged Text Encode instead. Several pictures make a batch, or are for as many prompts.",
+        ),
+        io.Mask.Input(
+            "mask", optional=True, tooltip="What to paint anew: 1 is new, 0 stays. It has the size of the picture."
+        ),
+        io.Float.Input(
+            "strength",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            optional=True,
+            advanced=True,
+            tooltip="With an image connected, how much of it is replaced: 0.3 keeps most of it, 1 nearly nothing; so "
+            "many of the steps run. 0 for the pipeline's own default. For NewBie's latent, set denoise.",
+        ),
+        io.Image.Input(
+            "last_image",
+            optional=True,
+            tooltip="The last frame of a video, for models of a first and a last frame, such as Wan's.",
+        ),
+    ]
+
+
+def control_input() -> io.Input:
+    """Return the input for a picture that the model follows."""
+    return io.Image.Input(
+        "control",
+        optional=True,
+        tooltip="A picture of edges, depth or the like, for models that follow one, such as FLUX.1 Canny and Depth. "
+        "Several make a batch, or are for as many prompts.",
+    )
+
+
+def video_input() -> io.Input:
+    """Return the input for the frames of a video to start from."""
+    return io.Image.Input(
+        "video",
+        optional=True,
+        tooltip="The frames of a video to start from, for models such as Wan: strength is how much is replaced. mask "
+        "and control may have as many frames.",
+    )
+
+
+def given_pictures(
+    strength: float,
+    image: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    last_image: torch.Tensor | None = None,
+    control: torch.Tensor | None = None,
+    video: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of `sample` and `plan` for these inputs; none for what is not connected."""
+    pictures = {"image": image, "last_image": last_image, "control": control, "video": video}
+    given: dict[str, Any] = {name: opaque(value) for name, value in pictures.items() if value is not None}
+    given |= {} if mask is None else {"mask": mask}
+    return given | ({"strength": strength} if strength else {})
+
+
+def opaque(image: torch.Tensor) -> torch.Tensor:
+    """Return a picture without its alpha channel, which some loaders add."""
+    return image[..., :3]
 
 
 def budgets_of(words: str) -> list[int | None]:

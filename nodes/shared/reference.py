@@ -15,8 +15,9 @@ from comfy_api.latest import io
 from ...memory import simulated
 from ...memory.host import management as host
 from ...requirements import complaint
+from .folders import file_stamp
 from .graph import remember
-from .inputs import GPU_OR_SIM, Option, weights_option
+from .inputs import AUTO, GPU_OR_SIM, LoaderSettings, Option
 from .progress import show_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class PipelineReference:
     def holding(self, weights: str) -> PipelineReference:
         """Return the same with its weights held in another way, as `open_pipeline` takes it."""
         others = {name: value for name, value in self.family if name != "weights"}
-        return replace(self, family=tuple((others | weights_option(weights)).items()))
+        return replace(self, family=tuple((others | LoaderSettings(weights=weights).weights_options()).items()))
 
     def _key(self) -> tuple[tuple, tuple]:
         return self._model(), (self.vram_bytes, self.ram_bytes, self.keep, self.loras)
@@ -93,41 +94,45 @@ class PipelineReference:
 
 
 def make_reference(
-    node: type[io.ComfyNode],
-    path: Path,
-    stamp: str,
-    vram_gb: float,
-    dtype: str,
-    keep_loaded: bool,
-    device: str,
-    family: Mapping[str, Option],
-    ram_gb: float,
+    node: type[io.ComfyNode], path: Path, family: Mapping[str, Option], settings: LoaderSettings, *others: Path | None
 ) -> PipelineReference:
     """Make the reference of a loader's inputs, and remember it for the nodes that follow.
 
-    It is opened, which reads configs only, so that a bad folder fails here.
+    `others` are files and folders that count beside `path`. It is opened, which reads configs only, so that a bad
+    folder fails here.
     """
     if told := complaint(optional=False):
         raise ImportError(told)
-    own = host.device()
-    if device == GPU_OR_SIM:
-        device = "auto" if own is not None and own.type != "cpu" else "sim"
-    if device == "sim" and own is not None and own.type != "cpu":
-        # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
-        raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
-    if device == "sim" and (reason := simulated.supported()):
-        told = f"device is sim, but this runs on the CPU: {reason}."
-        log.warning("Ballast: %s", told)
-        show_text(node, told)
-        device = "cpu"
-    on = str(own or "auto") if device == "auto" else device
-    vram_bytes = int(vram_gb * 2**30) or None
-    ram_bytes = int(ram_gb * 2**30) or None
-    parts = tuple(family.items())
-    reference = PipelineReference(str(path), stamp, dtype, vram_bytes, on, keep_loaded, parts, ram_bytes)
+    reference = PipelineReference(
+        path=str(path),
+        stamp=file_stamp(path, *others),
+        dtype=settings.dtype,
+        vram_bytes=int(settings.vram_gb * 2**30) or None,
+        device=_device(node, settings.device),
+        keep=settings.keep_loaded,
+        family=(*family.items(), *settings.weights_options().items()),
+        ram_bytes=int(settings.ram_gb * 2**30) or None,
+    )
     reference.open()
     remember(node, reference)
     return reference
+
+
+def _device(node: type[io.ComfyNode], chosen: str) -> str:
+    """Return the device that a loader's input means, as `open_pipeline` takes it. A note of it is shown in the node."""
+    own = host.device()
+    is_gpu = own is not None and own.type != "cpu"
+    if chosen == GPU_OR_SIM:
+        chosen = AUTO if is_gpu else "sim"
+    if chosen == "sim" and is_gpu:
+        # torch knows one accelerator in a process; a simulated one beside a real one would take its place.
+        raise ValueError(f"device is sim, but ComfyUI runs on {own}. Choose auto, or start ComfyUI with --cpu.")
+    if chosen == "sim" and (reason := simulated.supported()):
+        told = f"device is sim, but this runs on the CPU: {reason}."
+        log.warning("Ballast: %s", told)
+        show_text(node, told)
+        return "cpu"
+    return str(own or AUTO) if chosen == AUTO else chosen
 
 
 def with_lora(node: type[io.ComfyNode], reference: PipelineReference, *loras: LoraFile) -> PipelineReference:

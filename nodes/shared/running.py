@@ -83,7 +83,7 @@ def _gigabytes(size: str) -> str:
 def running(
     node: type[io.ComfyNode], pipe: StagedPipeline, doing: str, idle: str = "", notes: Sequence[str] = ()
 ) -> Iterator[list[str]]:
-    """While a stage runs, tell the manager which models come next, and show progress in the node.
+    """Tell the manager which models come next while a stage runs, and show progress in the node.
 
     Afterwards the node shows the notes, with those that the block added to what it was given, and what the stage took,
     or `idle` where none ran.
@@ -136,7 +136,10 @@ class _Page:
 
 
 def describe(pipe: StagedPipeline, event: Event, unit: ManagedModel, doing: str) -> str:
-    """Such as "Llama 3.1 8B: encoding, streamed, 32% of the weights stay, 5.20 of 8.00 GB"; empty for evictions."""
+    """Return the words for an event; empty for evictions.
+
+    Such as "Llama 3.1 8B: encoding, streamed, 32% of the weights stay, 5.20 of 8.00 GB".
+    """
     title = pipe.titles.get(unit.name, unit.name)
     if event.kind == "read":
         return f"{title}: reading {format_bytes(event.bytes)}"

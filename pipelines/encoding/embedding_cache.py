@@ -30,9 +30,9 @@ log = logging.getLogger("ballast")
 RAM_BYTES = 512 * 2**20
 DISK_BYTES = 4 * 2**30
 _KEY = re.compile("[0-9a-f]{64}")
-# What pipelines call embeddings and their masks, and `nodes.native.clip` whatever comes with them. They become
-# arguments of a pipeline's call, where nothing else may get in.
-_NAMES = re.compile(r"embed|mask|^extra\d+$")
+# What pipelines call embeddings and their masks. They become arguments of a pipeline's call, where nothing else may
+# get in.
+_NAMES = re.compile("embed|mask")
 
 _shared: dict[Path, EmbeddingCache] = {}
 

@@ -14,7 +14,7 @@ from ...memory.planning.forecast import Forecast
 from ...memory.planning.known_calls import KnownCalls
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning
-from ..sampling.loras import branches
+from ..lora.use import branches
 from . import forecast_cache
 from .forecasts import Forecaster
 

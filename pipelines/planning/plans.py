@@ -27,8 +27,8 @@ from ...memory.sizes import format_bytes
 from ...memory.weights.unit import ManagedModel
 from ..decoding.decode import VaeRun, in_stripes
 from ..encoding.conditioning import Conditioning
+from ..lora.use import branches
 from ..sampling.batches import halvings
-from ..sampling.loras import branches
 from . import forecast_cache
 from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly

@@ -13,8 +13,8 @@ from ...memory.planning.cards import divided
 from ...memory.planning.forecast import Forecast
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
+from ..lora.use import branches
 from ..sampling.batches import generators
-from ..sampling.loras import branches
 from .forecasts import Forecaster, shape_of, shapes_in
 
 Denoise = Callable[

@@ -15,7 +15,7 @@ from ...memory.weights.batch import BatchDims
 from ...memory.weights.unit import ManagedModel
 from ..decoding.policy import WayName
 from ..encoding.conditioning import Conditioning
-from ..files.lora_layouts import Converters
+from ..lora.weight_names import Converters
 from ..options import check_known
 from ..planning.plans import Sight
 from ..planning.sampling_forecasts import dry_run_arguments

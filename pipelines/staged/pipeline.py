@@ -9,11 +9,11 @@ from ...memory.planning.runplan import RunPlan
 from ...memory.rates import Rates
 from ...memory.sizes import parse_bytes
 from ..encoding.conditioning import Conditioning
-from ..options import TRUE_CFG, plain_defaults, plain_number
+from ..lora.use import Given as Loras
+from ..lora.use import notes_of, open_loras, refuse_scales
+from ..options import TRUE_CFG, plain_defaults, plain_number, steps_of
 from ..planning.plans import TYPICAL_PROMPT, NoBudgetError, Run, plan_batch, plan_run
 from ..sampling.batches import batch_of, prompts_of
-from ..sampling.loras import Given as Loras
-from ..sampling.loras import notes_of, open_loras, refuse_scales
 from .pictures import Given, as_pictures, pictures_of
 from .prompts import Negative, Prompt, as_list
 from .runs import ManyRuns
@@ -91,7 +91,7 @@ class StagedPipeline(ManyRuns):
         width, height, steps, guidance, frames = map(plain_number, (width, height, steps, guidance, frames))
         batch, cards, strength = map(plain_number, (batch, cards, strength))
         options = {name: plain_number(value) for name, value in options.items()}
-        steps = self.default_steps if steps is None else steps
+        steps = steps_of(steps, self.default_steps, options)
         references = as_pictures(images, "images") if cond is None else cond.pictures
         texts = {name: options.pop(name) for name in list(options) if cond is None and self.encodes_with(name)}
         if texts:

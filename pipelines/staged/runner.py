@@ -30,9 +30,9 @@ from ...memory.weights.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..files.keys import key_text
 from ..files.recognition import title_of
+from ..lora.use import Lora, adapters_of, named
 from ..planning.forecasts import Forecaster
 from ..planning.plans import SEEING, plan_stage
-from ..sampling.loras import Lora, adapters_of, named
 from .family import ModelFamily, Modules, Part, StageName
 
 log = logging.getLogger("ballast")

@@ -12,8 +12,8 @@ import torch
 
 from ...memory.errors import release_frames
 from ..encoding.conditioning import Conditioning
+from ..lora.use import refuse_scales
 from ..options import plain_defaults
-from ..sampling.loras import refuse_scales
 from .family import StageName
 from .pictures import as_pictures
 from .prompts import Negative

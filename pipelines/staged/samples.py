@@ -18,12 +18,12 @@ from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.host.flags import host_flags
 from ...memory.manager import STRATEGIES
 from ..encoding.conditioning import Conditioning, to_host
-from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number
+from ..lora.use import refuse_scales
+from ..options import TRUE_CFG, check_numbers, check_values, plain_defaults, plain_number, steps_of
 from ..planning.sampling_forecasts import Sampling
 from ..sampling.batches import Batch, batch_of, prompts_of
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents, check_noise, check_seed
-from ..sampling.loras import refuse_scales
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from .family import Modules, OnStep
 from .pictures import Given, Pictures, pictures_of, stretch_notes
@@ -162,7 +162,7 @@ class SampleStage(StageRunner):
         if noise is not None:
             check_noise(noise)
             check_finite(noise, "the noise holds")
-        steps = self.default_steps if steps is None else steps
+        steps = steps_of(steps, self.default_steps, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
         pipe = self.with_pictures(pictures) if pictures else self

@@ -14,11 +14,11 @@ from ...memory.host.flags import host_flags
 from ..encoding.conditioning import Conditioning
 from ..encoding.embedding_cache import cache_key
 from ..encoding.listening import Listener
+from ..lora.use import named, refuse_scales
 from ..options import check_values, plain_defaults, plain_number
 from ..planning.encoding_forecasts import Encoding
 from ..planning.forecasts import shapes_in
 from ..sampling.latents import check_finite
-from ..sampling.loras import named, refuse_scales
 from .family import Modules
 from .pictures import Given, as_pictures
 from .prompts import Negative, Prompt, as_list, check_text, match_negatives

@@ -14,7 +14,7 @@ import ballast.commands.main
 import pytest
 import torch
 from ballast import bench
-from ballast.bench import load, load_worker, measure, models, plans, published
+from ballast.bench import harness, load, measure, models, plans, published
 from ballast.memory import simulated
 from ballast.memory.planning.solver import GroupLoad, Loads
 from ballast.memory.rates import ASSUMED
@@ -44,14 +44,14 @@ def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest
     assert (found["machine"], found["device"], found["torch"]) == ("sim", "sim", torch.__version__)
     assert list(found["overhead_us_per_group"]) == ["cpu"]
     assert found["overhead_us_per_group"]["cpu"] < 300, "ten times what the committed results hold to"
-    assert len(found["rows"]) == 15
+    assert [row["share"] for row in found["rows"]] == 3 * [None, 0, 0.25, 0.5, 0.75, 1]
     for row in found["rows"]:
-        assert 0.999 <= row["over_bound"] <= 1.1, row
+        assert row["is_equal"] and 0.999 <= row["over_bound"] <= 1.1, row
         assert row["step"] == pytest.approx(row["predicted"], rel=0.002), row
         assert row["copied_bytes"] == row["streamed_bytes"], row
         assert row["engine_allocations"] == 0, row
     for at, ratio in enumerate((0.3, 1, 3)):
-        regime = found["rows"][5 * at : 5 * at + 5]
+        regime = found["rows"][6 * at + 1 : 6 * at + 6]
         assert [row["ratio"] for row in regime] == pytest.approx([ratio] * 5)
         peaks = [row["peak_bytes"] for row in regime]
         assert peaks == sorted(peaks)
@@ -66,13 +66,13 @@ def test_stream_comes_near_the_bound_in_every_row(tmp_path: Path, capsys: pytest
 @pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes half a minute: in make soak")
 def test_peers_compares_those_that_run_and_lists_those_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["bench", "peers", "--device", "sim", "--out", str(tmp_path), "--shares", "0.5"]
-    assert ballast.commands.main.main([*arguments, "--only", "ballast,naive,block-streamer"]) == 0
+    assert ballast.commands.main.main([*arguments, "--only", "ballast,naive,cache-dit"]) == 0
     found = results(tmp_path, "peers-sim-tiny")
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == ["resident", "ballast 0.50", "naive", "block-streamer"]
-    refused = rows.pop("block-streamer")["error"]
+    assert list(rows) == ["resident", "ballast 0.50", "naive", "cache-dit 0.50"]
+    refused = rows.pop("cache-dit 0.50")["error"]
     assert refused.startswith(("ModuleNotFoundError", "ValueError"))
-    assert f"block-streamer: {refused}" in capsys.readouterr().out
+    assert f"cache-dit 0.50: {refused}" in capsys.readouterr().out
     assert rows["resident"]["copied_bytes"] == 0
     for name in ("ballast 0.50", "naive"):
         assert rows[name]["difference"] == 0
@@ -91,23 +91,25 @@ def test_rows_of_a_published_model_are_what_the_solver_says() -> None:
     loads, whole = uneven(), 60 * 2**20
     rows = list(published.solve("x", loads))
     shares = (0.25, 0.5, 0.75, 1.0)
-    assert [(row.compute_over_transfer, row.ram_share, row.residency) for row in rows] == [
+    assert [(row["compute_over_transfer"], row["ram_share"], row["residency"]) for row in rows] == [
         (ratio, share, tenths / 10) for ratio in (0.25, 0.5, 1, 2) for share in shares for tenths in range(11)
     ]
     copying = whole / 25e9
     for row in rows:
-        assert row.model == "x"
-        computing = row.compute_over_transfer * copying
+        assert row["model"] == "x"
+        computing = row["compute_over_transfer"] * copying
         # Besides its share the device has 10 MB for the ring. RAM has its windows, which hold no weights.
-        missing = (1 - row.residency) * whole - 10 * 2**20
-        least = max(computing, missing / 25e9, (missing - row.ram_share * whole) / 3e9 if row.ram_share < 1 else 0)
-        assert least <= row.bound_seconds * (1 + 1e-6)
-        assert row.bound_seconds <= row.step_seconds * (1 + 1e-9)
-        assert row.over_bound == row.step_seconds / row.bound_seconds
+        missing = (1 - row["residency"]) * whole - 10 * 2**20
+        least = max(
+            computing, missing / 25e9, (missing - row["ram_share"] * whole) / 3e9 if row["ram_share"] < 1 else 0
+        )
+        assert least <= row["bound_seconds"] * (1 + 1e-6)
+        assert row["bound_seconds"] <= row["step_seconds"] * (1 + 1e-9)
+        assert row["over_bound"] == row["step_seconds"] / row["bound_seconds"]
     for ratio in published.RATIOS:
         for share in shares:
-            found = (row for row in rows if (row.compute_over_transfer, row.ram_share) == (ratio, share))
-            steps = [row.step_seconds for row in found]
+            found = (row for row in rows if (row["compute_over_transfer"], row["ram_share"]) == (ratio, share))
+            steps = [row["step_seconds"] for row in found]
             assert steps == sorted(steps, reverse=True)
             assert steps[-1] == pytest.approx(ratio * copying)
     facts = published.facts("x", loads)
@@ -127,7 +129,8 @@ def test_what_a_step_computes_is_that_of_a_run(tiny_folders: Callable[[str], Pat
 
 @pytest.mark.skipif(not os.environ.get("BALLAST_SOAK"), reason="takes long: in make soak")
 def test_a_published_model_is_opened_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert published.run(tmp_path, ["NewBie-image-Exp0.1"], (0.0, 0.5, 1.0), (0.5,)) == 0
+    request = {"models": ["NewBie-image-Exp0.1"], "residencies": (0.0, 0.5, 1.0), "ratios": (0.5,)}
+    assert harness.show("published", request, tmp_path) == 0
     found, said = results(tmp_path, "stream"), capsys.readouterr().out
     (facts,) = found["models"]
     assert 6.4 * 2**30 < facts["weight_bytes"] < 6.6 * 2**30
@@ -204,15 +207,15 @@ def test_load_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     arguments = ["bench", "load", "--gb", "0.001", "--folder", str(tmp_path), "--out", str(tmp_path)]
     monkeypatch.setattr(load, "WAYS", {"by hand": None})
     assert ballast.commands.main.main(arguments) == 1
-    assert capsys.readouterr().err == "ballast: by hand failed: ended with status 1: KeyError: 'by hand'\n"
+    assert capsys.readouterr().err == "ballast: by hand failed: KeyError: 'by hand'\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_written_have_no_nan_and_are_those_of_the_module(tmp_path: Path) -> None:
-    width = load_worker.width_of(2e6)
+    width = load.width_of(2e6)
     nbytes = load.write_weights(tmp_path / "model.safetensors", width)
     found = load_file(tmp_path / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == load_worker.names_of(width)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == load.names_of(width)
     assert sum(tensor.nbytes for tensor in found.values()) == nbytes
     assert len(found) > 200
     assert all(tensor.isfinite().all() for tensor in found.values())
@@ -222,4 +225,4 @@ def test_plans_are_judged_by_each_figure() -> None:
     row = {"imports": 4.0, "open": 4.5, "first": 19.0, "kept": 3.9, "again": 0.9, "rss_bytes": 10**9}
     assert plans.verdict(row) == "ok"
     for name, much in {"open": 4.7, "first": 20.1, "kept": 4.1, "again": 1.1, "rss_bytes": 3 * 10**9}.items():
-        assert plans.verdict(row | {name: much}) == f"TOO MUCH: {name}"
+        assert plans.verdict(row | {name: much}).startswith(f"TOO MUCH: {name} (< ")

@@ -8,7 +8,6 @@ from pathlib import Path
 import ballast.commands.main
 import pytest
 import torch
-from ballast.bench import codecs
 from ballast.memory.codecs.gguf import TYPES
 from ballast.memory.codecs.int8 import Int8
 
@@ -43,7 +42,7 @@ def test_other_bits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         out[-1] += len(calls)  # another at each call
 
     monkeypatch.setattr(Int8, "_decode", wrong)
-    assert codecs.run("cpu", 0.05, 1, tmp_path) == 1
+    assert ballast.commands.main.main(arguments(tmp_path)) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "OTHER BITS" in line] == ["int8"]
 
 

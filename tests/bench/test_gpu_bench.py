@@ -12,10 +12,8 @@ from typing import Any
 import ballast.commands.main
 import pytest
 import torch
-from ballast.bench import apart, gpu
-from ballast.bench.gpu import jobs, page, picture, tables, tests
-from ballast.bench.gpu.jobs import Job
-from ballast.bench.gpu.section import Section
+from ballast.bench import charts, gpu, harness, report, tests
+from ballast.bench.gpu import Job, page
 from ballast.bench.places import RESULTS
 from ballast.memory import simulated
 from PIL import Image
@@ -48,10 +46,10 @@ def test_a_dry_run_fills_every_table_within_four_minutes(tmp_path: Path, capsys:
     assert spent() - before < 2 * 240 * 0.75, "two at a time, on two cores that do little else"
     found, said = read(tmp_path), capsys.readouterr().out
     assert str(tmp_path) not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
-    assert (found["dry"], found["device"], list(found["sections"])) == (True, "sim", list(jobs.JOBS))
+    assert (found["dry"], found["device"], list(found["sections"])) == (True, "sim", list(gpu.JOBS))
     for name, one in found["sections"].items():
-        assert one["rows"] and not tables.lines(one), (name, one)
-        for column in tables.COLUMNS[one["worker"]]:
+        assert one["rows"] and not report.lines(one), (name, one)
+        for column in harness.SECTIONS[one["section"]].columns:
             told = [row for row in one["rows"] if row.get(column) is not None]
             assert told or (name, column) in EMPTY, (name, column)
         assert f"== {name}, " in said
@@ -63,7 +61,9 @@ def test_a_dry_run_fills_every_table_within_four_minutes(tmp_path: Path, capsys:
     )
     assert rows["ballast as naive"]["times_as_fast"] > 1
     assert all(row["outcome"] == "passed" for row in found["sections"]["tests"]["rows"])
-    for row in found["sections"]["plans"]["rows"]:
+    plans = found["sections"]["plans"]["rows"]
+    assert [row["stage"] for row in plans] == ["encode", "sample", "decode"] * 3
+    for row in plans:
         assert max(row["peak_bytes"], row["planned_bytes"]) <= row["budget_bytes"] and row["is_kept"], row
         assert row["over_planned"] == pytest.approx(1, abs=0.05), row
     for row in found["sections"]["decode"]["rows"]:
@@ -74,7 +74,9 @@ def test_a_dry_run_fills_every_table_within_four_minutes(tmp_path: Path, capsys:
 
 
 # Of the only peer of a dry run's HiDream there is none to be compared with.
+# Only ways of an article have its figures, and only compiled ones recompile.
 EMPTY = {("hidream-peers", "difference"), ("hidream-peers", "times_as_fast")}
+EMPTY |= {("plans", column) for column in ("recompiles", "article", "note")} | {("tests", "why")}
 
 
 def check_engine(sections: dict[str, Any]) -> None:
@@ -102,25 +104,25 @@ def test_a_section_that_breaks_says_so_and_the_others_go_on(
     engine = {"size": "tiny", "ratios": [1.0], "weights": ["auto"]}
     broken = {
         "missing": Job("nothing", 1, 1),
-        "at once": Job("engine", 1, 1, {**engine, "size": "huge", "shares": []}),
-        "in a row": Job("engine", 1, 1, {**engine, "shares": [math.nan, 0.5]}),
-        "good": Job("engine", 1, 1, {**engine, "shares": [0.5]}),
-        "card": jobs.JOBS["card"],
+        "at once": Job("stream", 1, 1, {**engine, "size": "huge", "shares": []}),
+        "in a row": Job("stream", 1, 1, {**engine, "shares": [math.nan, 0.5]}),
+        "good": Job("stream", 1, 1, {**engine, "shares": [0.5]}),
+        "card": gpu.JOBS["card"],
     }
-    monkeypatch.setattr(jobs, "JOBS", broken)
+    monkeypatch.setattr(gpu, "JOBS", broken)
     assert run(tmp_path, "--dry") == 1
     sections, said = read(tmp_path)["sections"], capsys.readouterr().out
     assert list(sections) == list(broken)
-    assert sections["missing"]["error"].endswith("ModuleNotFoundError: No module named 'ballast.bench.gpu.nothing'")
+    assert sections["missing"]["error"] == "ModuleNotFoundError: No module named 'ballast.bench.nothing'"
     assert sections["at once"]["error"] == "KeyError: 'huge'"
     assert [row["share"] for row in sections["in a row"]["rows"]] == [None, 0.5]
     assert len(notes := sections["in a row"]["notes"]) == 1
     assert re.fullmatch(r"auto, \d+ tokens, nan%: ValueError: cannot convert float NaN to integer", notes[0])
     assert [row["share"] for row in sections["good"]["rows"]] == [None, 0.5]
     for name in ("card", "good"):
-        assert not tables.lines(sections[name]), name
+        assert not report.lines(sections[name]), name
     for name in ("missing", "at once", "in a row"):
-        for line in tables.lines(sections[name]):
+        for line in report.lines(sections[name]):
             assert "\n" not in line and f"! {line}" in said
 
 
@@ -128,43 +130,43 @@ def test_a_section_that_breaks_says_so_and_the_others_go_on(
 
 
 def test_time_that_a_section_leaves_goes_to_those_after_it() -> None:
-    names, left, took = jobs.chosen(None), 530.0, {}
+    names, left, took = gpu.chosen(None), 530.0, {}
     while names:
-        took[names[0]] = jobs.share(names, left)
+        took[names[0]] = gpu.share(names, left)
         left -= took[names.pop(0)]
-    assert left == pytest.approx(0) and all(took[name] >= jobs.JOBS[name].least for name in took)
-    assert jobs.share(["newbie", "tests"], 100) + jobs.share(["tests"], 100) > 150
-    assert jobs.chosen(["decode"]) == ["card", "decode"]
+    assert left == pytest.approx(0) and all(took[name] >= gpu.JOBS[name].least for name in took)
+    assert gpu.share(["newbie", "tests"], 100) + gpu.share(["tests"], 100) > 130
+    assert gpu.chosen(["decode"]) == ["card", "decode"]
 
 
 def test_what_has_no_time_is_left_out_in_a_line(tmp_path: Path) -> None:
-    one = gpu._section("plans", 3.0, False, tmp_path / "log")
-    assert one["error"] == "left out: it had 3 s, and wants 50"
+    one = gpu._measured("plans", 3.0, False, tmp_path / "log")
+    assert one["error"] == "left out: it had 3 s, and wants 45"
     assert "rows" not in one and not list(tmp_path.iterdir())
 
 
-def section(tmp_path: Path, dry: bool = False) -> Section:
-    return Section({"dry": dry, "seconds": 10}, tmp_path / "answer.json")
+def test_what_a_section_cannot_do_is_a_note_and_what_it_was_at_its_error() -> None:
+    saved: list[dict[str, Any]] = []
 
+    def run(dry: bool = False) -> harness.Run:
+        return harness.Run({"dry": dry, "seconds": 10}, saved.append)
 
-def test_what_a_section_cannot_do_is_a_note_and_what_it_was_at_its_error(tmp_path: Path) -> None:
-    to = section(tmp_path)
+    to = run()
     assert to.attempt("too much", 60, int) is None
     assert to.attempt("bad", 0, int, "x") is None
     to.row(step=1.0)
-    told = json.loads(to.answer.read_text("utf-8"))
-    assert told["notes"] == [
+    assert saved[-1]["notes"] == [
         "too much: left out, 10 s were left",
         "bad: ValueError: invalid literal for int() with base 10: 'x'",
     ]
-    assert told["error"] == "it ended in: bad" and told["rows"] == [{"step": 1.0}]
-    to.run(lambda _: None)
-    assert "error" not in json.loads(to.answer.read_text("utf-8"))
-    section(tmp_path).run(lambda _: None)
-    assert json.loads(to.answer.read_text("utf-8"))["error"] == "no row could be measured"
-    section(tmp_path).run(lambda _: exit("a library's own"))
-    assert json.loads(to.answer.read_text("utf-8"))["error"] == "SystemExit: a library's own"
-    assert section(tmp_path, dry=True).attempt("dry", 60, int, "3") == 3
+    assert saved[-1]["error"] == "it ended in: bad" and saved[-1]["rows"] == [{"step": 1.0}]
+    to.measure(lambda _: None)
+    assert "error" not in saved[-1]
+    run().measure(lambda _: None)
+    assert saved[-1]["error"] == "no row could be measured"
+    run().measure(lambda _: exit("a library's own"))
+    assert saved[-1]["error"] == "SystemExit: a library's own"
+    assert run(dry=True).attempt("dry", 60, int, "3") == 3
 
 
 def test_where_there_is_no_card_one_line_says_so(
@@ -217,7 +219,8 @@ CARD: dict[str, Any] = {
     "diffusers": "0.42.1",
     "sections": {
         "newbie": {
-            "worker": "engine", "seconds": 9.0, "size": "newbie", "weight_bytes": 2**33, "notes": ["a | b: left `out`"],
+            "section": "stream", "seconds": 9.0, "size": "newbie", "weight_bytes": 2**33,
+            "notes": ["a | b: left `out`"],
             "overhead_us_per_group": {"cuda": 30.0},
             "rows": [
                 {"weights": "auto", "share": None, "ratio": 1.0, "tokens": 4096, "step": 0.5, "bound": 0.5,
@@ -226,7 +229,7 @@ CARD: dict[str, Any] = {
                  "over_bound": 1.2, "peak_bytes": 2**32, "is_equal": False},
             ],
         },
-        "decode": {"worker": "decode", "seconds": 0.0, "error": "left out: it had 3 s, and wants 25"},
+        "decode": {"section": "decode", "seconds": 0.0, "error": "left out: it had 3 s, and wants 25"},
     },
 }  # fmt: skip
 
@@ -257,7 +260,7 @@ def test_a_card_is_on_both_pages_in_the_same_words(tmp_path: Path) -> None:
         assert image and (tmp_path / place).parent.joinpath(image[1]).resolve() == results / "planted-card-9.png"
         parts.append(made.replace(image[1], ""))
     assert parts[0] == parts[1]
-    assert "| `auto` | `50%` | `1` | `0.6` | `0.5` | `1.2` | `4.00 GB` | `-` | `-` | `NO` |" in parts[0]
+    assert "| `auto` | `50%` | `1` | `0.6` | `-` | `0.5` | `1.2` | `4.00 GB` | `-` | `-` | `NO` |" in parts[0]
     assert "- `a / b: left 'out'`\n" in parts[0] and "- `left out: it had 3 s, and wants 25`\n" in parts[0]
     with pytest.raises(ValueError, match="0 places for cards"):
         page.fill("no marks", tmp_path / "docs" / "benchmarks.md", results)
@@ -266,19 +269,26 @@ def test_a_card_is_on_both_pages_in_the_same_words(tmp_path: Path) -> None:
 def test_a_picture_is_drawn_of_what_there_is() -> None:
     one, rows = CARD["sections"]["newbie"], CARD["sections"]["newbie"]["rows"]
     more = {**CARD, "sections": {"newbie": {**one, "rows": [*rows, {**rows[1], "share": 0.75}]}}}
-    sizes = [picture.draw(found).size for found in ({**CARD, "sections": {}}, CARD, more)]
+    sizes = [charts.card(found).size for found in ({**CARD, "sections": {}}, CARD, more)]
     assert sizes[0] == sizes[1] and sizes[2] > sizes[0] == (1080, 60), "of one share there is nothing to draw"
 
 
 @needs_sim
 @pytest.mark.long
 def test_a_process_that_is_stopped_leaves_what_it_had(tmp_path: Path) -> None:
-    request = {"dry": True, "seconds": 1, "size": "tiny", "ratios": [1.0], "weights": ["auto"], "shares": [0.5] * 500}
+    request = {
+        "dry": True,
+        "device": "sim",
+        "size": "tiny",
+        "ratios": [1.0],
+        "weights": ["auto"],
+        "shares": [0.5] * 500,
+    }
     log = tmp_path / "log"
     for seconds in (12, 25, 50, 100, 200):  # until the machine has come to the first row
-        found = apart.measure("gpu.engine", request, tmp_path, seconds, log=log)
+        found = harness.apart("stream", request, tmp_path, seconds, log=log)
         assert found["error"] == f"not done after {seconds} s"
-        assert log.read_text("utf-8").startswith("== gpu.engine")
+        assert log.read_text("utf-8").startswith("== stream")
         if found.get("rows"):
             break
     assert found["rows"][0]["share"] is None and len(found["rows"]) < 500

@@ -43,9 +43,9 @@ def test_the_file_is_what_the_solver_says_now() -> None:
     (written,) = (row for row in FOUND["models"] if row["model"] == name)
     assert (written["groups"], written["largest_bytes"]) == (len(loads.groups), max(loads.sizes))
     for row in published.solve(name, loads, (0.0, 0.1, 0.5), (1.0,), (0.5, 1.0)):
-        key = (row.model, row.residency, row.compute_over_transfer, row.ram_share)
+        key = tuple(row[name] for name in ("model", "residency", "compute_over_transfer", "ram_share"))
         (written,) = (
             r for r in FOUND["rows"] if (r["model"], r["residency"], r["compute_over_transfer"], r["ram_share"]) == key
         )
-        assert row.step_seconds == pytest.approx(written["step_seconds"], rel=1e-4)
-        assert row.bound_seconds == pytest.approx(written["bound_seconds"], rel=1e-4)
+        assert row["step_seconds"] == pytest.approx(written["step_seconds"], rel=1e-4)
+        assert row["bound_seconds"] == pytest.approx(written["bound_seconds"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import thumbnails
 import tiny
 import torch
 from adapters import lora_files
-from ballast.commands.arguments import lora
+from ballast.commands import batch, demo, generate, plan
+from ballast.commands.arguments import _tokenizer, expanded, lora
+from ballast.commands.batch import _paths
 from ballast.commands.images import open_image
 from ballast.memory import manager, simulated
 from ballast.pipelines.files.single import published
@@ -123,6 +126,23 @@ def test_generate_and_plan_with_loras(tiny_folders: Folders, tmp_path: Path, cap
 def test_a_lora_is_a_file_and_a_strength(text: str, meant: tuple[str, Any]) -> None:
     path, strength = lora(text)
     assert (str(path), strength) == meant
+
+
+def test_every_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ~ of --out=~/x.png, and quoted ones, as they are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for command in (generate, batch, plan, demo):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        kinds = {action.type for action in parser._actions} - {None, int, float}
+        assert kinds and all(
+            str(tmp_path / "x") in str(kind("clip=~/x" if kind is _tokenizer else "~/x")) for kind in kinds
+        )
+    assert lora("~/a.safetensors:0.5") == (tmp_path / "a.safetensors", 0.5)
+    (tmp_path / "a.png").touch()
+    assert _paths("~/a.png", tmp_path / "lists", "image") == [tmp_path / "a.png"]
+    assert expanded("~nobody-has-this-name/x") == Path("~nobody-has-this-name/x")
 
 
 def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: Path) -> None:

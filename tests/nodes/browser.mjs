@@ -119,7 +119,7 @@ async function layout (page, names) {
   return found
 }
 
-// What the nodes of a subgraph say once it is opened, that were run while it was closed: done, and failed.
+// What a closed subgraph says of the nodes in it, and what these say once it is opened: done, and failed.
 async function subgraph (page) {
   await page.evaluate(async ([pack, name]) => {
     const file = await fetch(`/api/workflow_templates/${pack}/${encodeURIComponent(name)}.json`)
@@ -128,14 +128,20 @@ async function subgraph (page) {
     app.graph.convertToSubgraph(new Set(app.graph._nodes.filter(({ type }) => inside.includes(type))))
   }, [PACK, DEMO])
   await execute(page, 'subgraph closed')
+  const closed = { done: await outer(page) }
   const done = await inner(page)
   await page.evaluate(() => {
     const { subgraph } = app.graph._nodes.find(({ subgraph }) => subgraph)
     subgraph._nodes.find(({ type }) => type === 'BallastSampler').widgets.find(({ name }) => name === 'denoise').value = 0.5
   })
   await execute(page, 'subgraph failed')
-  return { done, failed: await inner(page) }
+  closed.failed = await outer(page)
+  return { closed, done, failed: await inner(page) }
 }
+
+// What the subgraph itself says, in one line.
+const outer = (page) => page.evaluate(() => app.graph._nodes.find(({ subgraph }) => subgraph)
+  .widgets.find(({ name }) => name.startsWith('$$node-text'))?.value.replace(/\s+/g, ' '))
 
 // What the nodes in the subgraph say when it is opened, and closes it.
 async function inner (page) {
@@ -215,10 +221,17 @@ async function execute (page, name) {
   return { status: last?.status_str ?? 'never ended', pictures, texts, zoom, overlaps: await overlaps(page) }
 }
 
+const heightsOf = (page) => page.evaluate(() => Object.fromEntries(app.graph._nodes.map(({ type, size }) => [type, size[1]])))
+
 async function run (page) {
   const seen = await execute(page, 'demo')
+  const heights = [await heightsOf(page)]
+  await page.evaluate(() => app.loadGraphData(JSON.parse(JSON.stringify(app.graph.serialize()))))
+  await wait(1500)
+  await execute(page, 'demo again')
+  heights.push(await heightsOf(page))
   const note = await page.evaluate(() => app.graph._nodes.find(({ type }) => type === 'MarkdownNote').widgets[0].value)
-  return { ...seen, note, error: await fail(page) }
+  return { ...seen, heights, note, error: await fail(page) }
 }
 
 // A graph of any nodes, run, and as a laptop shows it. With the pictures themselves.

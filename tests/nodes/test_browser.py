@@ -131,13 +131,24 @@ def test_a_chinese_page_is_chinese(pages: dict[str, Any]) -> None:
             assert bool(re.search(r"[\u4e00-\u9fff]", text)) == chinese, text
 
 
-def test_nodes_of_a_closed_subgraph_say_what_they_did_once_it_is_open(pages: dict[str, Any]) -> None:
+@each_locale
+def test_a_saved_graph_is_as_high_after_the_next_run(locale: str, pages: dict[str, Any]) -> None:
+    first, again = pages[locale]["run"]["heights"]
+    assert again == first
+
+
+def test_nodes_of_a_closed_subgraph_say_what_they_did_on_it_and_once_it_is_open(pages: dict[str, Any]) -> None:
     """In the page's language; the page itself draws nothing in a graph that it does not show."""
     seen = pages["zh-CN"]["subgraph"]
-    for told in (*seen["done"].values(), *seen["failed"].values()):
+    for told in (*seen["done"].values(), *seen["failed"].values(), *seen["closed"].values()):
         assert re.search(r"[\u4e00-\u9fff]", told), told
     assert {"BallastTextEncode", "BallastSampler", "BallastFreeVRAM"} <= seen["done"].keys()
     assert "0.5" in seen["failed"]["BallastSampler"]
+    names = [
+        texts("zh-CN")[kind]["display_name"] for kind in ("BallastTextEncode", "BallastSampler", "BallastFreeVRAM")
+    ]
+    assert all(f"{name}: " in seen["closed"]["done"] for name in names), seen["closed"]
+    assert "0.5" in seen["closed"]["failed"] and "0.5" not in seen["closed"]["done"]
 
 
 @each_locale

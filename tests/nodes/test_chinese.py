@@ -8,14 +8,18 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram
 from ballast.nodes.load import LoadPipeline
+from ballast.nodes.native.model_plan import ModelPlan
+from ballast.nodes.native.model_weights import Weights
 from ballast.nodes.plan import VramPlan
 from ballast.nodes.report import VramReport
 from ballast.nodes.sample import Sampler
@@ -39,14 +43,7 @@ JOINTS = r"(?= from disk| \(planned| \(and| NaN| by default|is cut: |prompt is c
 # Parts that nodes do not show: in tables of plans, in the log, and in what another error puts in other words.
 ELSEWHERE = {
     "8, 12, 24 in vram_gb",
-    "ComfyUI expects",
     "_gb to",
-    "a method that was replaced",
-    "as ComfyUI expects",
-    "by a dry run",
-    "hooks or callbacks",
-    "its code allows no dry run, so seconds count copies alone",
-    "patches (LoRA) on",
     "the weights are not all on the device, where stripes need them",
     "this VAE fits neither whole nor in stripes",
 }
@@ -156,6 +153,19 @@ def test_what_nodes_say_is_chinese(sim: ModuleType) -> None:
         assert CHINESE.search(other) and not re.search("[A-Za-z]{2}", rest), (text, other)
         figures = [sorted(re.findall(r"\d+(?:\.\d+)?", words)) for words in (text, other)]
         assert figures[0] == figures[1], (text, other)
+
+
+@needs_node
+def test_what_a_plan_of_a_model_says_is_chinese() -> None:
+    weights = Weights((("float8_e4m3fn", 11 * 2**30), ("GGUF Q4_K", 2**20)), 304, 2**28)
+    plan = ModelPlan(
+        "Flux, 1024 x 1024; 5 latent frames; batch 2", torch.device("cuda:0"), weights, 2**30, 2**29, 0, ()
+    )
+    unknown = replace(plan, weights=replace(weights, patched=0), dry_run_bytes=None)
+    texts = [plan.title, *plan.facts(), *unknown.facts(), *map(plan.verdict, (2**34, 12 * 2**30, 2**33, 2**28))]
+    for text, told in zip(texts, translated([text if text[-1] == "." else f"{text}." for text in texts]), strict=True):
+        assert CHINESE.search(told) and not re.search(r"[a-z]+ [a-z]+ [a-z]+", told), (text, told)
+        assert not re.search(r"ComfyUI expects|weights|latent|batch|dry run", told), (text, told)
 
 
 @needs_node

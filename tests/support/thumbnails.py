@@ -1,4 +1,4 @@
-"""The templates' thumbnails, which README shows too: drawn from plans, and holding the figures that they show.
+"""The templates' thumbnails, which docs/models.md shows too: drawn from plans, and holding the figures that they show.
 
 UPDATE_THUMBNAILS=1 draws them anew.
 """

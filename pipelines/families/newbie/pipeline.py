@@ -15,7 +15,7 @@ from torch import nn
 from ....memory.weights.stored import file_identity
 from ...encoding.conditioning import Conditioning, pair
 from ...files.components import parse_dtype
-from ...files.lora_layouts import Converters
+from ...lora.weight_names import Converters
 from ...options import check_known
 from ...sampling.batches import for_batch, seeds_of
 from ...sampling.latents import StepCheck, check_noise

@@ -164,12 +164,15 @@ def _in_embedding(name: str) -> str:
 
 
 def _split_heads(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Stored]:
-    """With queries, keys and values apart: the converter does that for the published sizes only."""
+    """Return queries, keys and values apart: the converter does that for the published sizes only.
+
+    Names that only resemble those of such layers are split too, so that the converter meets none.
+    """
     width = config["hidden_size"] // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * width, config["num_kv_heads"] * width
     found = {}
     for name, at in stored.items():
-        if ".qkv." not in name:
+        if "qkv" not in name:
             found[name] = at
             continue
         rows = 0

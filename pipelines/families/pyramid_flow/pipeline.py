@@ -17,7 +17,7 @@ from ...decoding.policy import WayName
 from ...encoding.conditioning import Conditioning, pair, text_of
 from ...encoding.listening import encoder_title
 from ...files.components import parse_dtype, read_components
-from ...files.lora_layouts import Converters
+from ...lora.weight_names import Converters
 from ...options import check_known
 from ...sampling.batches import for_batch, seeds_of
 from ...sampling.latents import check_noise

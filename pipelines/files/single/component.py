@@ -150,11 +150,16 @@ def encoder_component(base: Component, path: Path) -> FileComponent:
 def _layout_for(base: Component, single: SingleFile) -> Layout:
     assert single.layout is not None
     if base.cls.__name__ not in single.layout.classes:
-        raise ValueError(
-            f"{single.path} is {single.title}, but {base.folder.parent} has {base.cls.__name__}. "
-            "Give a file of that class, or the folder of the file's own model as base."
-        )
+        raise ValueError(another_model(single, base.folder.parent, base.cls.__name__))
     return single.layout
+
+
+def another_model(single: SingleFile, base: Path, name: str) -> str:
+    """Return what is wrong with a file whose model is not the class `name` of a base."""
+    return (
+        f"{single.path} is {single.title}, but {base} has {name}. "
+        "Give a file of that class, or the folder of the file's own model as base."
+    )
 
 
 def _checked(component: FileComponent) -> FileComponent:

@@ -13,7 +13,7 @@ import torch
 
 from ..components import Component, names_class
 from ..trust import component_class
-from .component import FileComponent, encoder_component, transformer_component, vae_component
+from .component import FileComponent, another_model, encoder_component, transformer_component, vae_component
 from .contents import SingleFile, holds_vae, read_single, type_of
 from .encoders import unprojected
 from .processors import PairedProcessor
@@ -105,6 +105,13 @@ class GivenFiles:
         what = usual_encoder(title, base.name, base.cls.__name__, parts)
         said = "has a file that is chosen already" if again else "is not chosen"
         return f"{_ENCODER}_{count + 1} {said}: {title} needs {what}."
+
+    def check_base(self, folder: Path, index: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, for a base of another model, before its other parts are asked for."""
+        single = _read(self.transformer, None)
+        entry: Any = index.get(_TRANSFORMER)
+        if names_class(entry) and single.layout and entry[1] not in single.layout.classes:
+            raise ValueError(another_model(single, folder, entry[1]))
 
     def check_read(self, found: Iterable[Component]) -> None:
         """Raise ValueError, in one line, for a file that is no part of the pipeline."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import namedtuple
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +14,9 @@ from ballast.memory.host import management as host
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.free import FreeVram, Held, compose, free
-from ballast.nodes.native import key as native_key
-from ballast.nodes.native.clip import encode_prompts, native_cache, pack, unpack
-from ballast.nodes.native.digest import NoDigestError, digest, plain
-from ballast.nodes.native.key import encoding_keys, weights_digest
-from ballast.nodes.native.vae import float32_copy
-from ballast.pipelines.encoding import embedding_cache
-from ballast.pipelines.encoding.embedding_cache import EmbeddingCache
+from ballast.nodes.native import clip as native_clip
+from ballast.nodes.native.clip import encode_prompts
+from ballast.nodes.native.module_copies import float32_copy
 from comfy_execution.graph_utils import ExecutionBlocker
 from host import page, run_node
 from node_runner import native_models
@@ -31,41 +26,18 @@ Kept = namedtuple("Kept", ["weight", "inplace_update"])
 
 
 class Encoder(nn.Module):
-    """As much of a host's encoder as the key looks at."""
+    """As much of a host's encoder as the nodes look at."""
 
-    __module__ = "comfy.pretended"
-
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.linear = nn.Linear(3, 3, bias=False)
-        self.register_buffer("table", torch.arange(3))
-        self.zero_out_masked = False
-        self.layer_idx = None
-
-    def reset_clip_options(self) -> None:
-        self.layer_idx = None
-
-    def encode_token_weights(self, tokens: Any) -> None: ...
 
 
 class Patcher:
-    __module__ = "comfy.pretended"
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.patches: dict[str, Any] = {}
-        self.patches_uuid = object()
         self.backup: dict[str, Any] = {}
-        self.object_patches_backup: dict[str, Any] = {}
-        self.object_patches = {"manual_cast_dtype": torch.float32}
-        self.model_options: dict[str, Any] = {"transformer_options": {}}
-        self.callbacks: dict[str, Any] = {"on_load": {}}
-        self.forced_hooks = None
         self.load_device = torch.device("cpu")
-
-    def model_dtype(self) -> torch.dtype:
-        return torch.float16
 
     def loaded_size(self) -> int:
         return 0
@@ -75,188 +47,17 @@ class Patcher:
 
 
 class Clip:
-    __module__ = "comfy.pretended"
-
-    def __init__(self, seed: int = 0) -> None:
-        self.cond_stage_model = Encoder(seed)
+    def __init__(self) -> None:
+        self.cond_stage_model = Encoder()
         self.patcher = Patcher(self.cond_stage_model)
-        self.tokenizer = object()
-        self.layer_idx = None
-        self.tokenizer_options: dict[str, Any] = {}
-        self.encoded: list[Any] = []
+        self.encoded: list[str] = []
 
-    def tokenize(self, text: str) -> dict[str, Any]:
-        return {"l": [[(ord(letter), 1.0) for letter in text]]}
+    def tokenize(self, text: str) -> str:
+        return text
 
-    def encode_from_tokens_scheduled(self, tokens: Any) -> list[list[Any]]:
-        return [[torch.full((1, 2, 3), float(len(tokens["l"][0]))), {"pooled_output": torch.ones(1, 3)}]]
-
-
-Encoder.encode_token_weights.__module__ = "comfy.pretended"
-
-
-def key_of(clip: Clip, text: str = "a boat") -> str | None:
-    return encoding_keys(clip, [clip.tokenize(text)])[0]
-
-
-# The key
-
-
-def test_key_is_of_content_not_of_objects() -> None:
-    assert key_of(Clip()) == key_of(Clip()) is not None
-    assert key_of(Clip()) != key_of(Clip(seed=1))
-    assert key_of(Clip()) != key_of(Clip(), "a boot")
-
-
-def add_patch(clip: Clip, value: float = 1.0, strength: float = 1.0) -> None:
-    patch = ("diff", (torch.full((3, 3), value),))
-    clip.patcher.patches = {"linear.weight": [(strength, patch, 1.0, None, None)]}
-    clip.patcher.patches_uuid = object()
-
-
-CHANGES: dict[str, Callable[[Clip], Any]] = {
-    "clip skip": lambda clip: setattr(clip, "layer_idx", -2),
-    "tokenizer option": lambda clip: clip.tokenizer_options.update(min_length=1),
-    "model option": lambda clip: clip.patcher.model_options.update(scale=2),
-    "compute type": lambda clip: clip.patcher.object_patches.update(manual_cast_dtype=torch.bfloat16),
-    "attribute": lambda clip: setattr(clip.cond_stage_model, "zero_out_masked", True),
-    "weight": lambda clip: clip.cond_stage_model.linear.weight.data.add_(1e-6),
-    "buffer": lambda clip: clip.cond_stage_model.table.add_(1),
-    "type of a weight": lambda clip: clip.cond_stage_model.half(),
-    "training": lambda clip: clip.cond_stage_model.eval(),
-    "patch": add_patch,
-    "patch of another strength": lambda clip: add_patch(clip, strength=0.5),
-    "patch of other values": lambda clip: add_patch(clip, value=2.0),
-    "device": lambda clip: setattr(clip.patcher, "load_device", torch.device("cuda")),
-}
-
-
-def test_whatever_changes_the_result_changes_the_key() -> None:
-    keys = {"nothing": key_of(Clip())}
-    for name, change in CHANGES.items():
-        change(clip := Clip())
-        keys[name] = key_of(clip)
-    assert None not in keys.values()
-    assert len(set(keys.values())) == len(keys), keys
-
-
-def test_where_weights_lie_does_not_change_the_key() -> None:
-    clip = Clip()
-    expected = key_of(clip)
-    patched = Clip()
-    original = patched.cond_stage_model.linear.weight
-    patched.patcher.backup["linear.weight"] = Kept(original.detach().clone(), False)
-    patched.cond_stage_model.linear.weight = nn.Parameter(original.detach() + 1)
-    assert key_of(patched) == expected, "a LoRA in place, its original set aside"
-    clip.cond_stage_model.manual_cast_dtype = torch.float32  # as the patcher sets it, and leaves it behind as None
-    assert key_of(clip) == expected
-    clip.cond_stage_model.manual_cast_dtype = None
-    assert key_of(clip) == expected
-    for attribute in ("comfy_cast_weights", "layer_idx", "execution_device", "seed_key", "_v"):
-        setattr(clip.cond_stage_model, attribute, object())
-        assert key_of(clip) == expected, attribute
-
-
-class Foreign(nn.Linear):
-    """Of another pack, whose version nobody knows here."""
-
-
-WITHOUT_KEY: dict[str, Callable[[Clip], Any]] = {
-    "hooks": lambda clip: setattr(clip.patcher, "forced_hooks", object()),
-    "callback": lambda clip: clip.patcher.callbacks.update(on_load={"": [print]}),
-    "wrapper": lambda clip: setattr(clip.patcher, "weight_wrapper_patches", {"linear.weight": [print]}),
-    "function in options": lambda clip: clip.patcher.model_options.update(wrapper=lambda: None),
-    "foreign module": lambda clip: setattr(clip.cond_stage_model, "linear", Foreign(3, 3)),
-    "replaced method": lambda clip: setattr(clip.cond_stage_model, "encode_token_weights", lambda tokens: None),
-    "forward hook": lambda clip: clip.cond_stage_model.linear.register_forward_hook(lambda *_: None),
-    "unknown attribute": lambda clip: setattr(clip, "apply_hooks_to_conds", object()),
-    "meta weight": lambda clip: clip.cond_stage_model.to("meta"),
-    "patch by function": lambda clip: clip.patcher.patches.update(x=[(1.0, ("diff",), 1.0, None, lambda a: a)]),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_KEY)
-def test_what_has_no_safe_digest_has_no_key(name: str, tmp_path: Path) -> None:
-    WITHOUT_KEY[name](clip := Clip())
-    assert key_of(clip) is None
-    encoded = encode_prompts(clip, ["a boat"], EmbeddingCache(tmp_path))
-    assert encoded.summary.endswith("; not cached")
-    assert encoded.conditionings[0][0][0][0, 0, 0] == 6
-    assert not list(tmp_path.iterdir())
-
-
-def test_tokens_may_hold_tensors_but_not_anything() -> None:
-    def with_token(token: Any) -> str | None:
-        return encoding_keys(Clip(), [{"l": [[(token, 1.0)]]}])[0]
-
-    keys = {
-        with_token(token) for token in (7, torch.ones(3), torch.zeros(3), {"type": "embedding", "data": torch.ones(3)})
-    }
-    assert len(keys) == 4 and None not in keys
-    assert with_token(object()) is None
-
-
-def test_weights_are_read_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    digest_of = native_key.tensor_digest
-    monkeypatch.setattr(native_key, "tensor_digest", lambda tensor: read.append(tensor) or digest_of(tensor))
-    clip = Clip()
-    first = weights_digest(clip.patcher)
-    assert len(read) == 2
-    assert weights_digest(clip.patcher) == first == weights_digest(Patcher(clip.cond_stage_model))
-    assert len(read) == 2, "a clone of the patcher has the same model"
-    weights_digest(Clip().patcher)
-    assert len(read) == 4
-
-
-def test_types_are_told_apart() -> None:
-    values = [1, True, 1.0, "1", [1], (1,), {1}, {1: 1}, {"1": 1}, torch.tensor(1), torch.tensor([1]), torch.int64]
-    assert len({digest(value) for value in values}) == len(values)
-    assert plain({"b": 1, "a": 2}) == plain({"a": 2, "b": 1})
-    assert digest(torch.ones(2, 3).T) == digest(torch.ones(3, 2)), "content, not strides"
-    for value in (object(), len, lambda: 1, Foreign, nn.Linear(1, 1), torch.ones(1, device="meta")):
-        with pytest.raises(NoDigestError):
-            digest(value)
-
-
-# What is kept
-
-
-def test_extras_survive_the_disk_exactly(tmp_path: Path) -> None:
-    extras = {
-        "pooled_output": torch.randn(1, 3).bfloat16(),
-        "attention_mask": torch.tensor([[1, 0]]),
-        "parts": [torch.randn(2), torch.randn(3).half()],
-        "nothing": None,
-        "flag": True,
-        "count": 3,
-        "scale": 0.1 + 0.2,
-        "words": "a # b",
-    }
-    given = [[torch.randn(1, 2, 3).half(), extras]]
-    EmbeddingCache(tmp_path).put("key", pack(given, "a prompt"))  # type: ignore[arg-type]
-    found = EmbeddingCache(tmp_path).get("key")
-    assert found is not None
-    (embeddings, back), *more = unpack(found)
-    assert not more and list(back) == list(extras)
-    assert torch.equal(embeddings, given[0][0]) and embeddings.dtype == torch.float16
-    for name, value in extras.items():
-        pairs = zip(value, back[name], strict=True) if isinstance(value, list) else [(value, back[name])]
-        for before, after in pairs:
-            same = torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
-            assert same and type(before) is type(after), name
-            assert not isinstance(before, torch.Tensor) or before.dtype == after.dtype
-
-
-@pytest.mark.parametrize("extra", [object(), (1, 2), [1], [], {"a": 1}, torch.ones(1, device="meta")], ids=range(6))
-def test_what_cannot_be_stored_is_not_cached(extra: Any, tmp_path: Path) -> None:
-    clip = Clip()
-    given = [[torch.ones(1, 2, 3), {"hooks": extra}]]
-    clip.encode_from_tokens_scheduled = lambda tokens: given  # type: ignore[method-assign]
-    assert pack(given) is None
-    assert encode_prompts(clip, ["a boat"], EmbeddingCache(tmp_path)).conditionings == [given]
-    assert pack(given + given) is None, "a schedule"
-    assert not list(tmp_path.iterdir())
+    def encode_from_tokens_scheduled(self, tokens: str) -> list[list[Any]]:
+        self.encoded.append(tokens)
+        return [[torch.full((1, 2, 3), float(len(tokens))), {"pooled_output": torch.ones(1, 3), "hooks": object()}]]
 
 
 class Evictions(list):
@@ -271,20 +72,58 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> Evictions:
     return found
 
 
-def test_only_what_is_missing_is_encoded(tmp_path: Path, evicted: Evictions) -> None:
-    cache, clip = EmbeddingCache(tmp_path), Clip()
-    first = encode_prompts(clip, ["a boat", ""], cache)
-    assert evicted == [clip.patcher]
-    again = encode_prompts(Clip(), ["a boat", ""], EmbeddingCache(tmp_path))
+def test_only_what_is_missing_is_encoded(evicted: Evictions) -> None:
+    clip = Clip()
+    first = encode_prompts(clip, ["a boat", ""])
+    assert evicted == [clip.patcher] and clip.encoded == ["a boat", ""]
+    again = encode_prompts(clip, ["", "a boat"])
     assert again.summary == "from the cache, no encoder loaded"
-    assert len(evicted) == 1, "and the device is not touched"
-    for before, after in zip(first.conditionings, again.conditionings, strict=True):
-        assert torch.equal(before[0][0], after[0][0])
-        assert torch.equal(before[0][1]["pooled_output"], after[0][1]["pooled_output"])
+    assert len(evicted) == 1 and len(clip.encoded) == 2, "and the device is not touched"
+    for before, after in zip(first.conditionings, reversed(again.conditionings), strict=True):
+        assert before[0][0] is after[0][0] and before[0][1] == after[0][1]
+    encode_prompts(clip, ["a ship", ""])
+    assert clip.encoded == ["a boat", "", "a ship"]
+    other = Clip()  # a clone with a LoRA, say
+    encode_prompts(other, ["a boat", "a boat"])
+    assert other.encoded == ["a boat"]
+
+
+def test_later_nodes_may_change_what_they_get(evicted: Evictions) -> None:
+    clip = Clip()
+    for _ in range(2):
+        ((embeddings, beside),) = encode_prompts(clip, ["a boat"]).conditionings[0]
+        assert "strength" not in beside and embeddings.shape == (1, 2, 3)
+        beside["strength"] = 0.5
+    assert clip.encoded == ["a boat"]
+
+
+def test_only_the_newest_prompts_are_kept_and_none_of_a_clip_that_is_gone(evicted: Evictions) -> None:
+    clip = Clip()
+    for number in range(20):
+        encode_prompts(clip, [str(number), ""])
+    encode_prompts(clip, ["19", "6", ""])
+    assert len(clip.encoded) == 21, "the negative prompt was asked for all the time"
+    encode_prompts(clip, ["0"])
+    assert len(clip.encoded) == 22
+    before = len(native_clip._known)
+    del clip
+    evicted.clear()
+    gc.collect()
+    assert len(native_clip._known) == before - 1
+
+
+def test_embeddings_on_a_device_are_not_kept(evicted: Evictions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --gpu-only: nobody would count them there."""
+    clip, there = Clip(), torch.ones(1, 2, 3, device="meta")
+    monkeypatch.setattr(native_clip, "check_finite", lambda *_: None)
+    clip.encode_from_tokens_scheduled = lambda tokens: clip.encoded.append(tokens) or [[there, {}]]  # type: ignore
+    for _ in range(2):
+        assert encode_prompts(clip, ["a boat"]).conditionings[0][0][0] is there
+    assert clip.encoded == ["a boat", "a boat"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("it failed"), KeyboardInterrupt()], ids=repr)
-def test_encoder_leaves_when_it_fails(error: BaseException, tmp_path: Path, evicted: Evictions) -> None:
+def test_encoder_leaves_when_it_fails(error: BaseException, evicted: Evictions) -> None:
     clip = Clip()
 
     def fail(tokens: Any) -> Any:
@@ -292,16 +131,16 @@ def test_encoder_leaves_when_it_fails(error: BaseException, tmp_path: Path, evic
 
     clip.encode_from_tokens_scheduled = fail  # type: ignore[method-assign]
     with pytest.raises(type(error)):
-        encode_prompts(clip, ["a boat"], EmbeddingCache(tmp_path))
+        encode_prompts(clip, ["a boat"])
     assert evicted == [clip.patcher]
 
 
-def test_values_that_are_not_finite_are_told_and_not_kept(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_told_and_not_kept() -> None:
     clip = Clip()
     clip.encode_from_tokens_scheduled = lambda tokens: [[torch.full((1, 2, 3), torch.nan), {}]]  # type: ignore
-    with pytest.raises(ValueError, match="the text encoder made NaN"):
-        encode_prompts(clip, ["a boat"], EmbeddingCache(tmp_path))
-    assert not list(tmp_path.iterdir())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the text encoder made NaN"):
+            encode_prompts(clip, ["a boat"])
 
 
 def test_outputs_of_the_other_kind_are_blocked() -> None:
@@ -447,65 +286,33 @@ def test_encoding_is_that_of_the_host(prompt: str, card: ModuleType) -> None:
 def test_variants_are_told_apart_and_each_is_right(card: ModuleType) -> None:
     clip = native_models().clip()
     variants = [clip, clip_skip(clip), lora(clip), lora(clip, 0.5), clip_skip(lora(clip)), native_models().clip(seed=9)]
-    keys = {encoding_keys(each, [each.tokenize("a boat")])[0] for each in variants}
-    assert len(keys) == len(variants) and None not in keys
-    for each in variants:
+    for each in [*variants, *variants]:
         assert_same(encode(each, "a boat in variants")[0], by_host(each, "a boat in variants"))
-        # The next one is cloned from a model with another's patches in place: the host puts them back.
-        assert encoding_keys(each, [each.tokenize("a boat")])[0] in keys
     assert len({tuple(encode(each, "a boat in variants")[0][0][0].flatten().tolist()) for each in variants}) == 6
 
 
 @on_host
-def test_second_time_comes_from_the_cache_also_after_a_restart(card: ModuleType) -> None:
-    positive, _, _ = encode(lora(native_models().clip()), "again and again")
-    for restart in (False, True):
-        if restart:
-            embedding_cache._shared.clear()
-        card.reset_stats()
-        clip = lora(native_models().clip())  # loaded anew: nothing but its content says that it is the same
-        again, _, text = encode(clip, "again and again")
-        assert text == "from the cache, no encoder loaded"
-        assert card.stats().h2d_bytes == card.stats().peak_bytes == 0
-        assert_same(again, positive)
-        assert_same(again, by_host(clip, "again and again"))
-        unload()
+def test_second_time_comes_from_the_cache(card: ModuleType) -> None:
+    clip = lora(native_models().clip())
+    positive, _, _ = encode(clip, "again and again")
+    card.reset_stats()
+    again, _, text = encode(clip, "again and again")
+    assert text == "from the cache, no encoder loaded"
+    assert card.stats().h2d_bytes == card.stats().peak_bytes == 0
+    assert_same(again, positive)
+    assert_same(again, by_host(clip, "again and again"))
+    unload()
 
 
 @on_host
-def test_key_is_the_same_with_patches_in_place(card: ModuleType) -> None:
-    clip = native_models().clip()
-    patched = lora(clip)
-    expected = encoding_keys(clip, [clip.tokenize("a boat")])
-    by_host(patched, "a boat")  # which leaves the patched weights on the device
-    assert patched.patcher.backup
-    native_key._weights.clear()
-    assert encoding_keys(clip, [clip.tokenize("a boat")]) == expected
-
-
-@on_host
-def test_textual_inversion_counts_by_its_content(card: ModuleType) -> None:
-    clip = native_models().clip()
-    keys = []
-    for value in (1.0, 2.0):
-        tokens = clip.tokenize("a boat")
-        tokens["l"][0][1] = (torch.full((64,), value), 1.0)
-        keys.append(encoding_keys(clip, [tokens])[0])
-    assert keys[0] != keys[1] and None not in keys
-
-
-@on_host
-def test_hooks_are_encoded_but_not_cached(card: ModuleType) -> None:
+def test_hooks_are_handed_on(card: ModuleType) -> None:
     import comfy.hooks
 
     clip = native_models().clip().clone()
     clip.apply_hooks_to_conds = comfy.hooks.HookGroup()
     clip.apply_hooks_to_conds.add(comfy.hooks.WeightHook())
-    before = len(list(native_cache().directory.glob("*")))
-    positive, _, text = encode(clip, "with hooks")
-    assert text.endswith("; not cached")
+    positive, _, _ = encode(clip, "with hooks")
     assert positive[0][1]["hooks"] is clip.apply_hooks_to_conds
-    assert len(list(native_cache().directory.glob("*"))) == before
     assert card.stats().allocated_bytes == 0
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ballast.memory.reports.host_models import host_model_reports
 from ballast.nodes.budget import VramBudget
-from ballast.nodes.native import budget as native_budget
+from ballast.nodes.native import model_budget as native_budget
 from ballast.nodes.plan import VramPlan
 from conftest import HOST
 from host import page, run_node

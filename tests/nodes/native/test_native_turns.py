@@ -33,10 +33,14 @@ def host(server: HostServer) -> HostServer:
     return server
 
 
-def graph(budget: float | None = None, seed: int = 0, strength: float = 0.7) -> dict[str, Any]:
-    """A checkpoint, two LoRAs, a ControlNet and KSampler, with a budget in MB; None where the node is muted."""
+def graph(budget: float | None = None, seed: int = 0, strength: float | None = None) -> dict[str, Any]:
+    """A checkpoint, two LoRAs unless strength is None, a ControlNet and KSampler, with a budget in MB.
+
+    None where the node is muted.
+    """
     sampling = {"steps": 2, "cfg": 4.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
-    last = "second" if budget is None else "budget"
+    patched = "unet" if strength is None else "second"
+    last = patched if budget is None else "budget"
     control = {"strength": 0.9, "start_percent": 0.0, "end_percent": 1.0}
     conditionings = {"positive": ["encode", 1], "negative": ["encode", 2]}
     applied = {"positive": ["apply", 0], "negative": ["apply", 1], "latent_image": ["empty", 0]}
@@ -44,8 +48,6 @@ def graph(budget: float | None = None, seed: int = 0, strength: float = 0.7) -> 
         "clip": loaded("Clip"),
         "encode": encoding(),
         "unet": loaded("HalfUnet", seed, width=64),
-        "first": node("TestAddLora", model=["unet", 0], seed=1, strength=0.7),
-        "second": node("TestAddLora", model=["first", 0], seed=2, strength=strength),
         "net": loaded("Control", width=64),
         "hint": node("EmptyImage", width=64, height=64, batch_size=1, color=0x336699),
         "apply": node("ControlNetApplyAdvanced", control_net=["net", 0], image=["hint", 0], **control, **conditionings),
@@ -53,8 +55,11 @@ def graph(budget: float | None = None, seed: int = 0, strength: float = 0.7) -> 
         "sample": node("KSampler", model=[last, 0], seed=5, **sampling, **applied),
         "seen": seen("sample", 0),
     }
+    if strength is not None:
+        found["first"] = node("TestAddLora", model=["unet", 0], seed=1, strength=0.7)
+        found["second"] = node("TestAddLora", model=["first", 0], seed=2, strength=strength)
     if budget is not None:
-        found["budget"] = node("BallastVramBudget", model=["second", 0], vram_gb=budget / 1024)
+        found["budget"] = node("BallastVramBudget", model=[patched, 0], vram_gb=budget / 1024)
     return found
 
 
@@ -89,7 +94,7 @@ def test_budget_turned_between_runs(host: HostServer) -> None:
             continue
         text, held = said(host), host.device()["loaded"]
         assert peak(text) <= budget + 1.2, "what was there before has left"
-        assert ("over the target" in text) == (peak(text) > budget) and "LoRAs on" not in text
+        assert ("over the target" in text) == (peak(text) > budget)
         assert (held["BaseModel"] + held["ControlNet"] < whole) == (budget < 20), (budget, text)
     # Muted: all comes from the cache but the sampler, which runs as ever.
     assert latents(host.run(graph())) == plain
@@ -99,8 +104,10 @@ def test_budget_turned_between_runs(host: HostServer) -> None:
 
 
 def test_model_and_loras_turned_between_runs(host: HostServer) -> None:
-    turns = [{"seed": 0}, {"seed": 3}, {"seed": 3, "strength": -0.4}, {"seed": 0}]
-    with_budget = [latents(host.run(graph(16, **turn))) for turn in turns]
+    """All of the model fits the budget: where some of it does not, LoRAs are computed by ComfyUI as it likes."""
+    turns: list[dict[str, Any]] = [{"seed": 0, "strength": 0.7}, {"seed": 3, "strength": 0.7}]
+    turns += [{"seed": 3, "strength": -0.4}, {"seed": 0, "strength": 0.7}]
+    with_budget = [latents(host.run(graph(40, **turn))) for turn in turns]
     host.free()
     without = []
     for turn in turns[:3]:

@@ -57,6 +57,7 @@ NEWBIE = r"attention\.(qkv|out)|feed_forward|adaLN|time_text_embed\.1|clip_text_
         ("newbie", NEWBIE, "diffusion_model."),
         pytest.param("newbie", NEWBIE, "lora_unet_", marks=pytest.mark.long),
         ("pyramid", "attn.*to_", ""),
+        pytest.param("pyramid", "attn.*to_", "lora_unet_", marks=pytest.mark.long),
     ],
 )
 def test_official_names_are_as_if_merged(name: str, wanted: str, prefix: str, tmp_path: Path, sim: ModuleType) -> None:

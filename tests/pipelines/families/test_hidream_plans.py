@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_docs_tell_what_the_planner_says(planned: Callable[..., Any]) -> None:
     for gigabytes in (8, 12, 24):  # the table that `ballast plan` prints
         plan = planned("full", gigabytes)
         assert f"{plan.sampling.label}  {format_bytes(plan.peak_vram_bytes)}" in commands
+
+
+def test_the_drawing_of_stages_shows_a_plan(planned: Callable[..., Any]) -> None:
+    drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"), run_name="drawings")
+    shown = [figures for models in drawings["STAGES"].values() for _, *figures, _, _ in models]
+    pipe = planned.pipe("fast")  # type: ignore[attr-defined]
+    wholes = [unit.size_bytes for unit in (*pipe.encoders, *pipe.denoisers, pipe.decoder)]
+    plans = [plan for stage in planned("fast", drawings["BUDGET"]).stages for plan in stage.units]
+    for (whole, held, peak), nbytes, plan in zip(shown, wholes, plans, strict=True):
+        said = (nbytes / GIB, plan.weights_bytes / GIB, plan.peak_vram_bytes / GIB)
+        assert said == pytest.approx((whole, held, peak), abs=0.06)
 
 
 def test_docs_tell_what_too_little_ram_costs(planned: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import ballast
 import diffusers
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -281,6 +283,24 @@ def test_one_step_that_ends_at_pure_noise_is_refused(tiny_folders: Folders) -> N
     generator = torch.Generator("cpu").manual_seed(0)
     expected = whole("a cat", sigmas=[0.9], **size, generator=generator, output_type="np").images
     made = pipe.decode(pipe.sample(cond, steps=1, sigmas=[0.9], **size))
+    torch.testing.assert_close(made, torch.as_tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_a_schedule_says_how_many_steps_there_are(tiny_folders: Folders) -> None:
+    """Stock code follows the list and passes over the number of steps: another one is refused."""
+    pipe = ballast.open_pipeline(tiny_folders("qwenimage"), device="cpu")
+    cond, size, sigmas, seen = pipe.encode("a cat"), {"width": SIDE, "height": SIDE}, [1.0, 0.6, 0.2], []
+    for given in (sigmas, np.array(sigmas)):
+        for call in (pipe.plan, functools.partial(pipe.sample, cond)):
+            with pytest.raises(ValueError, match=r"^steps is 2, but sigmas has 3 values\. Leave steps out, or give"):
+                call(steps=2, sigmas=given, **size)
+    made = pipe.decode(
+        pipe.sample(cond, sigmas=sigmas, **size, on_step=lambda step, steps, _: seen.append((step, steps)))
+    )
+    assert seen[-1] == (3, 3)
+    whole = DiffusionPipeline.from_pretrained(tiny_folders("qwenimage"), local_files_only=True)
+    generator = torch.Generator("cpu").manual_seed(0)
+    expected = whole("a cat", sigmas=sigmas, **size, generator=generator, output_type="np").images
     torch.testing.assert_close(made, torch.as_tensor(expected), atol=1e-5, rtol=0)
 
 

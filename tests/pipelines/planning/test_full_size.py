@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bare_models
 import psutil
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_safetensors_takes_the_files(folders: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(("name", "billions", "shape"), [("newbie", 3.48, (2, 16, 128, 128)), ("pyramid", 1.972, None)])
 def test_bare_modules_run_on_meta(name: str, billions: float, shape: tuple[int, ...] | None) -> None:
-    module, arguments = full_size.BARE[name]()
+    module, arguments = bare_models.BARE[name]()
     assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
     assert all(t.is_meta for t in [*module.parameters(), *arguments.values()])
     with torch.no_grad():

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import ballast
+import bare_models
 import pytest
 import tiny
 import torch
@@ -125,6 +126,7 @@ _PLAN = """
 import sys, time
 import conftest
 import ballast
+import bare_models
 from ballast.bench.rss import peak_rss_bytes
 pipe = ballast.open_pipeline(sys.argv[1], device="cpu")
 begun = time.perf_counter()
@@ -155,10 +157,10 @@ def test_full_size_is_planned_in_seconds_and_without_weights(name: str, tmp_path
     assert peaks == sorted(peaks), "more room, more of the weights stay, no slower"
 
 
-@pytest.mark.parametrize("name", full_size.BARE)
+@pytest.mark.parametrize("name", bare_models.BARE)
 def test_full_size_transformers_without_a_pipeline(name: str) -> None:
     """NewBie and miniFlux: their own plan, from a call of the transformer alone."""
-    module, arguments = full_size.BARE[name]()
+    module, arguments = bare_models.BARE[name]()
     unit = ManagedModel(name, "transformer", lambda: module)
     sizes = sizes_of(unit)
 

@@ -10,6 +10,8 @@ from typing import Any
 import diffusers
 import tiny
 import torch
+from ballast.pipelines.lora.build import Branches, build
+from ballast.pipelines.lora.file import LoraFile
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file as load_file
 from safetensors.torch import save_file
@@ -38,6 +40,11 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     """A LoRA file."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, dict(metadata or {}))
     return path
+
+
+def read_lora(path: Path, pipeline_class: Any, modules: Mapping[str, nn.Module], **more: Any) -> Branches:
+    """The changes that a file makes to the modules of a pipeline."""
+    return build(LoraFile.open(path), pipeline_class, modules, **more)
 
 
 def transformer_of(folder: Path) -> nn.Module:

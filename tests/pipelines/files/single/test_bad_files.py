@@ -66,6 +66,16 @@ def test_a_base_of_a_family_with_files_of_its_own(tiny_folders: Folders, tmp_pat
     assert "NewbiePipeline" in said and "no base for" in said
 
 
+@pytest.mark.parametrize(("name", "kind"), [("wan", "WanT"), ("qwenimage", "QwenImageT"), ("hidream", "HiDreamImageT")])
+def test_a_base_of_another_model_is_told_before_its_encoders_are_asked_for(
+    name: str, kind: str, tiny_folders: Folders, tmp_path: Path
+) -> None:
+    path = flux(tiny_folders("flux"), tmp_path, dict)
+    (encoder := tmp_path / "clip_l.safetensors").write_bytes(b"")
+    said = refusal(path, base=(other := tiny_folders(name)), text_encoders=[encoder])
+    assert said.startswith(f"{path} is FLUX.1, but {other} has {kind}ransformer") and said.count(". ") == 1
+
+
 def test_a_base_without_its_config(tiny_folders: Folders, tmp_path: Path) -> None:
     path = flux(tiny_folders("flux"), tmp_path, dict)
     bare = base_of(tiny_folders("flux"), tmp_path / "bare")
