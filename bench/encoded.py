@@ -1,4 +1,4 @@
-"""A model's weights as they are held encoded, in RAM: what a file of them would have come to."""
+"""Modules with encoded weights, for benchmarks that build theirs in memory."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from ..memory.codecs.making import MAKERS
-from ..memory.weights.encoding import encoding_of, mark_made, part_spans, split
+from ..memory.codecs.converters import CONVERTERS
+from ..memory.weights.conversion import planned_codecs
+from ..memory.weights.encoding import EncodedWeight, encoding_of, mark_encoded, part_spans, split
 
 
 def encode(module: nn.Module, weights: str) -> None:
-    """Encode the weights of a module on the CPU that a maker's name, such as "exact12", is worth it for, for good.
+    """Encode the weights of a module on the CPU that a converter, such as "exact12", makes smaller, for good.
 
     All cores share the weights, each of which is encoded by one.
     """
-    maker, plain = MAKERS[weights], {}
-    mark_made(module, maker)
-    for owner in module.modules():
-        weight = owner._parameters.get("weight")
-        if weight is not None and encoding_of(weight):
-            plain[owner] = weight.detach()
-            owner._parameters["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-    mark_made(module, maker)
+    converter = CONVERTERS[weights]
 
-    def one(owner: nn.Module) -> None:
-        encoding = encoding_of(owner._parameters["weight"])  # type: ignore[arg-type]
+    def one(name: str) -> None:
+        path, _, key = name.rpartition(".")
+        weight = module.get_parameter(name).detach()
+        codec, parts = converter.encode(weight)
+        shown = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        module.get_submodule(path)._parameters[key] = shown
+        mark_encoded(module, {name: EncodedWeight(codec, ())})
+        encoding = encoding_of(shown)
         assert encoding is not None
-        encoding.codec, parts = maker.encode(plain.pop(owner))
-        encoding.flat, encoding.maker = torch.zeros(part_spans(encoding.codec)[1], dtype=torch.uint8), None
-        for view, part in zip(split(encoding.codec, encoding.flat), parts, strict=True):
+        encoding.flat = torch.zeros(part_spans(codec)[1], dtype=torch.uint8)
+        for view, part in zip(split(codec, encoding.flat), parts, strict=True):
             view.copy_(part.reshape(-1))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, list(plain)))
+        list(pool.map(one, planned_codecs(module, converter)))

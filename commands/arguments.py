@@ -70,18 +70,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, bf16, fp16 or fp32")
     parser.add_argument(
         "--weights",
-        help="how weights are held: auto (as stored), exact12 (bf16 in 12 bits, without loss), int8 or fp8",
+        help="how weights are held: auto (as stored), exact12 (bf16 in 12 bits, without loss), int8 or fp8; the first "
+        "run converts them, once, into files in the cache",
     )
     parser.add_argument(
         "--cache-encoded",
         action="store_true",
         default=None,
-        help="keep what --weights makes in files, to be read later",
+        help="has no effect any more: what --weights makes is always kept in files",
     )
-    parser.add_argument(
-        "--llama", type=expanded, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
-    )
-    parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
     parser.add_argument(
         "--lora",
         action="append",
@@ -95,6 +92,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="parts that LoRAs have weights for and the model has not, such as k_img,v_img: the rest runs without them",
     )
+    parser.add_argument("--controlnet", type=expanded, help="the folder of a ControlNet, which --control is for")
+    add_file_arguments(parser)
+
+
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the files and folders that a model is made of beside its own, for commands that open any model."""
+    parser.add_argument(
+        "--llama", type=expanded, help="HiDream-I1: the folder of Llama, if not text_encoder_4 in the model's"
+    )
+    parser.add_argument("--variant", help="HiDream-I1: full, dev or fast; Pyramid-Flow: 768p, 384p or image")
     parser.add_argument(
         "--base",
         type=expanded,
@@ -116,7 +123,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND=FOLDER",
         help="without --base, the folder of a tokenizer: clip, t5, umt5, qwen or llama; one --tokenizer each",
     )
-    parser.add_argument("--controlnet", type=expanded, help="the folder of a ControlNet, which --control is for")
     for part, of in (
         ("vae", "single files, NewBie and Pyramid-Flow"),
         ("gemma", "NewBie"),

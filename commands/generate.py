@@ -171,7 +171,7 @@ def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
 
 
 class _ReadingBar:
-    """Shows a bar for each model that is being read from disk."""
+    """Shows a bar for each model that is being read from disk, or converted."""
 
     def __init__(self) -> None:
         self._bars: dict[str, Any] = {}
@@ -179,10 +179,11 @@ class _ReadingBar:
     def __call__(self, event: Event, unit: ManagedModel) -> None:
         from tqdm import tqdm
 
-        if event.kind in ("read", "reading") and unit.name not in self._bars:
-            made = tqdm(desc=f"read {unit.name}", unit="B", unit_scale=True, leave=False, mininterval=0)
+        if event.kind in ("read", "reading", "converting") and unit.name not in self._bars:
+            doing = "convert" if event.kind == "converting" else "read"
+            made = tqdm(desc=f"{doing} {unit.name}", unit="B", unit_scale=True, leave=False, mininterval=0)
             self._bars[unit.name] = made
-        if (bar := self._bars.get(unit.name)) is None or event.kind not in ("read", "reading", "load"):
+        if (bar := self._bars.get(unit.name)) is None or event.kind not in ("read", "reading", "converting", "load"):
             return
         read = 0 if event.kind == "read" else event.bytes
         bar.total = event.bytes if event.kind == "read" else event.total_bytes or bar.total

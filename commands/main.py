@@ -1,4 +1,4 @@
-"""`ballast demo | generate | batch | plan | doctor | bench`: the parser, and errors in one line."""
+"""`ballast demo | generate | batch | plan | convert | doctor | bench`: the parser, and errors in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import batch, bench, demo, generate, plan
+from . import batch, bench, convert, demo, generate, plan
 from .streams import escape_unprintable
 
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ballast", description="Run diffusion transformers that do not fit in VRAM.")
-    commands = parser.add_subparsers(required=True, metavar="demo | generate | batch | plan | doctor | bench")
+    names = "demo | generate | batch | plan | convert | doctor | bench"
+    commands = parser.add_subparsers(required=True, metavar=names)
 
     drawing = commands.add_parser("demo", help="draw a picture with the bundled model")
     demo.add_arguments(drawing)
@@ -47,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     planning = commands.add_parser("plan", help="say what a run would take, and why, without loading anything")
     plan.add_arguments(planning)
     planning.set_defaults(run=plan.run)
+
+    converting = commands.add_parser(
+        "convert", help="write a model's weights in 12 or 8 bits to a file, to be run from"
+    )
+    convert.add_arguments(converting)
+    converting.set_defaults(run=convert.run)
 
     examining = commands.add_parser("doctor", help="say what this machine has, and what is missing")
     examining.set_defaults(run=_doctor)

@@ -222,15 +222,15 @@ class MemoryManager:
                 self._residency.evict(unit)
             unit.set_adapters(adapters)
 
-    def keep_made(self, units: Iterable[ManagedModel]) -> None:
-        """Encode the weights of units into their files (`made_file`), where these are missing.
+    def convert(self, units: Iterable[ManagedModel]) -> None:
+        """Convert the weights of units that are to be, where the files are missing. A leased unit stays as it is.
 
-        A disk that cannot be written is a warning. A leased unit stays as it is.
+        Raises OSError, in one line, if a file cannot be written.
         """
         with self._lock:
             for unit in units:
                 self.adopt(unit)
-                self._residency.keep_made(unit)
+                self._residency.convert(unit)
 
     def schedule(self, units: Sequence[ManagedModel] | None, host_roles: Sequence[Role] | None = None) -> None:
         """Set the units that will run, in order, as far as the graph tells; None when they are not known.

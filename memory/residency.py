@@ -33,7 +33,8 @@ from .reports.timeline import OnDevice, Timeline
 from .schedule import Schedule
 from .sizes import format_bytes
 from .vocabulary import ROLES, Role
-from .weights.made_file import trim_made
+from .weights.conversion import trim
+from .weights.reader import Look
 from .weights.unit import ManagedModel
 from .workload import Workload, WorkloadStats
 
@@ -414,29 +415,23 @@ class Residency:
                 self.evict(other)
         self.host_cache.load(unit, kind, nbytes, groups)
 
-    def keep_made(self, unit: ManagedModel) -> None:
-        """Encode a unit's weights into its `made_file`, if it has one that is missing on disk.
+    def convert(self, unit: ManagedModel) -> None:
+        """Convert a unit's weights into the file of its conversion, if it has one whose file is missing.
 
-        If the file cannot be written, the weights are encoded in RAM, until the pipeline is opened again.
+        Raises OSError, in one line, if the file cannot be written.
         """
-        if unit.made_file is None or unit.leases:
-            return
-        if unit.is_stale():
-            self.evict(unit)
-        unit.check_made()
-        if not (unmade := unit.unmade_bytes):
+        if unit.conversion is None or unit.leases or unit.is_converted():
             return
         self.evict(unit)
-        takes = format_bytes(unit.size_bytes)
-        log.warning("Ballast: encoding %s once, into a file of about %s: %s", unit.name, takes, unit.made_file)
-        try:
-            unit.keep_made(self.host_cache.read_callback(unit, unmade, "encoding"))
-        except OSError as error:
-            release_frames(error)
-            log.warning("Ballast: %s is encoded in RAM: %s", unit.name, error)
-            unit.made_file = None
-            return
-        trim_made(unit.made_file.parent, {other.made_file for other in self.units() if other.made_file})
+        path = unit.conversion.path
+
+        def begin(plain_bytes: int, wanted_bytes: int) -> Look:
+            takes = format_bytes(wanted_bytes, up=True)
+            log.warning("Ballast: converting %s once, into a file of about %s: %s", unit.name, takes, path)
+            return self.host_cache.read_callback(unit, plain_bytes, "converting")
+
+        unit.convert(begin)
+        trim(path.parent, {other.conversion.path for other in self.units() if other.conversion})
 
     def _room(self, unit: ManagedModel, evicting: bool = True) -> _Room:
         """Return the room for the weights of a unit.

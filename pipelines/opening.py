@@ -71,9 +71,9 @@ def open_pipeline(
     of the published models come with the pack, there is a file for every part, and `tokenizers` are folders by kind:
     "clip", "t5", "qwen", "llama", "gemma".
     `weights` "exact12" holds bfloat16 weights of encoders and transformers in 12 bits without loss, "int8" and "fp8" in
-    8 bits with a scale for each row, which changes pictures a little; they are encoded when they are read. "auto"
-    leaves them as they are stored. With `cache_encoded` what is made is kept in files in `cache_dir` when it first
-    runs, which take as much disk as the encoded weights do; runs read these, piece by piece where RAM is short.
+    8 bits with a scale for each row, which changes pictures a little. The first run converts them, once, into files in
+    `cache_dir` that take as much disk as the converted weights do, and runs read these. "auto" leaves weights as they
+    are stored. `cache_encoded` has no effect any more: what is converted is always kept.
     `loras` are LoRA files with their strengths, see `Pipeline.set_loras`.
     `controlnet` is the folder of a ControlNet for the model, whose picture is `control` of `sample`.
     `family` are arguments of the one family: HiDream-I1 takes `llama`, a folder, and `variant`; NewBie, opened by the
@@ -117,7 +117,7 @@ def open_pipeline(
     settings = Settings.of(vram, ram, keep)
     try:
         with paused_collector():  # the first of a family imports its classes
-            claims = Claims(device, cache, weights, cache_encoded)
+            claims = Claims(device, cache, weights)
             model = open_model(folder, dtype, claims, **shared, **family)
     except (LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # Of code that took a config for whole.

@@ -145,10 +145,10 @@ class Runner:
         """Return the forecast and the plan of a stage that is about to run here, as fields of `Stage`.
 
         Neither on the CPU where RAM holds all of each. Raises DoesNotFitError where it exceeds a stated budget, or
-        wants too much of the disk; where it could run in `parts`, also for one that nobody stated. Before, the files of
-        encoded weights are written that there are to be.
+        wants too much of the disk; where it could run in `parts`, also for one that nobody stated. Before, weights that
+        are to be converted are.
         """
-        self.manager.keep_made(units)
+        self.manager.convert(units)
         on_cpu, ram_bytes = strategy == "cpu" or self.manager.accelerator.is_cpu, self.ram_budget(None)
         if on_cpu and all(unit.size_bytes <= ram_bytes or not reads_groups(unit) for unit in units):
             return {}

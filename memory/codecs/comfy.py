@@ -4,17 +4,22 @@ The layouts are those of QUANTIZATION.md in ComfyUI's repository. A layer has `w
 named by a tensor `comfy_quant` beside it, or by `_quantization_metadata` in the header. Older files have `scale_weight`
 and a tensor `scaled_fp8`. In a model marked as scaled, an fp8 matrix without a scale is refused. Files without any mark
 or scale hold fp8 that was cast, which is read as it is.
+
+`exact12` is a format of Ballast in the same layout. `stored_form` is the inverse of reading, for files that Ballast
+writes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from .codec import Codec
+from .exact12 import Exact12
 from .fp8 import Fp8
 from .header import FP8, Header, Recognised, count_of_scales, expect, matched, parse, scale_type
 from .int8 import Int8, RotatedInt8
@@ -32,6 +37,8 @@ _PART = re.compile(
 )
 SCALES = tuple(f".{end}" for end in _WEIGHT_SCALES)
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # omitted by some writers in the metadata
+_EXACT12_ENDS = ("weight", *(f"weight_{part}" for part in ("codes", "exponents", "places", "values")))
+_MAX_SIZES = 8  # dimensions of a weight
 
 
 def layers(
@@ -108,8 +115,10 @@ def _layer(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtyp
     name, kind = f"{layer}.weight", config.get("format")
     if name not in header:
         raise ValueError(f"{name}: it is told to be {kind}, and is not there. Download the file again.")
+    if kind == Exact12.name:
+        return _exact12(header, layer, config, dtype)
     if not isinstance(kind, str) or kind not in _FORMATS:
-        known = ", ".join(_FORMATS)
+        known = ", ".join((*_FORMATS, Exact12.name))
         raise ValueError(f"{name}: it is quantised as {kind!r}; Ballast decodes {known}. Get the file in one of these.")
     scale = next((f"{layer}.{end}" for end in _WEIGHT_SCALES if f"{layer}.{end}" in header), f"{layer}.weight_scale")
     sources = (name, scale, f"{layer}.weight_scale_2") if kind == "nvfp4" else (name, scale)
@@ -121,6 +130,41 @@ def _layer(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtyp
         codec = _FORMATS[kind](weight, scales, config, dtype)
     except ValueError as error:
         raise ValueError(f"{name}: {error} Get another file.") from error
+    return matched(header, name, codec, sources)
+
+
+def stored_form(
+    layer: str, codec: Codec, parts: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], torch.Tensor]]]:
+    """Return how a file holds an encoded `layer.weight`: its configuration, and (dtype, shape, content) by name.
+
+    For fp8 and int8 with float32 scales, and exact12. Scales come first, so that they lie at multiples of 4 bytes.
+    """
+    if isinstance(codec, Exact12):
+        content: dict[str, tuple[str, tuple[int, ...], torch.Tensor]] = {}
+        for end, part in zip(_EXACT12_ENDS, parts, strict=True):
+            content[f"{layer}.{end}"] = "U8", (part.nbytes,), part
+        return {"format": codec.name, "shape": list(codec.shape)}, content
+    kind, dtype = ("int8_tensorwise", "I8") if isinstance(codec, Int8) else ("float8_e4m3fn", "F8_E4M3")
+    values, scales = parts
+    return {"format": kind}, {
+        f"{layer}.weight_scale": ("F32", (scales.numel(), 1), scales),
+        f"{layer}.weight": (dtype, codec.shape, values),
+    }
+
+
+def _exact12(header: Header, layer: str, config: dict[str, Any], dtype: torch.dtype) -> Recognised:
+    """Return the codec and sources of a weight in exact12, whose parts are stored as bytes."""
+    name, sources, shape = f"{layer}.weight", tuple(f"{layer}.{end}" for end in _EXACT12_ENDS), config.get("shape")
+    if any(header.get(source, {}).get("dtype") != "U8" for source in sources):
+        raise ValueError(f"{name}: a part of its 12 bits is missing. Download the file again.")
+    is_shape = isinstance(shape, list) and len(shape) <= _MAX_SIZES
+    if not is_shape or not all(type(size) is int and 0 < size < 2**31 for size in shape):  # type: ignore[union-attr]
+        raise ValueError(f"{name}: nothing tells its shape. Download the file again.")
+    try:
+        codec = Exact12(tuple(shape), dtype, prod(header[sources[-1]]["shape"]) // 2)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} Run it in bfloat16.") from error
     return matched(header, name, codec, sources)
 
 

@@ -39,6 +39,10 @@ class Exact12(Codec):
     name: ClassVar[str] = "exact12"
     chunk_bytes: ClassVar[int] = 2  # an index of 4 bytes for two weights, then sign and mantissa in 2 bytes each
 
+    def __post_init__(self) -> None:
+        if self.dtype != torch.bfloat16:
+            raise ValueError(f"{self.name} of {self.shape} holds bfloat16, not {self.dtype}.")
+
     @property
     def parts(self) -> tuple[Part, ...]:
         """Signs with mantissas, codes, the table of exponents, and the indices and values of the outliers."""

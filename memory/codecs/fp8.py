@@ -1,7 +1,6 @@
 """Weights in 8-bit floats, e4m3 or e5m2 (arXiv 2209.05433), with a scale for each row, or one for all.
 
-They are encoded at load from plain weights, or found in files: `float8_e4m3fn` and `float8_e5m2` of ComfyUI, and the
-older `scaled_fp8`. Fp8 without scales is `Raw`.
+Files hold them as `float8_e4m3fn` and `float8_e5m2` of ComfyUI, or the older `scaled_fp8`. Fp8 without scales is `Raw`.
 """
 
 from __future__ import annotations

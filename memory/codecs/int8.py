@@ -1,8 +1,8 @@
 """Weights in 8-bit integers, with a scale for each row, or one for all.
 
-They are encoded at load from plain weights, or found in files: `int8_tensorwise` of ComfyUI, which despite its name may
-have a scale for each row. Its variant "convrot" (grouped Hadamard, as in QuaRot, arXiv 2404.00456) multiplies each
-group of columns by an orthogonal matrix before rounding, which spreads outliers over the group. Decoding undoes that.
+Files hold them as `int8_tensorwise` of ComfyUI, which despite its name may have a scale for each row. Its variant
+"convrot" (grouped Hadamard, as in QuaRot, arXiv 2404.00456) multiplies each group of columns by an orthogonal matrix
+before rounding, which spreads outliers over the group. Decoding undoes that.
 """
 
 from __future__ import annotations

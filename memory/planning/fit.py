@@ -145,7 +145,6 @@ def sizes_in(
         groups=tuple(size_of(group) for group in divided.groups if group.called),
         idle=tuple(size_of(group) for group in divided.groups if not group.called),
         tensor_bytes=max((ref.tensor.nbytes for ref in places), default=0),
-        is_estimate=any(map(_is_estimate, places)),
         dtype=_dtype_of(places),
         rest_read_bytes=read_bytes(divided.rest),
         read_bytes=read_bytes(places),
@@ -180,21 +179,10 @@ def _dtype_of(places: Iterable[ParameterRef]) -> str:
     return {torch.float32: "F32", torch.float16: "F16"}.get(most, "BF16")
 
 
-def _is_estimate(ref: ParameterRef) -> bool:
-    """Return whether the size of a weight is an estimate, planned from its shape before it is encoded."""
-    encoding = ref.encoding
-    if encoding is None or encoding.maker is None or not ref.tensor.is_meta:
-        return False
-    return encoding.codec == encoding.maker.planned(encoding.codec.shape, encoding.codec.dtype)
-
-
 def reads_groups(unit: ManagedModel) -> bool:
-    """Return whether a unit can stream from disk.
-
-    It can from its files, or from the file that its encoded weights will have.
-    """
+    """Return whether a unit can stream from its files, or from the one that it will be converted to."""
     runs_so = unit.placement is not None and not unit.in_ram  # `source()` is None while its weights are in place
-    return runs_so or unit.source() is not None or unit.unmade_bytes > 0
+    return runs_so or unit.source() is not None
 
 
 def ram_left(unit: ManagedModel, room_bytes: int, unified: bool) -> int:

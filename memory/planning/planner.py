@@ -72,8 +72,7 @@ class UnitSizes:
     - `read_bytes` is the size in files of all weights, `rest_read_bytes` that of the weights outside all groups. None
       stands for the size as stored.
 
-    With `is_estimate` some weights are still to be encoded, and may then take a little less than given here. The unit
-    computes in `dtype`, named as in safetensors.
+    The unit computes in `dtype`, named as in safetensors.
     """
 
     total_bytes: int
@@ -83,7 +82,6 @@ class UnitSizes:
     tensor_bytes: int = 0
     decoded_bytes: int = 0
     decoding: HeldBytes = ()
-    is_estimate: bool = False
     dtype: str = "BF16"
     read_bytes: int | None = None
     rest_read_bytes: int | None = None
@@ -410,7 +408,6 @@ def make_plan(
     idle_bytes: int = 0,
     there: frozenset[int] | None = frozenset(),
     from_disk: bool = False,
-    whole_in_ram: bool = False,
     measured: Measured | None = None,
     overhead: Overhead | None = None,
     ram_stated: bool = True,
@@ -423,7 +420,7 @@ def make_plan(
     - `steps` are the sampling steps that the calls of `work` belong to. The calls come `times` times in the stage, such
       as 7 times for a forecast of 4 steps out of 28. `idle_bytes` is what the stage holds before the first call.
     - `there` names the groups that are in RAM already and need not be read, None for all weights.
-    - With `from_disk` the weights can be streamed from their files. With `whole_in_ram` RAM must hold all of them.
+    - With `from_disk` the weights can be streamed from their files.
     - `measured` seconds of the groups replace those from operations and rates. `overhead` are the bytes beside tensors.
     - Without `ram_stated` nobody stated `ram_bytes`, so RAM refuses nothing. Windows then take what others would have.
     - `free_ram_bytes` of the RAM can be had without taking any from other units. The unit keeps no more than that.
@@ -452,17 +449,11 @@ def make_plan(
             outside = sizes.outside_bytes(placement)
             found = place(loads, room - outside, placement)
             seconds = compute - sum(loads.groups[i].decode_seconds for i in found.dequantized)
-            may_take_more = found.streamed or any(
-                group.is_encoded for i, group in enumerate(loads.groups) if i not in found.dequantized
-            )
-            left = room - outside - found.device_bytes if may_take_more else 0
             beside = overhead.on(bare.with_dequantizing(sizes.dequantizing_beside(found.dequantized)))
             candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
             # The first call has all weights as stored: groups are dequantized to stay only when it has ended.
             first_bytes = candidate.stay_bytes + outside - sizes.fixed_bytes + candidate.ring_bytes + work.peak_bytes
             candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
-            if sizes.is_estimate and left > 0:  # encoded weights may turn out smaller, so that one more group stays
-                candidate = replace(candidate, peak_vram_bytes=candidate.peak_vram_bytes + left)
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
             held = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
@@ -470,10 +461,8 @@ def make_plan(
             calls, windows = max(1, round(times * work.calls)), window_bytes(sizes, placement)
             read = sizes.disk_bytes(found, kept, there, calls)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
-            first = first_call_seconds(by_group, found, sizes.beside(held, None if whole_in_ram else there))
+            first = first_call_seconds(by_group, found, sizes.beside(held, there))
             first += compute - seconds  # groups kept dequantized are dequantized once more, after their first call
-            if whole_in_ram and there is not None:  # weights are encoded as they are read, before they run
-                first += sizes.total_bytes / rates.disk_bytes_per_second
             candidate = candidate.beginning_with(first, work.calls / steps)
             if work.turns > 1:
                 again = first_call_seconds(by_group, found, sizes.beside(held, None)) + compute - seconds
@@ -489,8 +478,8 @@ def make_plan(
         if c not in made[:i]
     ]
     allowed = [c for c in made if c.placement in bound_to]
-    # If neither holds, it is not known here whether RAM must hold all weights: the run decides, not the plan.
-    ram_bytes_allowed = ram_bytes if streams_from_disk or whole_in_ram else sizes.total_bytes
+    # Without a file to stream from it is not known here whether RAM must hold all weights: the run decides.
+    ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
     if not ram_stated:
         ram_bytes_allowed = max(ram_bytes_allowed, *(candidate.ram_bytes for candidate in made))
     on_device = [c for c in allowed if c.driver_bytes <= budget_bytes]
@@ -669,8 +658,6 @@ def _reason(
         )
     if not fits and chosen.driver_bytes <= budget_bytes:
         ram = format_bytes(ram_bytes)
-        if not chosen.from_disk:
-            return f"{whole} of weights do not fit {ram} of RAM, which must hold all that is encoded when it is read."
         if asked:
             return f"{how}, does not fit {ram} of RAM: from disk it wants {format_bytes(chosen.ram_bytes)}."
         return (

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ballast")
 
 EventKind = Literal["read", "load", "place", "call", "ran", "evict", "drop", "stage", "done", "look"]
-Activity = Literal["encoding", "reading", "compile", "compiled"]
+Activity = Literal["converting", "reading", "compile", "compiled"]
 
 _MAX_EVENTS = 20_000
 _MAX_STAGES = 64

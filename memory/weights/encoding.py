@@ -12,7 +12,6 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,11 +19,7 @@ from torch import nn
 from ..codecs.codec import Codec, Part
 from .stored import Stamp, Stored
 
-if TYPE_CHECKING:
-    from ..codecs.making import Maker
-
 _ATTRIBUTE = "_ballast_encoded"
-_MADE = (nn.Linear, nn.Conv2d, nn.Conv3d)  # layers whose weights are worth encoding
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PART_ALIGNMENT = 16  # bytes: a multiple of the item size of every part's dtype
 
@@ -66,15 +61,10 @@ Source = Stored | EncodedWeight  # the place of a weight in files
 
 @dataclass(eq=False)
 class Encoding:
-    """How a parameter is stored, and its bytes on the host, `flat`, which is on `meta` while they are not in RAM.
-
-    With a `maker` the file has a plain weight, which is encoded when it is read. Until then the codec is the planned
-    one.
-    """
+    """How a parameter is stored, and its bytes on the host, `flat`, which is on `meta` while they are not in RAM."""
 
     codec: Codec
     flat: torch.Tensor
-    maker: Maker | None = None
 
 
 def extents(source: Source) -> Iterator[tuple[Stored, int]]:
@@ -135,30 +125,10 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return encoding.flat if encoding else tensor
 
 
-def mark_made(module: nn.Module, maker: Maker) -> None:
-    """Mark the weights of linear layers and convolutions to be encoded when they are read, where that saves bytes."""
-    for owner in module.modules():
-        weight = owner._parameters.get("weight") if isinstance(owner, _MADE) else None
-        if weight is None or encoding_of(weight) is not None or not weight.is_contiguous():
-            continue
-        codec = maker.planned(tuple(weight.shape), weight.dtype)
-        if codec.name != "raw":
-            flat = torch.empty(part_spans(codec)[1], dtype=torch.uint8, device="meta")
-            setattr(weight, _ATTRIBUTE, Encoding(codec, flat, maker))
-
-
-def unmark_made(module: nn.Module) -> None:
-    """Undo `mark_made`: the weights are to be plain again. None may be in RAM."""
+def unmark_encoded(module: nn.Module) -> None:
+    """Make all parameters of a module plain again. None may be in RAM."""
     for parameter in module.parameters():
-        encoding = encoding_of(parameter)
-        if encoding is not None and encoding.maker is not None:
-            delattr(parameter, _ATTRIBUTE)
-
-
-def unmark_encoded(module: nn.Module, stored: Mapping[str, Source]) -> None:
-    """Make those parameters of a module plain again that `stored` does not have encoded. None may be in RAM."""
-    for name, parameter in module.named_parameters():
-        if encoding_of(parameter) is not None and not isinstance(stored.get(name), EncodedWeight):
+        if encoding_of(parameter) is not None:
             delattr(parameter, _ATTRIBUTE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .encode import Made, making
 from .encoding import EncodedWeight, Source, encoding_of, extents, file_bytes, holds, host_tensor, kernels_of
 from .groups import CallOrder, Division, divide, unique
 from .hostbuffer import allocate, can_pack, layout, place_of
@@ -41,10 +39,10 @@ def _is_whole(at: Source, parameter: torch.Tensor, kernel: bool) -> bool:
     """Return whether a place in a file has all the values of a parameter, in a form that it can be read in."""
     encoding = encoding_of(parameter)
     if isinstance(at, EncodedWeight):
-        return encoding is not None and encoding.maker is None and encoding.codec.parts == at.codec.parts
+        return encoding is not None and encoding.codec.parts == at.codec.parts
     plain = can_pack(parameter) and parameter.is_contiguous() and holds(at.shape, parameter.shape, kernel)
     castable = at.dtype == parameter.dtype or at.dtype.is_floating_point and parameter.is_floating_point()
-    return (encoding is None or encoding.maker is not None) and plain and castable
+    return encoding is None and plain and castable
 
 
 def load_stored(
@@ -66,18 +64,6 @@ def load_stored(
     divided = divide(module, places, calls or CallOrder())
     parts = _parts(divided, found) if groups is None else [divided.groups[i].stored() for i in groups]
     parts = [tensors for tensors in parts if any(tensor.is_meta for tensor in tensors)]
-    if any(ref.encoding and ref.encoding.maker for ref in places):
-        made: dict[int, Made] = {}
-        with closing(making(parts, places, found, look)) as batches:
-            for batch in batches:
-                made |= batch
-        for ref in places:
-            if id(ref.tensor) in made:
-                codec, tensor = made[id(ref.tensor)]
-                if ref.encoding and codec:
-                    ref.encoding.codec = codec
-                ref.keep(tensor)
-        return True
     new, jobs = _buffers(parts, found)
     read([job for some in jobs for job in some], look)
     _keep(places, new)
@@ -95,12 +81,12 @@ def load_behind(
 
     First come weights in no group, then the groups in call order. If only some `groups` are asked for, the reading
     starts when it is told to `begin`. The module has its buffers at once: their content is undefined until
-    `Reading.wait`. None, and nothing is done, if not all places are found, or some weights must be encoded first.
+    `Reading.wait`. None, and nothing is done, if not all places are found.
     """
     found = find_stored(module, stored)
-    places = list(parameter_refs(module))
-    if found is None or any(ref.encoding and ref.encoding.maker for ref in places):
+    if found is None:
         return None
+    places = list(parameter_refs(module))
     divided = divide(module, places, calls or CallOrder())
     first = len(divided.groups)
     parts = _parts(divided, found)

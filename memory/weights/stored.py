@@ -39,6 +39,7 @@ _WHOLE_NUMBERS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _WHOLE_NUMBERS).items()}
 # All types of the format -> bits of an element.
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "U32": 32,

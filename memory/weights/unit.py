@@ -22,16 +22,16 @@ from torch import nn
 from ..errors import release_frames
 from ..vocabulary import ROLES, Role, Tier
 from .branches import ActiveAdapters, attach, attach_shapes, detach, keys_of, set_strengths
-from .encoding import Source, file_bytes, host_tensor, mark_encoded, mark_made, unmark_encoded, unmark_made
+from .conversion import Begin, Conversion, note_use, unwritten_bytes, write_conversion
+from .encoding import Source, file_bytes, host_tensor, mark_encoded, unmark_encoded
 from .groups import CallOrder, GroupWeights, divide
 from .loading import Interruptible, bytes_to_read, find_stored, load_behind, load_stored
-from .made_file import note_use, read_made, write_made
 from .reader import Look, Reading
-from .stored import Stamp, disk_number, is_unchanged
+from .stored import disk_number, is_unchanged
 from .structure import ParameterRef, parameter_refs
 
 if TYPE_CHECKING:
-    from ..codecs.making import Maker
+    from ..codecs.converters import Converter
     from ..engine.placement import Placement
 
 # Hold this while building a module on `meta`: accelerate and the libraries' loaders patch torch for the whole process.
@@ -49,8 +49,7 @@ class ManagedModel:
     `label` tells units of several pipelines apart. `key` identifies the model, so that all pipelines that run it share
     one unit (see `MemoryManager.claim`).
 
-    With a `maker`, plain weights are encoded when they are read. The unit can then not run from disk, unless a
-    `made_file` keeps the encoded weights.
+    With a `conversion`, plain weights are converted once, into a file that the unit runs from. `convert` writes it.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class ManagedModel:
         self._build = build
         self._read = read
         self._stored = stored
-        self.maker: Maker | None = None  # these two are set before the module is first asked for
-        self.made_file: Path | None = None
-        self._unmade: tuple[Callable[[], Mapping[str, Source]], Maker] | None = None  # `_stored`, `maker` to return to
+        self.conversion: Conversion | None = None  # set before the module is first asked for
+        self._converted: Mapping[str, Source] | None = None  # the places of weights, those of the conversion included
         self._module: nn.Module | None = None
         self._on_host = False
         self._held: dict[int, int] = {}  # group in RAM -> its bytes, where RAM does not hold all weights
@@ -105,90 +103,74 @@ class ManagedModel:
         """The one module object of this unit, on every tier. Built at the first call."""
         with building:
             if self._module is None:
-                stored = self._found() if self._stored else {}  # here: in `_apart`'s thread it would wait for this lock
-                module = _apart(functools.partial(self._build_encoded, stored)).eval()
+                stored = self._stored() if self._stored else {}  # here: in `_apart`'s thread it would wait for the lock
+                module = _apart(lambda: self._mark(self._build(), stored)).eval()
                 module.__class__ = _located(type(module))  # type: ignore[arg-type]
                 self._module = module
                 self.runs_on(torch.device("cpu"))
         return self._module
 
-    def _build_encoded(self, stored: Mapping[str, Source]) -> nn.Module:
-        """Build the module, and mark the parameters that are stored encoded or are to be encoded."""
-        module = self._build()
+    def _mark(self, module: nn.Module, stored: Mapping[str, Source]) -> nn.Module:
+        """Mark the parameters that are stored encoded, or are to be. `stored` are places in the model's own files."""
         mark_encoded(module, stored)
-        if self.maker:
-            mark_made(module, self.maker)
+        if self.conversion and find_stored(module, stored) is not None:
+            self._converted = self.conversion.places(module, stored)
+            mark_encoded(module, self._converted)
         return module
 
-    def _found(self) -> Mapping[str, Source]:
-        """Return the places of the weights: in the `made_file` if it exists, else in the model's own files.
-
-        From then on the unit runs from the file that was found.
-        """
-        stored = self._stored() if self._stored else {}
-        if self.maker and self.made_file and (made := read_made(self.made_file, stored)) is not None:
-            self._unmade = (lambda: stored), self.maker
-            self._stored, self.maker = (lambda: made), None
-            return made
-        return stored
-
-    def check_made(self) -> None:
-        """Note that the `made_file` is in use. If it is gone or was changed, return to the model's own files.
-
-        The file is then to be made anew. Not for a unit in place.
-        """
-        if self._unmade is None or self.made_file is None:
-            return
-        if all(is_unchanged(self.made_file, stamp) for stamp in self._stamps(self.made_file)):
-            note_use(self.made_file)
-            return
-        self.drop()
-        (self._stored, maker), self._unmade = self._unmade, None
-        self.maker, plain, module = maker, self._stored(), self.module
-
-        def mark() -> nn.Module:
-            unmark_encoded(module, plain)
-            mark_encoded(module, self._found())  # maybe of another file by now
-            if self.maker:
-                mark_made(module, self.maker)
-            return module
-
-        _apart(mark)
-        self._size_bytes = None
+    def _places(self) -> Mapping[str, Source]:
+        """Return the places of weights in files, by name; empty if they are not known."""
+        if self._converted is not None:
+            return self._converted
+        return self._stored() if self._stored else {}
 
     @property
-    def unmade_bytes(self) -> int:
-        """Bytes of the plain weights that are to be encoded into the `made_file`; 0 if it exists or none is wanted."""
-        module = self.module  # which looks for that file
-        if not (self.maker and self.made_file and self._stored):
-            return 0
-        return sum(ref.plain_bytes for ref in parameter_refs(module) if ref.encoding and ref.encoding.maker)
+    def unconverted_bytes(self) -> int:
+        """Bytes of the converted weights that are to be written, as planned; 0 if the file is there or none wanted."""
+        _ = self.module  # which looks for the file
+        return unwritten_bytes(self._places())
 
-    def keep_made(self, look: Look = lambda read: None) -> None:
-        """Encode the weights into the `made_file`, and run from there from now on. The host copy is dropped.
+    def is_converted(self) -> bool:
+        """Return whether the file of the conversion, if there is one, is written and unchanged. Note its use."""
+        if self.conversion is None:
+            return True
+        _, path = self.module, self.conversion.path
+        note_use(path)
+        return all(is_unchanged(path, at.stamp) for at in self._places().values() if at.path == path)
 
-        `look` is called with the bytes read so far; an error that it raises ends the encoding. Raises OSError, in one
-        line, if the disk has no room. ValueError if the weights are not read from files as they are. RuntimeError for a
+    def convert(self, begin: Begin) -> None:
+        """Write the file of the conversion if it is missing, and run from it from now on. The host copy is dropped.
+
+        `begin` is as in `write_conversion`. Raises OSError, in one line, if the disk has no room. RuntimeError for a
         unit in place.
         """
-        if not self.unmade_bytes or self.made_file is None or self._stored is None:
+        if self.conversion is None or self._stored is None:
             return
-        module = self.module
+        stored = self._stored()
         self.drop()
-        if (found := find_stored(module, self._stored())) is None:
-            raise ValueError(f"{self.name} is not read from its files as they are. Leave cache_encoded out.")
-        write_made(self.made_file, module, found, look)
-        stored = self._found()
-        if self.maker:
-            raise OSError(f"{self.made_file} was damaged as soon as it was written. Check the disk.")
+        self._mark_again(stored)  # another process may have written it
+        if self.unconverted_bytes:
+            write_conversion(self.conversion.path, self.module, stored, self.conversion.converter, begin)
+            self._mark_again(stored)
+            if self.unconverted_bytes:
+                raise OSError(f"{self.conversion.path} was damaged as soon as it was written. Check the disk.")
 
-        def mark() -> nn.Module:
-            unmark_made(module)
-            mark_encoded(module, stored)
-            return module
-
-        _apart(mark)
+    def _mark_again(self, stored: Mapping[str, Source]) -> None:
+        """Mark the encoded parameters by what is in the files now. No weights may be in RAM."""
+        module = self.module
+        unmark_encoded(module)
+        _apart(lambda: self._mark(module, stored))
         self._size_bytes = None
+
+    def write_converted(self, path: Path, converter: Converter, begin: Begin) -> int:
+        """Write all weights to a file, converted where that makes them smaller. Return its bytes.
+
+        For a unit without a `conversion`. Raises ValueError, in one line, for weights that are quantized already.
+        """
+        stored = self._stored() if self._stored else {}
+        if find_stored(self.module, stored) is None:
+            raise ValueError(f"{self.name} is not read from its files as they are, and cannot be converted.")
+        return write_conversion(path, self.module, stored, converter, begin, whole=True)
 
     def skeleton(self) -> nn.Module:
         """Return the structure once more, with parameters on `meta`, for a run on shapes.
@@ -309,8 +291,8 @@ class ManagedModel:
     @property
     def disk(self) -> int | None:
         """The device number of the disk that the weights are read from; None if no file is known, or it is gone."""
-        first = next(iter(self._stored().values()), None) if self._stored else None
-        return None if first is None else disk_number(first.path)
+        numbers = (disk_number(path) for path in {at.path: None for at in self._places().values()})
+        return next((number for number in numbers if number is not None), None)  # a file may not be written yet
 
     @property
     def in_ram(self) -> bool:
@@ -352,7 +334,7 @@ class ManagedModel:
             return coming
         coming = self.bytes_to_read()
         try:
-            if self._stored is None or not load_stored(self.module, self._stored(), look, self.calls):
+            if not self._places() or not load_stored(self.module, self._places(), look, self.calls):
                 with building, torch.inference_mode(), Interruptible(look):
                     _adopt_tensors(self.module, self._read(), self.name)
         except BaseException as error:
@@ -369,7 +351,7 @@ class ManagedModel:
         if self._on_host or self._read is None:
             return 0
         missing = None if groups is None else set(groups) - self.held
-        told = bytes_to_read(self.module, self._stored(), self.calls, missing) if self._stored else None
+        told = bytes_to_read(self.module, self._places(), self.calls, missing) if self._places() else None
         return self.size_bytes - self.branch_bytes if told is None else told
 
     def read_ahead(self, look: Look = lambda read: None) -> int:
@@ -377,10 +359,10 @@ class ManagedModel:
 
         0, and nothing is done, if they are there or only `load` can read them.
         """
-        if self._on_host or self._read is None or self._stored is None or self.maker:
+        if self._on_host or self._read is None or not self._places() or self.unconverted_bytes:
             return 0
         coming = self.bytes_to_read()
-        self.reading = load_behind(self.module, self._stored(), look, self.calls)
+        self.reading = load_behind(self.module, self._places(), look, self.calls)
         if not self.reading:
             return 0
         self._is_in_ram()
@@ -427,15 +409,15 @@ class ManagedModel:
         if set(groups) - set(self._held) or not behind:
             self.await_reading()
         missing = sorted(set(groups) - set(self._held))
-        if self._on_host or not missing or self._stored is None:
+        if self._on_host or not missing or not self._places():
             return 0
         coming = self.bytes_to_read(missing)
         if behind:
-            self.reading = load_behind(self.module, self._stored(), look, self.calls, missing)
+            self.reading = load_behind(self.module, self._places(), look, self.calls, missing)
             self._coming = frozenset(missing)
         if self.reading is None:
             try:
-                load_stored(self.module, self._stored(), look, self.calls, missing)
+                load_stored(self.module, self._places(), look, self.calls, missing)
             except BaseException as error:
                 release_frames(error)
                 raise
@@ -473,24 +455,19 @@ class ManagedModel:
 
         None if only `load` can read them. Raises ValueError if a file is damaged.
         """
-        stored = self._stored() if self._stored and not self.maker else {}
+        stored = self._places()
         return stored if stored and find_stored(self.module, stored) is not None else None
 
     def file_bytes(self) -> dict[int, int]:
         """Return the bytes of files of each tensor that has a place there, by the `id` of its host tensor."""
-        stored = self._stored() if self._stored else {}
+        stored = self._places()
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(host_tensor(each)): file_bytes(at) for name, each in named if (at := stored.get(name)) is not None}
 
     def is_stale(self) -> bool:
         """Return whether a file that it is read from has changed or is gone."""
-        return any(not is_unchanged(path, stamp) for path, stamp in {(at.path, at.stamp) for at in self._places()})
-
-    def _places(self) -> Collection[Source]:
-        return self._stored().values() if self._stored else ()
-
-    def _stamps(self, path: Path) -> set[Stamp | None]:
-        return {at.stamp for at in self._places() if at.path == path}
+        places = {(at.path, at.stamp) for at in self._places().values()}
+        return any(not is_unchanged(path, stamp) for path, stamp in places)
 
     def drop(self, nbytes: int | None = None) -> int:
         """Drop the host copy, or whole weight groups of it until `nbytes` are free. Return the bytes freed.

@@ -86,16 +86,15 @@ def late_inputs() -> list[io.Input]:
             optional=True,
             advanced=True,
             tooltip="How encoders and transformer are held in RAM and come to the card. auto: as they are stored. "
-            "exact12: bfloat16 in 12 bits, the same picture. int8, fp8: 8 bits, a slightly different picture. They are "
-            "encoded when they are read, and must then fit in RAM.",
+            "exact12: bfloat16 in 12 bits, the same picture. int8, fp8: 8 bits, a slightly different picture. The "
+            "first run converts them, once, into files in ComfyUI's user folder.",
         ),
         io.Boolean.Input(
             "cache_encoded",
             default=False,
             optional=True,
             advanced=True,
-            tooltip="With exact12, int8 or fp8: encode once, into a file in ComfyUI's user folder that takes as much "
-            "disk as the weights take RAM, and run from it afterwards, from disk too where RAM is short.",
+            tooltip="Has no effect any more: what exact12, int8 or fp8 makes is always kept in files.",
         ),
     ]
 

@@ -120,7 +120,7 @@ class _Page:
         self._reading = ""  # the model that the bar is of
 
     def __call__(self, event: Event, unit: ManagedModel) -> None:
-        if event.kind in ("read", "reading", "encoding"):
+        if event.kind in ("read", "reading", "converting"):
             read, total = (0, event.bytes) if event.kind == "read" else (event.bytes, event.total_bytes)
             if self._bar is None or self._reading != unit.name:
                 self._bar = comfy.utils.ProgressBar(max(1, total), node_id=self._node.hidden.unique_id)
@@ -145,8 +145,8 @@ def describe(pipe: Pipeline, event: Event, unit: ManagedModel, doing: str) -> st
         return f"{title}: reading {format_bytes(event.bytes)}"
     if event.kind == "reading":
         return f"{title}: reading, {format_bytes(event.bytes)} of {format_bytes(event.total_bytes)}"
-    if event.kind == "encoding":
-        return f"{title}: encoding weights into a file, {format_bytes(event.bytes)} read"
+    if event.kind == "converting":
+        return f"{title}: converting weights into a file, {format_bytes(event.bytes)} read"
     if event.kind == "compile":
         return f"{title}: compiling, which cannot be stopped before it is done"
     if event.kind not in ("place", "call", "ran", "compiled") or unit.placement is None:

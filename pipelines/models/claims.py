@@ -9,14 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ...memory.codecs.making import maker_of
+from ...memory.codecs.converters import converter_of
 from ...memory.manager import MemoryManager, manager, refuse_fork
 from ...memory.planning.dry_run import StandIns
+from ...memory.weights.conversion import Conversion
 from ...memory.weights.unit import ManagedModel
 from ..encoding.embedding_cache import EmbeddingCache, shared_cache
 from ..planning.forecasts import Forecaster
 
-_ENCODED = ("text_encoder", "transformer")  # whose weights may be encoded at load; decoders run as they are
+_CONVERTED = ("text_encoder", "transformer")  # whose weights may be converted; decoders run as they are
 
 
 class Part(Protocol):
@@ -37,18 +38,11 @@ class _Owner:
 class Claims:
     """The managed models of one open model on one device, and where what is learned of them is kept."""
 
-    def __init__(
-        self,
-        device: str | torch.device,
-        cache: EmbeddingCache | None = None,
-        weights: str = "auto",
-        cache_encoded: bool = False,
-    ) -> None:
-        self.weights, self._maker = weights, maker_of(weights)
+    def __init__(self, device: str | torch.device, cache: EmbeddingCache | None = None, weights: str = "auto") -> None:
+        self.weights, self._converter = weights, converter_of(weights)
         self._manager = manager(device)
         self.cache = cache or shared_cache()
         self.forecasts = self.cache.directory / "forecasts"
-        self._folder = self.cache.directory / "encoded" if cache_encoded else None
         self._owner = _Owner()
         self._text_files: Any = None  # the digests of the encoders' files, once asked for
 
@@ -60,19 +54,18 @@ class Claims:
 
     def claim(self, part: Part, label: str) -> ManagedModel:
         """Return the managed model of a part. Every pipeline of this device with the same part shares it."""
+        folder = self.cache.directory / "encoded"
 
         def make() -> ManagedModel:
             unit = part.unit(label)
-            if unit.role in _ENCODED and self._maker:
-                unit.maker = self._maker
+            if unit.role in _CONVERTED and self._converter:
+                digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
+                path = folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
+                unit.conversion = Conversion(self._converter, path)
             return unit
 
-        key = (part.key, self.weights, self._folder) if self._maker else part.key
-        unit = self.manager.claim(key, make, self._owner)
-        if self._folder and self._maker and unit.role in _ENCODED:  # again, where it could not be written
-            digest = sha256(repr((part.key, self.weights)).encode()).hexdigest()
-            unit.made_file = self._folder / f"{unit.name}-{self.weights}-{digest[:32]}.safetensors"
-        return unit
+        key = (part.key, self.weights, folder) if self._converter else part.key
+        return self.manager.claim(key, make, self._owner)
 
     def forecaster(self, name: str, facts: Callable[[], Mapping[str, Any]], stand_ins: StandIns) -> Forecaster:
         """Return the forecaster of a model with these facts."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...memory.charts.text_tables import format_table
-from ...memory.codecs.making import MAKERS
+from ...memory.codecs.converters import CONVERTERS
 from ...memory.planning.runplan import RunPlan, seconds
 from ...memory.sizes import format_bytes
 
 AS_STORED = "auto"
-CHOICES = (AS_STORED, *MAKERS)
+CHOICES = (AS_STORED, *CONVERTERS)
 
 
 def compare_weights(plans: Mapping[str, RunPlan]) -> str:
@@ -27,7 +27,7 @@ def compare_weights(plans: Mapping[str, RunPlan]) -> str:
             continue
         sizes = map(format_bytes, (plan.ram_bytes, plan.peak_vram_bytes))
         gain = "" if plan is stored else _gain(stored.step_seconds, plan.step_seconds)
-        quality = MAKERS[choice].quality if choice in MAKERS else "as it is stored"
+        quality = CONVERTERS[choice].quality if choice in CONVERTERS else "as it is stored"
         times = seconds(plan.step_seconds), gain, seconds(plan.total_seconds)
         rows.append((choice, plan.sampling.label, *sizes, *times, "yes" if plan.fits else "NO", quality))
     budget = format_bytes(stored.budget_bytes)

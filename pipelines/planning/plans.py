@@ -160,11 +160,21 @@ def plan_run(
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     planned(plan_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
-    words = " ".join(filter(None, (run.caveat, _cost_of_loras(run, forecasts["sample"], used))))
+    words = " ".join(
+        filter(None, (run.caveat, _cost_of_converting(run), _cost_of_loras(run, forecasts["sample"], used)))
+    )
     return RunPlan(
         run.model, str(run.device), run.size, steps, ram_bytes if on_cpu else budget_bytes, used, tuple(stages), words,
         run.pictures, at_once, best,
     )  # fmt: skip
+
+
+def _cost_of_converting(run: Run) -> str:
+    """Tell in a sentence the bytes of disk that weights take which the run converts first; "" where none are."""
+    units = [*([] if run.cond else run.encoding.units), *run.sampling.units]
+    if not (nbytes := sum(unit.unconverted_bytes for unit in units)):
+        return ""
+    return f"The first run converts weights, once, into files of about {format_bytes(nbytes)}."
 
 
 def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
@@ -268,7 +278,6 @@ def plan_stage(
             idle_bytes=forecast.idle_bytes,
             there=state.there(named[unit]),
             from_disk=sizes_of(named[unit]).total_bytes > room[unit] and reads(named[unit]),
-            whole_in_ram=named[unit].maker is not None and not named[unit].unmade_bytes,
             measured=known[unit],
             overhead=overheads[unit],
             ram_stated=ram_stated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -24,7 +25,7 @@ DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorte
 BLOCK = re.compile(r"^ *```(?:sh|bat)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:ballast|make|pip|ray|py) [^`]+|[.\\\w]*(?:python\w*|pip)(?:\.exe)? [^`]+)`")
 MANY = ("--ray", "--cards")  # want Ray, or cards that talk by NCCL: `test_ray` and `test_cards_command` run these
-NAMES = ("ballast generate", "ballast batch", "ballast plan")  # of commands, in a sentence
+NAMES = ("ballast generate", "ballast batch", "ballast plan", "ballast convert")  # of commands, in a sentence
 
 
 def commands() -> list[str]:
@@ -40,8 +41,9 @@ def commands() -> list[str]:
 
 COMMANDS = commands()
 OURS = [line for line in COMMANDS if line.startswith("ballast ")]
-RUN = [line for line in OURS if re.match("ballast (plan path|demo|doctor)", line) or "--model" in line]
+RUN = [line for line in OURS if re.match("ballast ((plan|convert) path|demo|doctor)", line) or "--model" in line]
 RUN = [line for line in RUN if not any(word in line for word in MANY)]
+CONVERSIONS = [line for line in RUN if line.startswith("ballast convert ")]  # later commands read what they write
 
 
 def words(line: str) -> list[str]:
@@ -138,6 +140,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folders: Callable[[str
     (root / "prompts.txt").write_text("a red boat\na green boat\n", "utf-8")
     (json,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "command-line.md").read_text("utf-8"), re.DOTALL)
     (root / "prompts.jsonl").write_text(json.replace("1024", "32"), "utf-8")
+    with contextlib.chdir(root):
+        for line in CONVERSIONS:
+            assert ballast.commands.main.main(words(line)[1:]) == 0
     return root
 
 
@@ -152,7 +157,8 @@ def test_every_command_of_ballast_runs(line: str, folder: Path, monkeypatch: pyt
         given += ["--steps", "2"]  # in place of the model's own, which only takes longer
     if "--latent" in given:
         save_latent(folder / given[given.index("--latent") + 1])
-    out = folder / given[given.index("--out") + 1] if "--out" in given else None
+    named = given[2:3] if given[0] == "convert" else given[given.index("--out") + 1 :][:1] if "--out" in given else []
+    out = folder / named[0] if named else None
     before = out.stat().st_mtime_ns if out and out.is_file() else 0
     assert ballast.commands.main.main(given) == 0
     if out:

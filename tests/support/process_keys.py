@@ -16,13 +16,13 @@ from import_pack import import_pack
 
 
 def keys(model: Path) -> dict[str, Any]:
-    """The digest of a model, the files that its weights are encoded in, and the keys of a prompt and of forecasts."""
+    """The digest of a model, the files that its weights are converted to, and the keys of a prompt and of forecasts."""
     import ballast
     from ballast.pipelines.encoding.prompts import Text
     from ballast.pipelines.stages.encode import encoding_key
 
-    pipe: Any = ballast.open_pipeline(model, device="sim", weights="exact12", cache_encoded=True)
-    made = [unit.made_file.name for unit in (*pipe.encoders, *pipe.denoisers) if unit.made_file]
+    pipe: Any = ballast.open_pipeline(model, device="sim", weights="exact12")
+    made = [unit.conversion.path.name for unit in (*pipe.encoders, *pipe.denoisers)]
     prompt = encoding_key(pipe.model, pipe.runner, Text("a red boat", ""))
     forecast = pipe.model.forecaster.key(stage="sample")
     return {"digest": pipe.digest(), "made": made, "prompt": prompt, "forecast": forecast}

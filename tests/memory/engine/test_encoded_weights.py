@@ -187,9 +187,7 @@ def test_loras_on_encoded_weights_are_those_on_plain_ones(
 
 
 @pytest.mark.parametrize("weights", ["exact12", pytest.param("int8", marks=pytest.mark.long)])
-def test_loras_on_weights_that_are_encoded_when_read(
-    weights: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
-) -> None:
+def test_loras_on_converted_weights(weights: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType) -> None:
     """Wherever they are: of 12 bits what plain ones give, of 8 bits the same everywhere."""
     folder = tiny_folders("flux")
     loras = lora_files.two(folder, tmp_path)
@@ -197,7 +195,7 @@ def test_loras_on_weights_that_are_encoded_when_read(
     plain = ballast.open_pipeline(folder, **given, loras=loras)
     cond = plain.encode("a red boat")
     expected = plain.sample(cond, **SIZE)
-    pipe = ballast.open_pipeline(folder, **given, loras=loras, weights=weights, cache_encoded=True)
+    pipe = ballast.open_pipeline(folder, **given, loras=loras, weights=weights)
     found = pipe.sample(cond, **SIZE, strategy="resident")
     assert torch.equal(found, expected) == (weights == "exact12")
     for strategy, ram in (("streamed", None), ("leafwise", None), ("leafwise", 0.6)):
@@ -212,7 +210,7 @@ def test_loras_on_weights_that_are_encoded_when_read(
 def test_loras_on_encoded_weights_of_each_family(
     name: str, how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:
-    """In files or made when they are read: the latents of LoRAs on plain weights of the same values, bit for bit."""
+    """In files or converted: the latents of LoRAs on plain weights of the same values, bit for bit."""
     folder = tiny_folders(name)
     given: dict[str, Any] = {"loras": lora_files.two(folder, tmp_path), "cache_dir": tmp_path, "dtype": "bf16"}
     pair = None if how == "exact12" else Pair(folder, ["transformer"], how, tmp_path)

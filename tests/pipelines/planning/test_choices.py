@@ -11,7 +11,7 @@ import ballast
 import ballast.commands.main
 import pytest
 import torch
-from ballast.memory.codecs.making import MAKERS
+from ballast.memory.codecs.converters import CONVERTERS
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.sizes import format_bytes
 from ballast.nodes.load import LoadPipeline
@@ -54,11 +54,11 @@ def test_quality_is_as_the_words_say(weights: str, least: float, most: float) ->
     found = []
     for values in (torch.randn(256, 3072), torch.distributions.StudentT(4.0).sample((256, 3072))):
         plain = (0.02 * values).to(torch.bfloat16)
-        codec, parts = MAKERS[weights].encode(plain)
+        codec, parts = CONVERTERS[weights].encode(plain)
         codec.decode(parts, decoded := torch.empty_like(plain))
         found.append(100 * float((decoded.float() - plain.float()).norm() / plain.float().norm()))
     assert least <= min(found) and max(found) <= most
-    figures = [float(each) for each in re.findall(r"[\d.]+(?= %)", MAKERS[weights].quality)]
+    figures = [float(each) for each in re.findall(r"[\d.]+(?= %)", CONVERTERS[weights].quality)]
     for said in figures or [0.0]:
         assert any(abs(said - each) < 0.1 for each in found), found
 

@@ -1,10 +1,11 @@
-"""What encoding makes of plain weights, kept in a file: written once, and then run from as from any file."""
+"""Plain weights are converted once, into an ordinary file, and run from there as from any file."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from typing import Any
 import ballast
 import pytest
 import torch
+from ballast.bench.encoded import encode
 from ballast.commands.main import main
-from ballast.memory.codecs.making import MAKERS
-from ballast.memory.weights import made_file
+from ballast.memory.sizes import parse_bytes
+from ballast.memory.weights import conversion
+from ballast.memory.weights.encoding import encoding_of
+from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.shared.folders import DEMO as DEMO_NAME
 from node_runner import run_node
@@ -30,10 +34,7 @@ DEMO = ROOT / "demo" / "shapes"
 
 
 def opened(cache: Path, weights: str = "auto", **more: Any) -> Any:
-    kept = weights != "auto"
-    return ballast.open_pipeline(
-        DEMO, "sim", dtype="bf16", cache_dir=cache, weights=weights, cache_encoded=kept, **more
-    )
+    return ballast.open_pipeline(DEMO, "sim", dtype="bf16", cache_dir=cache, weights=weights, **more)
 
 
 def files(cache: Path) -> list[Path]:
@@ -51,21 +52,21 @@ def forget(pipe: Any) -> None:
 @pytest.mark.parametrize(
     "weights", ["fp8", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("exact12", "int8"))]
 )
-def test_runs_from_the_file_as_from_ram(weights: str, tmp_path: Path, sim: ModuleType) -> None:
+def test_every_placement_runs_from_the_file(weights: str, tmp_path: Path, sim: ModuleType) -> None:
     """The first run writes it, and the next opening reads it; in each placement, and from disk where RAM is short."""
     plain = opened(tmp_path / "plain")
     cond = plain.encode("a red circle")
-    in_ram = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights=weights)
-    expected = in_ram.sample(cond, **SIZE)
+    once = opened(tmp_path / "once", weights)
+    expected = once.sample(cond, **SIZE)
     assert torch.equal(expected, plain.sample(cond, **SIZE)) == (weights == "exact12")
-    forget(in_ram)
+    forget(once)
     written: list[tuple[Path, int]] = []
     for _ in range(2):
         pipe = opened(tmp_path, weights)
         (dit,) = pipe.denoisers
         for strategy in ("resident", "streamed", "leafwise", "cpu", "resident"):
             assert torch.equal(pipe.sample(cond, **SIZE, strategy=strategy), expected), strategy
-            assert dit.source() is not None and dit.maker is None
+            assert dit.source() is not None and not dit.unconverted_bytes
             assert sim.stats().allocated_bytes == sim.stats().hazards == 0
         short = pipe.within(vram=2 * 10**6, ram=int(0.6 * dit.size_bytes))
         forecast = short.plan(**SIZE, cond=cond).sampling
@@ -83,16 +84,16 @@ def test_runs_from_the_file_as_from_ram(weights: str, tmp_path: Path, sim: Modul
 
 def test_a_plan_before_the_first_run_counts_on_the_file(tmp_path: Path, sim: ModuleType) -> None:
     within: dict[str, Any] = {"vram": 2 * 10**6, "ram": 10**6}
-    without = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights="exact12", cache_dir=tmp_path).plan(
-        **SIZE, **within
-    )
-    assert not without.fits and "must hold all that is encoded" in without.sampling.reason
     pipe = opened(tmp_path, "exact12", **within)
     cond = opened(tmp_path / "plain").encode("a red circle")
     before = pipe.plan(**SIZE, cond=cond)
     assert before.sampling.fits and not files(tmp_path), "a plan writes nothing"
+    told = re.search(r"The first run converts weights, once, into files of about ([\d.]+ MB)\.", str(before))
     pipe.sample(cond, **SIZE)
     after = pipe.plan(**SIZE, cond=cond)
+    (path,) = files(tmp_path)
+    assert told and parse_bytes(told[1]) == pytest.approx(path.stat().st_size, rel=0.1)
+    assert "converts weights" not in str(after)
     assert after.sampling.placement == before.sampling.placement == "streamed"
     assert before.peak_vram_bytes == pytest.approx(after.peak_vram_bytes, rel=0.02)
     forget(pipe)
@@ -103,15 +104,13 @@ def test_what_another_process_has_written_meanwhile_stays(
 ) -> None:
     """It may be reading it, and goes by its stamp."""
     pipe = opened(tmp_path, "exact12")
-    cond, stored = opened(tmp_path / "plain").encode("a red circle"), pipe.denoisers[0]._stored
+    cond = opened(tmp_path / "plain").encode("a red circle")
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
     whole, stamps = path.read_bytes(), []
     forget(pipe)
     path.unlink()
-    unit = pipe.denoisers[0]
-    unit._module, unit.maker, unit._stored = None, MAKERS["exact12"], stored
-    replacing = made_file.replacing
+    replacing = conversion.replacing
 
     @contextlib.contextmanager
     def late(*given: Any, **named: Any) -> Iterator[Path]:
@@ -120,7 +119,7 @@ def test_what_another_process_has_written_meanwhile_stays(
             path.write_bytes(whole)
             stamps.append((path.stat().st_mtime_ns, path.stat().st_ino))
 
-    monkeypatch.setattr(made_file, "replacing", late)
+    monkeypatch.setattr(conversion, "replacing", late)
     assert torch.equal(pipe.sample(cond, **SIZE), expected)
     assert stamps == [(path.stat().st_mtime_ns, path.stat().st_ino)]
     assert files(tmp_path) == [path]
@@ -129,20 +128,18 @@ def test_what_another_process_has_written_meanwhile_stays(
 
 @pytest.mark.long
 def test_a_damaged_file_is_made_again(tmp_path: Path, sim: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    plain, pipe = opened(tmp_path / "plain"), opened(tmp_path, "exact12")
-    cond, stored = plain.encode("a red circle"), plain.denoisers[0]._stored
+    pipe = opened(tmp_path, "exact12")
+    cond = opened(tmp_path / "plain").encode("a red circle")
     expected = pipe.sample(cond, **SIZE)
     (path,) = files(tmp_path)
     whole = path.read_bytes()
     forget(pipe)
-    damages = (whole, b""), (whole, whole[:-1]), (b"exact12", b"exact13"), (b"apart", b"aport"), (b"768", b"769")
+    damages = (whole, b""), (whole, whole[:-1]), (b"exact12", b"exact13"), (b"shape", b"shope"), (b"[768]", b"[769]")
     for before, after in damages:
         path.write_bytes(whole.replace(before, after))
         caplog.clear()
-        unit = pipe.denoisers[0]
-        unit._module, unit.maker, unit._stored = None, MAKERS["exact12"], stored  # as another process has it
         assert torch.equal(pipe.sample(cond, **SIZE), expected)
-        assert "dropping damaged encoded weights" in caplog.text
+        assert "dropping damaged weights" in caplog.text
         assert path.read_bytes() == whole
         forget(pipe)
 
@@ -172,16 +169,15 @@ def test_stopping_leaves_no_file_and_the_next_run_writes_it(
 
 
 @pytest.mark.parametrize("trouble", ["no room", "no folder", "full in the middle"])
-def test_what_cannot_be_written_is_encoded_in_ram(
-    trouble: str, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_file_that_cannot_be_written_is_one_line(
+    trouble: str, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And written by the next pipeline that is opened where it can be."""
+    """With the bytes that it takes. Nothing stays behind, and the next run writes it once there is room."""
     cond = opened(tmp_path / "plain").encode("a red circle")
-    expected = ballast.open_pipeline(DEMO, "sim", dtype="bf16", weights="int8").sample(cond, **SIZE)
     pipe = opened(tmp_path, "int8")
     if trouble == "no room":
         few = shutil.disk_usage(tmp_path)._replace(free=2**30 + 1000)
-        monkeypatch.setattr(made_file.shutil, "disk_usage", lambda _: few)
+        monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: few)
     elif trouble == "no folder":
         (tmp_path / "encoded").write_bytes(b"")
     else:
@@ -190,15 +186,16 @@ def test_what_cannot_be_written_is_encoded_in_ram(
             raise OSError(28, "No space left on device")
             yield
 
-        monkeypatch.setattr(made_file, "making", full)
-    for _ in range(2):
-        assert torch.equal(pipe.sample(cond, **SIZE), expected)
-    assert caplog.text.count("is encoded in RAM: ") == 1 and sim.stats().allocated_bytes == 0
+        monkeypatch.setattr(conversion, "_converted", full)
+    with pytest.raises(
+        OSError, match=r"^the converted weights, 9\d\d KB, cannot be written to .*encoded \(.*\)\. Make"
+    ) as why:
+        pipe.sample(cond, **SIZE)
+    assert "\n" not in str(why.value) and sim.stats().allocated_bytes == 0 and not pipe.denoisers[0].host_bytes
     monkeypatch.undo()
     (tmp_path / "encoded").unlink() if trouble == "no folder" else None
     assert not files(tmp_path)
-    pipe = opened(tmp_path, "int8")
-    assert torch.equal(pipe.sample(cond, **SIZE), expected)
+    pipe.sample(cond, **SIZE)
     assert len(files(tmp_path)) == 1
     forget(pipe)
 
@@ -277,15 +274,15 @@ def test_all_files_together_are_bounded(
     os.utime(recent, (time.time() - 60, long_ago - 1))
     pipe = opened(tmp_path, "int8")
     expected = pipe.sample(cond, **SIZE)
-    mine = pipe.denoisers[0].made_file
+    mine = pipe.denoisers[0].conversion.path
     assert all(path.exists() for path in (*names, recent, mine)), "they are far below the bound"
     os.utime(mine, (long_ago - 5, mine.stat().st_mtime))  # as if its time were not noted
-    monkeypatch.setattr(made_file, "MAX_BYTES", mine.stat().st_size + 1000 + 2000)
+    monkeypatch.setattr(conversion, "MAX_BYTES", mine.stat().st_size + 1000 + 2000)
     other = opened(tmp_path, "exact12")
     before = mine.stat().st_mtime_ns
     other.sample(cond, **SIZE)
     assert [path.exists() for path in names] == [False, False, False, True]
-    assert recent.exists() and mine.exists() and other.denoisers[0].made_file.exists()
+    assert recent.exists() and mine.exists() and other.denoisers[0].conversion.path.exists()
     assert caplog.text.count("removed ") == 3
     assert torch.equal(pipe.sample(cond, **SIZE), expected)
     assert mine.stat().st_mtime_ns == before and mine.stat().st_atime > time.time() - 600
@@ -295,10 +292,11 @@ def test_all_files_together_are_bounded(
 
 def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"pipeline": DEMO_NAME, "device": "sim", "weights": "int8"}
-    without, kept = (run_node(LoadPipeline, **asked, **more).result[0] for more in ({}, {"cache_encoded": True}))
-    assert without.open().denoisers[0].made_file is None
-    assert kept.open().denoisers[0].made_file is not None and kept.holding("fp8").open().model.claims.weights == "fp8"
-    assert kept.holding("fp8").open().denoisers[0].made_file is not None
+    for more in ({}, {"cache_encoded": True}):  # which had a meaning once, and is still taken
+        kept = run_node(LoadPipeline, **asked, **more).result[0]
+        assert kept.open().denoisers[0].conversion is not None
+        assert kept.holding("fp8").open().model.claims.weights == "fp8"
+    assert kept.holding("auto").open().denoisers[0].conversion is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = ["--steps", "1", "--device", "sim", "--vram", "64MB", "--weights", "int8", "--cache-encoded"]
     assert (
@@ -308,11 +306,19 @@ def test_loader_and_command(tmp_path: Path, sim: ModuleType, monkeypatch: pytest
     assert len(files(tmp_path / "ballast" / "embeddings")) == 2, "encoder and transformer"
 
 
+def test_a_module_that_is_encoded_in_memory_stays_so() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    encode(layer, "int8")
+    unit = ManagedModel.from_module("layer", "transformer", layer)
+    assert encoding_of(unit.module.get_parameter("0.weight")) and unit.size_bytes == 64 * 64 + 4 * 64
+
+
 _WRITE = """
 import json, pathlib, sys
 import conftest, torch
 from ballast.bench.rss import peak_rss_bytes
-from ballast.memory.codecs.making import MAKERS
+from ballast.memory.codecs.converters import CONVERTERS
+from ballast.memory.weights.conversion import Conversion
 from ballast.memory.weights.unit import ManagedModel
 from ballast.memory.weights.stored import stored_tensors
 from safetensors.torch import save_file
@@ -325,12 +331,12 @@ def build():
         return torch.nn.Sequential(*layers)
 places = stored_tensors(folder.glob("*.safetensors"))
 unit = ManagedModel("dit", "transformer", build, lambda: None, stored=lambda: places)
-unit.maker, unit.made_file = MAKERS["exact12"], folder / "made" / "dit"
+unit.conversion = Conversion(CONVERTERS["exact12"], folder / "made" / "dit")
 unit.module, torch.zeros(1)
 pathlib.Path("/proc/self/clear_refs").write_text("5")
 before = peak_rss_bytes()
-unit.keep_made()
-print(json.dumps([peak_rss_bytes() - before, unit.made_file.stat().st_size, unit.size_bytes]))
+unit.convert(lambda *_: lambda _: None)
+print(json.dumps([peak_rss_bytes() - before, unit.conversion.path.stat().st_size, unit.size_bytes]))
 """
 
 
