@@ -212,9 +212,11 @@ def test_compiled_they_are_those_of_stock(
         graphs.append(graph)
         return graph.forward
 
-    def within(self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any) -> torch.Tensor:
+    def within(
+        self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any, answers: Any = None
+    ) -> torch.Tensor:
         with kernels(modules.values(), compile=True, backend=compiler):
-            return denoise(self, cond, arguments, on_step, device, modules)
+            return denoise(self, cond, arguments, on_step, device, modules, answers)
 
     monkeypatch.setattr(DiffusersModel, "denoise", within)
     loras = lora_files.two(folder, tmp_path)

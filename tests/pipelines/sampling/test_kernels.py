@@ -124,9 +124,11 @@ def test_a_pipeline_compiles_in_its_first_step(
     family, compiler, seen = tiny.FAMILIES[name], Counting(), []
     denoise, compiled = DiffusersModel.denoise, False
 
-    def within(self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any) -> torch.Tensor:
+    def within(
+        self: Any, cond: Any, arguments: Any, on_step: Any, device: Any, modules: Any, answers: Any = None
+    ) -> torch.Tensor:
         with kernels(modules.values(), compile=compiled, backend=compiler):
-            return denoise(self, cond, arguments, on_step, device, modules)
+            return denoise(self, cond, arguments, on_step, device, modules, answers)
 
     monkeypatch.setattr(DiffusersModel, "denoise", within)
     pipe = ballast.open_pipeline(tiny_folders(name), device="cpu")
