@@ -115,6 +115,7 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         begun.append("compared")
         raise RuntimeError("compared")
 
+    monkeypatch.setattr(check.verdicts, "_known", {})  # of other tests in this process
     monkeypatch.setattr(check, "rehearse", begin)
     monkeypatch.setattr(check, "compare_batch", begin)
     return begun
