@@ -177,7 +177,7 @@ def build(name: str, folder: Path) -> Path:
         if isinstance(component, nn.Module):
             dtype = torch.float32 if (name, part) == ("wan", "vae") else torch.bfloat16
             shard = "10GB" if (name, part) == ("flux", "transformer") else "5GB"
-            _save(component, folder / part, dtype, shard)
+            save(component, folder / part, dtype, shard)
         elif component is not None:
             component.save_pretrained(folder / part)
     return folder
@@ -185,12 +185,12 @@ def build(name: str, folder: Path) -> Path:
 
 def build_newbie(folder: Path) -> Path:
     """NewBie in the folders that the fork of diffusers has, with Gemma's and Jina's published sizes."""
-    _save(empty(NewbieTransformer2DModel, PUBLISHED), folder / "transformer", torch.bfloat16, "10GB")
-    _save(empty(transformers.Gemma3TextModel, GEMMA_3_4B), folder / "text_encoder", torch.bfloat16, "5GB")
+    save(empty(NewbieTransformer2DModel, PUBLISHED), folder / "transformer", torch.bfloat16, "10GB")
+    save(empty(transformers.Gemma3TextModel, GEMMA_3_4B), folder / "text_encoder", torch.bfloat16)
     with init_empty_weights(include_buffers=False):
         jina = transformers.JinaEmbeddingsV3Model(transformers.JinaEmbeddingsV3Config(), add_pooling_layer=False)
-    _save(jina, folder / "text_encoder_2", torch.bfloat16, "5GB")
-    _save(empty(diffusers.AutoencoderKL, FLUX_VAE), folder / "vae", torch.float32, "5GB")
+    save(jina, folder / "text_encoder_2", torch.bfloat16)
+    save(empty(diffusers.AutoencoderKL, FLUX_VAE), folder / "vae", torch.float32)
     for name in ("tokenizer", "tokenizer_2"):
         tokenizer().save_pretrained(folder / name)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "NewbiePipeline"}), encoding="utf-8")
@@ -204,11 +204,11 @@ def build_pyramid(folder: Path, variant: str = "768p") -> Path:
         "causal_video_vae": (CausalVideoVAE, {}, "CausalVideoVAE"),
     }
     for name, (cls, config, published) in parts.items():
-        _save(empty(cls, config), folder / name, torch.bfloat16, "10GB")
+        save(empty(cls, config), folder / name, torch.bfloat16, "10GB")
         path = folder / name / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"_class_name": published}), encoding="utf-8")
-    _save(empty(transformers.CLIPTextModel, CLIP_L), folder / "text_encoder", torch.bfloat16, "5GB")
-    _save(empty(transformers.T5EncoderModel, T5_XXL), folder / "text_encoder_2", torch.bfloat16, "5GB")
+    save(empty(transformers.CLIPTextModel, CLIP_L), folder / "text_encoder", torch.bfloat16)
+    save(empty(transformers.T5EncoderModel, T5_XXL), folder / "text_encoder_2", torch.bfloat16)
     tokenizer(77).save_pretrained(folder / "tokenizer")
     tokenizer().save_pretrained(folder / "tokenizer_2")
     return folder
@@ -249,7 +249,7 @@ def empty(cls: type, config: Mapping[str, Any]) -> Any:
     return module
 
 
-def _save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str) -> None:
+def save(module: Any, folder: Path, dtype: torch.dtype, shard_size: str = "5GB") -> None:
     """Save a module's config and weights, sharded and named as its library does; tied ones once."""
     if isinstance(module, PreTrainedModel):
         module.config.architectures, module.config.dtype = [type(module).__name__], dtype

@@ -13,7 +13,7 @@ import torch
 
 from ..planning.forecasts import quietly
 from ..stock.signatures import encode_defaults
-from . import verdicts
+from . import released, verdicts
 from .batch_check import compare_batch
 from .comparison import StockCallError, rehearse
 from .verdicts import Verdict
@@ -117,6 +117,9 @@ def _compared(model: DiffusersModel, texts: DiffusersModel, options: Mapping[str
     options = {**model.text_options, **options}
     directory, key = _place_of_proof(model, texts, options)
     verdict = verdicts.recall(directory, key)
+    if verdict is None and not options:
+        verdict = released.recall(model, texts, "stages", _task(model))
+        verdicts.keep(None, key, verdict) if verdict else None
     if verdict is not None:
         return verdict
     for name in model.parts.without_weights("tokenizer", "processor"):
@@ -140,11 +143,7 @@ def _place_of_proof(
     model: DiffusersModel, texts: DiffusersModel, options: Mapping[str, Any]
 ) -> tuple[Path, str | None]:
     """Return the folder and the key of a verdict. Words and tensors among the options count by their type."""
-    task: dict[str, Any] = {
-        "inputs": sorted(model.inputs),
-        "texts": texts.pipeline_class.__name__,
-        "replays": model.replays,
-    }
+    task: dict[str, Any] = {**_task(model), "texts": texts.pipeline_class.__name__}
     if options:
         task["options"] = {
             name: type(value).__name__ if isinstance(value, torch.Tensor | str) else value
@@ -153,13 +152,17 @@ def _place_of_proof(
     return model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof", format=_PROOF, **task)
 
 
+def _task(model: DiffusersModel) -> dict[str, Any]:
+    return {"inputs": sorted(model.inputs), "replays": model.replays}
+
+
 def batch_differs(model: DiffusersModel, texts: DiffusersModel, own: Collection[str]) -> str:
     if model.replays:
         return "its own call encodes the prompt"
     task: dict[str, Any] = {"inputs": sorted(model.inputs), "own": sorted(own)}
     task |= {"texts": texts.pipeline_class.__name__, "options": dict(model.text_options)}
     directory, key = model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof of a batch", **task)
-    verdict = verdicts.recall(directory, key)
+    verdict = verdicts.recall(directory, key) or released.recall(model, texts, "batch", task)
     if verdict is None:
         try:
             with quietly(), model.claims.manager.between_stages():

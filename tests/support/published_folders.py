@@ -1,0 +1,50 @@
+"""Folders of the published models whose configs come with the pack: real headers, zeros that take no disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from ballast.bench import full_size
+from ballast.pipelines.files.components import read_model_index
+from ballast.pipelines.files.single.published import FACTS
+from ballast.pipelines.files.trust import component_class
+from torch import nn
+from transformers import PreTrainedModel
+
+MODELS = sorted(folder.name for folder in (FACTS / "models").iterdir())
+TOKENIZER = ["transformers", "PreTrainedTokenizerFast"]  # in place of theirs, which do not come with the pack
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write one of MODELS with tokenizers of one token for each character, and return the folder."""
+    index = read_model_index(FACTS / "models" / name)
+    shared = {part: FACTS / "parts" / where for part, (where, _) in index["_parts"].items()}
+    lengths = {part: settings.get("model_max_length", 512) for part, (_, settings) in index["_tokenizers"].items()}
+    kept = {key: value for key, value in index.items() if key == "_class_name" or not key.startswith("_")}
+    for part in [key for key, value in kept.items() if isinstance(value, list) and len(value) == 2 and value[0]]:
+        at = shared.get(part, FACTS / "models" / name / part)
+        if part in lengths:
+            full_size.tokenizer(lengths[part], chat=True).save_pretrained(folder / part)
+            kept[part] = TOKENIZER
+            continue
+        cls: Any = component_class(*kept[part])
+        if issubclass(cls, nn.Module):
+            config = json.loads((at / "config.json").read_text("utf-8"))
+            full_size.save(_empty(cls, config), folder / part, torch.bfloat16)
+        else:
+            (folder / part).mkdir(parents=True)
+            for file in at.iterdir():
+                (folder / part / file.name).write_bytes(file.read_bytes())
+    (folder / "model_index.json").write_text(json.dumps(kept), "utf-8")
+    return folder
+
+
+def _empty(cls: Any, config: dict[str, Any]) -> nn.Module:
+    if issubclass(cls, PreTrainedModel):
+        return full_size.empty(cls, config)
+    with init_empty_weights(include_buffers=False):
+        return cls.from_config(config)
