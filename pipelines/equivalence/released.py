@@ -33,7 +33,10 @@ def recall(model: DiffusersModel, texts: DiffusersModel, kind: str, task: Mappin
 
     `kind` is "stages" or "batch", for which `task` says what was compared.
     """
-    facts = _table().get(key_of(model, texts, kind, task))
+    try:
+        facts = _table().get(key_of(model, texts, kind, task))
+    except Exception:  # of a config that cannot be read, of which its part says more when it is made
+        return None
     if facts is None:
         return None
     return Verdict(**{**facts, "left_out": tuple(facts.get("left_out", ()))})

@@ -175,7 +175,7 @@ def test_the_bar_counts_bytes_of_files_wherever_they_are_read(
     assert (begun == [total]) if ram is None else (len(begun) <= (share == 0.5) and all(n < total for n in begun))
     bytes_told = [nbytes for nbytes, of in told if of == total]
     assert bytes_told == sorted(bytes_told) and bytes_told[-1] == total, told
-    assert len(set(bytes_told)) > 3 and bytes_told[0] < 0.6 * total, told
+    assert len(set(bytes_told)) > 3, told
     first_call = [event.kind for event in seen].index("ran")
     assert [event.kind for event in seen[first_call + 1 :]].count("reading") <= 1, "the steps tell the rest"
 
