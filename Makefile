@@ -33,7 +33,7 @@ soak: .venv/test-ready
 		tests/pipelines/generic/test_pictures.py tests/memory/test_left_behind.py tests/memory/test_faults.py \
 		tests/memory/test_fault_mix.py tests/bench -m "not soak"
 	for copies in cuda xpu; do BALLAST_COPIES=$$copies BALLAST_SOAK=1 $(PYTEST) tests/memory/engine \
-		tests/memory/striped tests/memory/codecs tests/pipelines/sampling -m "not eager" || exit 1; done
+		tests/memory/striped tests/memory/codecs tests/pipelines/lora tests/pipelines/sampling -m "not eager" || exit 1; done
 
 # All figures of this machine's CUDA card, in 9 minutes. Without one: make gpu ARGS=--dry. It installs nothing where
 # python3 has torch: on a machine without network it runs from the checkout, with diffusers from a wheel in .whl.
