@@ -23,7 +23,7 @@ from ..memory.probe import rates as measured_rates
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.weights.unit import ManagedModel
 from .lora.use import Lora, adapters_of
-from .planning.plans import SEEING, plan_stage
+from .planning.plans import SEEING, Machine, plan_stage
 
 if TYPE_CHECKING:
     from .models.claims import Claims
@@ -155,28 +155,26 @@ class Runner:
         if (found := forecast()) is None:
             return {}
         ram_bytes = self.ram_budget(None)
+        machine = Machine(
+            0 if on_cpu else self.vram_budget(),
+            ram_bytes,
+            measured_rates(self.manager.device, units[0].disk),
+            self.settings.ram_bytes is not None,
+            self.manager.accelerator.is_unified,
+            card_of(self.manager.device),
+            self.manager.accelerator.outside_bytes(),
+        )
+        strategy = "cpu" if on_cpu else strategy
         place = functools.partial(
-            plan_stage,
-            stage,
-            found,
-            units,
-            ram_bytes=ram_bytes,
-            ram_stated=self.settings.ram_bytes is not None,
-            rates=measured_rates(self.manager.device, units[0].disk),
-            strategy="cpu" if on_cpu else strategy,
-            steps=steps,
-            card=card_of(self.manager.device),
-            unified=self.manager.accelerator.is_unified,
-            outside_bytes=self.manager.accelerator.outside_bytes(),
-            ram=self.manager.ram_state(ram_bytes),
+            plan_stage, stage, found, units, strategy=strategy, steps=steps, ram=self.manager.ram_state(ram_bytes)
         )
         if on_cpu:
-            here = place(budget_bytes=0)
+            here = place(machine)
             self._refuse_short_ram(here)
             return {"forecast": found, "planned": here}
         if self.settings.vram_bytes is not None:
-            self._refuse_misfit(place(budget_bytes=self.settings.vram_bytes), strategy)
-        here = place(budget_bytes=self.vram_budget())
+            self._refuse_misfit(place(replace(machine, vram_bytes=self.settings.vram_bytes)), strategy)
+        here = place(machine)
         if parts:
             self._refuse_misfit(here, strategy)
         self._refuse_short_ram(here)

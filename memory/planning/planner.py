@@ -7,7 +7,6 @@ max(compute, copied bytes / bandwidth of the bus, read bytes / bandwidth of the 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,8 +19,9 @@ from ..weights.reader import BATCH_BYTES
 from .first_call import Beside, first_call_seconds
 from .forecast import HeldBytes, Operations, UnitForecast
 from .kept_dequantized import moment_bytes
-from .measured import Measured, Overhead, measured_loads
+from .measured import Measured, measured_loads
 from .ring_offsets import WINDOWS
+from .room import HeldWeights, PlanRequest, Room
 from .solver import GroupLoad, Layout, Loads, least_bytes, place
 from .tiers import held_in_ram
 
@@ -397,44 +397,28 @@ def make_plan(
     unit: str,
     sizes: UnitSizes,
     work: UnitForecast,
+    room: Room,
     rates: Rates,
-    budget_bytes: int,
-    ram_bytes: int,
-    *,
-    steps: int = 1,
-    times: float = 1.0,
-    strategy: str = "auto",
-    by_user: bool = True,
-    idle_bytes: int = 0,
-    there: frozenset[int] | None = frozenset(),
-    from_disk: bool = False,
+    request: PlanRequest | None = None,
+    held: HeldWeights | None = None,
     measured: Measured | None = None,
-    overhead: Overhead | None = None,
-    ram_stated: bool = True,
-    free_ram_bytes: int = sys.maxsize,
 ) -> Plan:
-    """Return the best placement of a unit within the budget, or the one that `strategy` names.
+    """Return the best placement of a unit within the room, or the one that the requested strategy names.
 
-    - `by_user` tells that the user named the strategy. The reason then says so.
-    - `budget_bytes` is the most that the driver may count, `ram_bytes` the most that weights may take in RAM.
-    - `steps` are the sampling steps that the calls of `work` belong to. The calls come `times` times in the stage, such
-      as 7 times for a forecast of 4 steps out of 28. `idle_bytes` is what the stage holds before the first call.
-    - `there` names the groups that are in RAM already and need not be read, None for all weights.
-    - With `from_disk` the weights can be streamed from their files.
-    - `measured` seconds of the groups replace those from operations and rates. `overhead` are the bytes beside tensors.
-    - Without `ram_stated` nobody stated `ram_bytes`, so RAM refuses nothing. Windows then take what others would have.
-    - `free_ram_bytes` of the RAM can be had without taking any from other units. The unit keeps no more than that.
+    `measured` seconds of the groups replace those from operations and rates.
 
     A unit that cannot be streamed in less than the whole is planned as resident. When nothing fits, the plan is the one
     that wants least, with `fits` false. Called for each unit of a stage, by `pipelines.planning.plans`.
     """
+    request, held = request or PlanRequest(), held or HeldWeights()
+    strategy, steps = request.strategy, request.steps
+    budget_bytes, ram_bytes, overhead = room.vram_bytes, room.ram_bytes, room.overhead
     bound_to = ["resident", "streamed"] if strategy in ("auto", "cpu") else [meant_by(strategy, sizes)]
-    streams_from_disk = from_disk and sizes.total_bytes > ram_bytes
+    streams_from_disk = held.from_disk and sizes.total_bytes > ram_bytes
     forecast = sizes.loads(work, rates)
     loads = measured_loads(forecast, measured)
     compute = work.operations.seconds(rates, sizes.dtype) / max(1, work.calls)
     compute += sum(group.decode_seconds(rates) for group in sizes.groups)
-    overhead = overhead or Overhead()
     tensor_bytes = overhead.tensors_within(budget_bytes)
     bare, work = work, overhead.on(work.with_dequantizing(sizes.dequantizing_beside()))
     if loads is not forecast:
@@ -445,27 +429,27 @@ def make_plan(
     by_group = loads if work.modules else loads.computing(compute)
     made = []
     for placement, least in least_weights(sizes).items():
-        for room in _rooms(placement, least, sizes, work, tensor_bytes, strategy):
+        for weights_bytes in _weights_bytes(placement, least, sizes, work, tensor_bytes, strategy):
             outside = sizes.outside_bytes(placement)
-            found = place(loads, room - outside, placement)
+            found = place(loads, weights_bytes - outside, placement)
             seconds = compute - sum(loads.groups[i].decode_seconds for i in found.dequantized)
             beside = overhead.on(bare.with_dequantizing(sizes.dequantizing_beside(found.dequantized)))
-            candidate = _candidate(placement, sizes, beside, rates, seconds, found, steps, idle_bytes)
+            candidate = _candidate(placement, sizes, beside, rates, seconds, found, request)
             # The first call has all weights as stored: groups are dequantized to stay only when it has ended.
             first_bytes = candidate.stay_bytes + outside - sizes.fixed_bytes + candidate.ring_bytes + work.peak_bytes
             candidate = replace(candidate, peak_vram_bytes=max(candidate.peak_vram_bytes, first_bytes))
             if streams_from_disk:
                 candidate = _short_of_ram(candidate, sizes, rates, found, ram_bytes, work.calls / steps)
-            held = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
-            kept = None if held is None else sizes.ram_groups(found, min(ram_bytes, free_ram_bytes))
-            calls, windows = max(1, round(times * work.calls)), window_bytes(sizes, placement)
-            read = sizes.disk_bytes(found, kept, there, calls)
+            in_ram = sizes.ram_groups(found, ram_bytes) if streams_from_disk else None
+            kept = None if in_ram is None else sizes.ram_groups(found, min(ram_bytes, room.free_ram_bytes))
+            calls, windows = max(1, round(request.times * work.calls)), window_bytes(sizes, placement)
+            read = sizes.disk_bytes(found, kept, held.in_ram, calls)
             candidate = replace(candidate, disk_bytes=read, kept=kept, windows_bytes=windows)
-            first = first_call_seconds(by_group, found, sizes.beside(held, there))
+            first = first_call_seconds(by_group, found, sizes.beside(in_ram, held.in_ram))
             first += compute - seconds  # groups kept dequantized are dequantized once more, after their first call
             candidate = candidate.beginning_with(first, work.calls / steps)
             if work.turns > 1:
-                again = first_call_seconds(by_group, found, sizes.beside(held, None)) + compute - seconds
+                again = first_call_seconds(by_group, found, sizes.beside(in_ram, None)) + compute - seconds
                 call_seconds = candidate.step_seconds * steps / work.calls
                 # A streamed group whose bytes no other overwrites stays in the ring, but leaves with it at each turn.
                 lying = sum(sizes.groups[i].packed_bytes for i in set(found.streamed) - set(found.copied))
@@ -480,13 +464,13 @@ def make_plan(
     allowed = [c for c in made if c.placement in bound_to]
     # Without a file to stream from it is not known here whether RAM must hold all weights: the run decides.
     ram_bytes_allowed = ram_bytes if streams_from_disk else sizes.total_bytes
-    if not ram_stated:
+    if not room.ram_stated:
         ram_bytes_allowed = max(ram_bytes_allowed, *(candidate.ram_bytes for candidate in made))
     on_device = [c for c in allowed if c.driver_bytes <= budget_bytes]
-    in_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
+    within_ram = [c for c in on_device if c.ram_bytes <= ram_bytes_allowed]
     slow = work.calls > 1 and rates.disk_bytes_per_second < SLOWEST_DISK_BYTES_PER_SECOND
-    fitting = [c for c in in_ram if not (slow and c.read_bytes)]
-    best = fitting or in_ram
+    fitting = [c for c in within_ram if not (slow and c.read_bytes)]
+    best = fitting or within_ram
     if best:  # `min` takes the first of equally fast candidates
         chosen = min(best, key=lambda c: comparable(c.step_seconds))
     else:
@@ -496,9 +480,9 @@ def make_plan(
         for c in made
         if c is not chosen
     )
-    asked = strategy if by_user and len(bound_to) == 1 else ""
-    reason = _reason(chosen, sizes, budget_bytes, bool(fitting), ram_bytes, ram_bytes_allowed, rates, asked)
-    if fitting and chosen.from_disk and not ram_stated:
+    asked = strategy if request.by_user and len(bound_to) == 1 else ""
+    reason = _reason(chosen, sizes, room, bool(fitting), ram_bytes_allowed, rates, asked)
+    if fitting and chosen.from_disk and not room.ram_stated:
         reason += " RAM is short: weights come from disk."
     return Plan(
         **vars(chosen), unit=unit, budget_bytes=budget_bytes, reason=reason, rejected=rejected, fits=bool(fitting)
@@ -516,28 +500,29 @@ def weights_on_cpu(sizes: UnitSizes, ram_bytes: int) -> int:
 
 
 def plan_on_cpu(
-    unit: str, sizes: UnitSizes, work: UnitForecast, rates: Rates, ram_bytes: int, steps: int, *, there: bool,
-    from_disk: bool, ram_stated: bool,
-) -> Plan:  # fmt: skip
-    """Return the plan of a unit that runs on the CPU: all in RAM, or `from_disk` what does not fit.
+    unit: str, sizes: UnitSizes, work: UnitForecast, room: Room, rates: Rates, steps: int, held: HeldWeights
+) -> Plan:
+    """Return the plan of a unit that runs on the CPU: all in RAM, or from disk what does not fit.
 
-    With `there` RAM holds the weights already, so the first step reads nothing. The seconds are those of the disk: how
-    fast a CPU computes is not known.
+    The seconds are those of the disk: how fast a CPU computes is not known. The first step reads nothing of weights
+    that RAM holds whole.
     """
-    whole, ram, disk = format_bytes(sizes.total_bytes), format_bytes(ram_bytes), rates.disk_bytes_per_second
+    ram_bytes, disk = room.ram_bytes, rates.disk_bytes_per_second
+    whole, ram = format_bytes(sizes.total_bytes), format_bytes(ram_bytes)
     found, taken, read_bytes, step_read_bytes, reason = Layout(), sizes.total_bytes, 0, 0, ""
-    if taken > ram_bytes and from_disk:
-        windows, room = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
-        found = place(replace(sizes.loads(work, rates), ram_bytes=windows), room - sizes.fixed_bytes)
+    if taken > ram_bytes and held.from_disk:
+        windows, weights_bytes = window_bytes(sizes, "streamed"), weights_on_cpu(sizes, ram_bytes)
+        loads = replace(sizes.loads(work, rates), ram_bytes=windows)
+        found = place(loads, weights_bytes - sizes.fixed_bytes)
         taken = sizes.fixed_bytes + found.device_bytes + windows
         read_bytes = sizes.group_read_bytes(found.from_disk)
         step_read_bytes = round(read_bytes * work.calls / steps)
         each = format_bytes(step_read_bytes)
         reason = f"{whole} of weights do not fit {ram} of RAM, so {each} are read from disk in each step"
-    fits = taken <= ram_bytes or not ram_stated
+    fits = taken <= ram_bytes or not room.ram_stated
     if not fits:
         reason = f"nothing fits {ram} of RAM: it wants {format_bytes(taken, up=True)}"
-    first, read = 0 if there else sizes.total_bytes / disk, step_read_bytes / disk
+    first, read = 0 if held.in_ram is None else sizes.total_bytes / disk, step_read_bytes / disk
     passing = sum(sizes.groups[i].held_bytes for i in found.streamed)
     return Plan(
         "cpu", 0, 0, taken, found.streamed, len(sizes.groups), read, max(first, read), read, read,
@@ -548,7 +533,7 @@ def plan_on_cpu(
     )  # fmt: skip
 
 
-def _rooms(
+def _weights_bytes(
     placement: PlacementName, least: int, sizes: UnitSizes, work: UnitForecast, budget_bytes: int, strategy: str
 ) -> list[int]:
     """Return the bytes of weights to consider: all that the budget leaves, and the least."""
@@ -570,11 +555,10 @@ def _candidate(
     rates: Rates,
     compute: float,
     found: Layout,
-    steps: int,
-    idle_bytes: int,
+    request: PlanRequest,
 ) -> Candidate:
     """Return the candidate of a layout whose calls compute for `compute` seconds, with all weights in RAM."""
-    calls_per_step = work.calls / steps
+    calls_per_step = work.calls / request.steps
     whole = sizes.fixed_bytes + sum(group.held_bytes for group in sizes.groups)
     stay_bytes = whole - sum(sizes.groups[i].held_bytes for i in found.streamed)
     weights_bytes = sizes.outside_bytes(placement) + found.device_bytes
@@ -583,7 +567,7 @@ def _candidate(
     return Candidate(
         placement=placement,
         weights_bytes=weights_bytes,
-        peak_vram_bytes=max(idle_bytes, work.peak_bytes + weights_bytes),
+        peak_vram_bytes=max(request.idle_bytes, work.peak_bytes + weights_bytes),
         ram_bytes=sizes.total_bytes,
         streamed=found.streamed,
         groups=len(sizes.groups),
@@ -640,14 +624,14 @@ def _why_not(
 def _reason(
     chosen: Candidate,
     sizes: UnitSizes,
-    budget_bytes: int,
+    room: Room,
     fits: bool,
-    ram_bytes: int,
     ram_allowed: int,
     rates: Rates,
     asked: str,
 ) -> str:
     """Return one sentence for the user: why the chosen candidate was chosen, or why nothing fits."""
+    budget_bytes, ram_bytes = room.vram_bytes, room.ram_bytes
     how = f"{asked.capitalize()}, as asked for"
     budget, whole = format_bytes(budget_bytes), format_bytes(sizes.total_bytes)
     if not fits and chosen.driver_bytes <= budget_bytes and chosen.ram_bytes <= ram_allowed:

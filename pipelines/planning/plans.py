@@ -19,6 +19,7 @@ from ...memory.planning.forecast import Forecast, Operations, UnitForecast
 from ...memory.planning.measured import Measured, Overhead
 from ...memory.planning.planner import Plan, least_call_seconds, make_plan, plan_on_cpu
 from ...memory.planning.ram_state import RamState, ram_of
+from ...memory.planning.room import HeldWeights, PlanRequest, Room
 from ...memory.planning.runplan import RunPlan, StagePlan, seconds
 from ...memory.planning.turns import beside_each_other
 from ...memory.probe import card_of
@@ -123,11 +124,12 @@ def plan_run(
     forecasts, sights = _forecast_run(run)
     used = rates or measured_rates(run.device, run.sampling.units[0].disk)
     unified = Accelerator(run.device).is_unified
-    place = functools.partial(plan_stage, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, unified=unified)
-    place = functools.partial(place, ram_stated=run.ram_stated, reads=functools.cache(reads_groups))
+    machine = Machine(budget_bytes, ram_bytes, used, run.ram_stated, unified, reads=functools.cache(reads_groups))
+    vae_machine = replace(machine, unified=False)
     if rates is None:
         outside_bytes = Accelerator(run.device).outside_bytes()
-        place = functools.partial(place, card=card_of(run.device), outside_bytes=outside_bytes)
+        machine = replace(machine, card=card_of(run.device), outside_bytes=outside_bytes)
+    place = functools.partial(plan_stage, machine=machine)
     on_cpu = run.strategy == "cpu" and run.device.type == "cpu"  # all of it; on a card sampling alone
     if on_cpu:
         place = functools.partial(place, strategy="cpu")
@@ -140,16 +142,14 @@ def plan_run(
 
     if "encode" in forecasts:
         planned(place("encode", forecasts["encode"], run.encoding.units, ram=ram), run.encoding.units)
-    plan_vae = functools.partial(
-        _plan_vae, budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=used, ram_stated=run.ram_stated, on_cpu=on_cpu
-    )
+    place_vae = functools.partial(plan_vae, machine=vae_machine, on_cpu=on_cpu)
     for sight in sights:
         if sight.forecast is not None:
             planned(place(SEEING, sight.forecast, sight.units, ram=ram), sight.units)
         else:
             assert sight.vae is not None and sight.pixels is not None
             vae = replace(sight.vae, machine_bytes=run.machine_bytes, recalls=rates is None)
-            planned(plan_vae(SEEING, vae, sight.pixels, ram=ram), [vae.vae])
+            planned(place_vae(SEEING, vae, sight.pixels, ram=ram), [vae.vae])
     steps, at_once = run.sampling.steps, run.sampling.pictures
     sampling = run.sampling.with_all_steps(forecasts["sample"])
     sample = functools.partial(place, "sample", sampling, run.sampling.units, strategy=run.strategy, ram=ram)
@@ -159,7 +159,7 @@ def plan_run(
     planned(sample(steps=steps * -(-run.pictures // at_once)), run.sampling.units)
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
-    planned(plan_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
+    planned(place_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
     words = " ".join(
         filter(None, (run.caveat, _cost_of_converting(run), _cost_of_loras(run, forecasts["sample"], used)))
     )
@@ -197,55 +197,73 @@ def _cost_of_loras(run: Run, forecast: Forecast, rates: Rates) -> str:
     return f"{taken}, and {seconds(max(0.0, more) / forecast.steps)} of each step."
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The machine that stages are planned for, as a run finds it.
+
+    - `vram_bytes` is the most that the driver may count, `ram_bytes` the most that weights may take in RAM. Without
+      `ram_stated` nobody stated the latter, so RAM refuses nothing.
+    - An `overhead` that is not None replaces what was measured.
+    - A device is `unified` whose memory is the system's.
+    - Measurements of a `card` are used; its driver counts at least `outside_bytes` beside the allocator.
+    - `reads` is `reads_groups`, or remembers what that said.
+    """
+
+    vram_bytes: int
+    ram_bytes: int
+    rates: Rates = ASSUMED
+    ram_stated: bool = True
+    unified: bool = False
+    card: str = ""
+    outside_bytes: int = 0
+    overhead: Overhead | None = None
+    reads: Callable[[ManagedModel], bool] = reads_groups
+
+    def overhead_of(self, unit: ManagedModel, work: UnitForecast, pictures: int) -> Overhead:
+        """Return the bytes beside the tensors of a unit that samples `pictures` at once."""
+        if self.overhead is not None or not self.card:
+            return self.overhead or Overhead(outside_bytes=self.outside_bytes)
+        return learned.recall_overhead(self.card, sizes_of(unit), work, self.outside_bytes).scaled(pictures)
+
+    def measured(self, unit: ManagedModel, work: UnitForecast, pictures: int) -> Measured | None:
+        """Return the seconds that this card took for the groups of a unit, if it ran before."""
+        found = learned.recall(self.card, sizes_of(unit), work) if self.card else None
+        return found and found.scaled(pictures)
+
+    def room(self, unit: ManagedModel, overhead: Overhead, free_ram_bytes: int) -> Room:
+        """Return the room of a unit, while `free_ram_bytes` of RAM can be had without taking any from others."""
+        ram_bytes = ram_left(unit, self.ram_bytes, self.unified)
+        free = ram_left(unit, max(0, free_ram_bytes), self.unified)
+        return Room(self.vram_bytes, ram_bytes, self.ram_stated, free, overhead)
+
+
 def plan_stage(
     name: str,
     forecast: Forecast,
     units: Sequence[ManagedModel],
+    machine: Machine,
     *,
-    budget_bytes: int,
-    ram_bytes: int,
-    rates: Rates = ASSUMED,
     strategy: str = "auto",
     by_user: bool = True,
     steps: int = 1,
-    card: str = "",
     pictures: int = 1,
-    unified: bool = False,
-    outside_bytes: int = 0,
-    overhead: Overhead | None = None,
-    ram_stated: bool = True,
-    reads: Callable[[ManagedModel], bool] = reads_groups,
     ram: RamState | None = None,
 ) -> StagePlan:
     """Return the plan of one stage, from its forecast. `by_user` says whether the user chose the `strategy`.
 
-    `ram` is what RAM holds when it begins, by default of these units alone, and as now.
-
-    A device is `unified` whose memory is the system's. What was measured on a `card` is used; its driver counts at
-    least `outside_bytes` beside the allocator, unless the `overhead` is given. Of a forecast for one picture it may be
-    the plan for several at once. `reads` is `reads_groups`, or remembers what that said.
+    `ram` is what RAM holds when it begins, by default of these units alone, and as now. Of a forecast for one picture
+    it may be the plan for several at once.
     """
-
-    def beside(unit: ManagedModel, work: UnitForecast) -> Overhead:
-        if overhead is not None or not card:
-            return overhead or Overhead(outside_bytes=outside_bytes)
-        return learned.recall_overhead(card, sizes_of(unit), work, outside_bytes).scaled(pictures)
-
-    def measured(unit: ManagedModel, work: UnitForecast) -> Measured | None:
-        found = learned.recall(card, sizes_of(unit), work) if card else None
-        return found and found.scaled(pictures)
-
     named = {unit.name: unit for unit in units}
-    known = {each: measured(named[each], work) for each, work in forecast.units.items()}
-    overheads = {each: beside(named[each], work) for each, work in forecast.units.items()}
+    known = {each: machine.measured(named[each], work, pictures) for each, work in forecast.units.items()}
+    overheads = {each: machine.overhead_of(named[each], work, pictures) for each, work in forecast.units.items()}
     forecast = scaled(forecast, pictures) if pictures > 1 else forecast
     for name_of, work in forecast.units.items():
         named[name_of].learn(work.call_order)
-    room = {each: ram_left(named[each], ram_bytes, unified) for each in forecast.units}
     rooms = {}  # for the weights of all units, while each of them runs
     for each, work in forecast.units.items():
         takes = overheads[each].on(work.with_dequantizing(sizes_of(named[each]).dequantizing_beside())).peak_bytes
-        rooms[each] = overheads[each].tensors_within(budget_bytes) - takes
+        rooms[each] = overheads[each].tensors_within(machine.vram_bytes) - takes
     turning = {each: work for each, work in forecast.units.items() if work.turns > 1}
     held = (
         {}
@@ -254,36 +272,20 @@ def plan_stage(
             {each: turns_of(sizes_of(named[each]), work, strategy, rooms[each]) for each, work in turning.items()}
         )
     )
-
+    request = PlanRequest(strategy, by_user, forecast.steps, steps / forecast.steps, forecast.idle_bytes)
     state = ram_of(units) if ram is None else ram
 
-    def plan(unit: str, work: UnitForecast) -> Plan:
+    def plan(each: str, work: UnitForecast) -> Plan:
         nonlocal state
+        unit, sizes = named[each], sizes_of(named[each])
         if strategy == "cpu":
-            return plan_on_cpu(
-                unit, sizes_of(named[unit]), work, rates, ram_bytes, forecast.steps, there=named[unit].in_ram,
-                from_disk=reads(named[unit]), ram_stated=ram_stated,
-            )  # fmt: skip
-        made = make_plan(
-            unit,
-            sizes_of(named[unit]),
-            work,
-            rates,
-            budget_bytes,
-            room[unit],
-            steps=forecast.steps,
-            times=steps / forecast.steps,
-            strategy=strategy,
-            by_user=by_user,
-            idle_bytes=forecast.idle_bytes,
-            there=state.there(named[unit]),
-            from_disk=sizes_of(named[unit]).total_bytes > room[unit] and reads(named[unit]),
-            measured=known[unit],
-            overhead=overheads[unit],
-            ram_stated=ram_stated,
-            free_ram_bytes=ram_left(named[unit], max(0, state.free_for(named[unit])), unified),
-        )
-        state = state.after(named[unit], made.kept, made.windows_bytes)
+            room = Room(0, machine.ram_bytes, machine.ram_stated)
+            weights = HeldWeights(None if unit.in_ram else frozenset(), machine.reads(unit))
+            return plan_on_cpu(each, sizes, work, room, machine.rates, forecast.steps, weights)
+        room = machine.room(unit, overheads[each], state.free_for(unit))
+        weights = HeldWeights(state.there(unit), sizes.total_bytes > room.ram_bytes and machine.reads(unit))
+        made = make_plan(each, sizes, work, room, machine.rates, request, weights, known[each])
+        state = state.after(unit, made.kept, made.windows_bytes)
         return made
 
     plans: dict[str, Plan] = {}
@@ -302,40 +304,42 @@ def plan_stage(
         if names:
             plans[each] = plans[each].taking_turns(names, others - left.get(each, 0), forecast.idle_bytes)
     computing = sum(
-        work.calls * steps / forecast.steps * least_call_seconds(sizes_of(named[each]), work, rates, known[each])
+        work.calls
+        * steps
+        / forecast.steps
+        * least_call_seconds(sizes_of(named[each]), work, machine.rates, known[each])
         for each, work in forecast.units.items()
     )
     return StagePlan(
-        name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=rates, computing_seconds=computing
+        name, tuple(plans.values()), forecast.idle_bytes, steps=steps, rates=machine.rates, computing_seconds=computing
     )
 
 
-def _plan_vae(
+def plan_vae(
     name: str,
     run: VaeRun,
     latents: torch.Tensor,
+    machine: Machine,
     *,
-    budget_bytes: int,
-    ram_bytes: int,
-    rates: Rates,
-    ram_stated: bool,
     on_cpu: bool = False,
     ram: RamState | None = None,
 ) -> StagePlan:
+    """Return the plan of a call of a VAE on `latents`, or on pixels. With `on_cpu` the whole run is on the CPU.
+
+    Raises ValueError for a VAE that has no dry run.
+    """
     assert run.forecasts is not None
+    rates = machine.rates
     if on_cpu and (whole := run.forecasts.whole(latents)):
-        return plan_stage(
-            name, whole, [run.vae], budget_bytes=budget_bytes, ram_bytes=ram_bytes, rates=rates, strategy="cpu",
-            ram_stated=ram_stated,
-        )  # fmt: skip
+        return plan_stage(name, whole, [run.vae], machine, strategy="cpu")
     way, latents = run.start(latents, rates)
     work = (run.forecasts.tiles if way.name == "tiles" else run.forecasts.whole)(latents)
     if work is None:
         raise ValueError(f"{name} cannot be planned: {run.vae.name} has no dry run, and is measured as it runs.")
     note, overhead, pace = way.note, run.overhead(work.units[run.vae.name]), rates
     if way.name == "cpu":
-        ram_bytes = ram_bytes if ram_stated else max(ram_bytes, run.vae.size_bytes)
-        plan = _cpu_plan(run.vae, work.units[run.vae.name], budget_bytes, ram_bytes, rates)
+        ram_bytes = machine.ram_bytes if machine.ram_stated else max(machine.ram_bytes, run.vae.size_bytes)
+        plan = _cpu_plan(run.vae, work.units[run.vae.name], machine.vram_bytes, ram_bytes, rates)
         there = (ram or ram_of([run.vae])).there(run.vae)
         plan = replace(plan, disk_bytes=sizes_of(run.vae).missing_bytes(there))
         return StagePlan(name, (plan,), note=f"{note}, slower than it says here", rates=rates)
@@ -348,19 +352,9 @@ def _plan_vae(
         takes = UnitForecast(0, peak, peak, 1, Operations(way.seconds or 0.0))
         work = Forecast(0, {run.vae.name: takes})
         note += f", {format_bytes(way.ram_bytes)} of feature maps in RAM"
-    planned = plan_stage(
-        name,
-        work,
-        [run.vae],
-        budget_bytes=budget_bytes,
-        ram_bytes=ram_bytes,
-        rates=pace,
-        strategy="auto" if way.name == "whole" else "resident",
-        by_user=False,
-        overhead=overhead,
-        ram_stated=ram_stated,
-        ram=ram,
-    )
+    strategy = "auto" if way.name == "whole" else "resident"
+    machine = replace(machine, rates=pace, overhead=overhead)
+    planned = plan_stage(name, work, [run.vae], machine, strategy=strategy, by_user=False, ram=ram)
     return replace(planned, note=note, rates=rates)
 
 

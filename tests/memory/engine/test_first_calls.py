@@ -14,6 +14,7 @@ from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.planner import Plan, make_plan
+from ballast.memory.planning.room import HeldWeights, PlanRequest, Room
 from ballast.memory.probe import rates
 from ballast.memory.weights.groups import CallOrder
 from ballast.memory.weights.stored import stored_tensors
@@ -65,10 +66,8 @@ def unit(folder: Path, kind: type[Blocks] = Blocks) -> ManagedModel:
 
 def planned(dit: ManagedModel, strategy: str, vram: int, ram: int, work: UnitForecast = WORK) -> Plan:
     sizes, known = sizes_of(dit), rates(torch.device("sim:0"))
-    return make_plan(
-        "dit", sizes, work, known, vram, ram, strategy=strategy, there=None if dit.in_ram else dit.held,
-        from_disk=sizes.total_bytes > ram,
-    )  # fmt: skip
+    held = HeldWeights(None if dit.in_ram else dit.held, from_disk=sizes.total_bytes > ram)
+    return make_plan("dit", sizes, work, Room(vram, ram), known, PlanRequest(strategy), held)
 
 
 @pytest.mark.parametrize(

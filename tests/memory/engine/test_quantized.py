@@ -10,6 +10,7 @@ from ballast.memory import ManagedModel
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Operations
 from ballast.memory.planning.planner import make_plan
+from ballast.memory.planning.room import Room
 from ballast.memory.rates import ASSUMED
 from streamed_models import resident_engine, streamed_engine
 from torch import nn
@@ -116,6 +117,6 @@ def test_what_cannot_be_streamed_says_so_in_the_plan() -> None:
     from ballast.memory.planning.forecast import UnitForecast
 
     work = UnitForecast(0, 1000, 1000, 1, Operations(1e6))
-    plan = make_plan("dit", sizes, work, ASSUMED, sizes.total_bytes // 2, 2**40)
+    plan = make_plan("dit", sizes, work, Room(sizes.total_bytes // 2, 2**40), ASSUMED)
     assert not plan.fits
     assert plan.reason.startswith("Nothing fits ")

@@ -18,6 +18,7 @@ from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.known_calls import KnownCalls
 from ballast.memory.planning.planner import Plan, make_plan
+from ballast.memory.planning.room import Room
 from ballast.memory.planning.runplan import RunPlan
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.simulated.attention import never
@@ -130,7 +131,7 @@ def placed(work: UnitForecast, rates: Rates, room: int, sim: ModuleType) -> tupl
     unit = ManagedModel.from_module("dit", "transformer", module)
     unit.learn(work.call_order)
     sizes = sizes_of(unit)
-    plan = make_plan("dit", sizes, work, rates, room + work.peak_bytes, 2**30)
+    plan = make_plan("dit", sizes, work, Room(room + work.peak_bytes, 2**30), rates)
     placement = put(module, room, sizes.loads(work, rates), calls=work.call_order)
     x = torch.zeros(1, TOKENS, WIDTH, device=SIM)
     for _ in range(3):
@@ -163,9 +164,8 @@ def test_what_streams_is_chosen_by_the_seconds_of_attention(sim: ModuleType) -> 
 
 def test_what_is_resident_takes_the_seconds_of_both() -> None:
     work, rates = foreseen(), Rates(25e9, 10e9, 3e9, FLOPS, float32=FLOPS, attention=FLOPS / 3)
-    plan = make_plan(
-        "dit", sizes_of(ManagedModel.from_module("dit", "transformer", Halves())), work, rates, 2**30, 2**30
-    )
+    sizes = sizes_of(ManagedModel.from_module("dit", "transformer", Halves()))
+    plan = make_plan("dit", sizes, work, Room(2**30, 2**30), rates)
     assert plan.placement == "resident"
     assert plan.step_seconds == pytest.approx((work.operations.products + 3 * work.operations.attention) / FLOPS)
 

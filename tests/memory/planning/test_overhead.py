@@ -19,6 +19,7 @@ from ballast.memory.planning import learned
 from ballast.memory.planning.forecast import Operations, UnitForecast
 from ballast.memory.planning.measured import Overhead
 from ballast.memory.planning.planner import GroupSize, UnitSizes, make_plan
+from ballast.memory.planning.room import Room
 from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated import CardOverhead
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_what_fits_is_told_by_the_driver_s_figure(budget: int, placement: str, f
     """3 groups of 10 bytes in a budget; 10 of work with 6 of workspace, 10 spare and 20 outside."""
     sizes = UnitSizes(30, 0, tuple(GroupSize(10, 10, (each,)) for each in "abc"))
     work = UnitForecast(0, 10, 10, 1, Operations(3.0), tuple((name, Operations(1.0)) for name in "abc"))
-    plan = make_plan("dit", sizes, work, ASSUMED, budget, 100, overhead=Overhead(6, 10, 100, 20))
+    plan = make_plan("dit", sizes, work, Room(budget, 100, overhead=Overhead(6, 10, 100, 20)), ASSUMED)
     assert (plan.placement, plan.fits) == (placement, fits)
     assert plan.driver_bytes == plan.peak_vram_bytes + 30
     whole = next(c for c in (plan, *plan.rejected) if c.placement == "resident")

@@ -19,6 +19,7 @@ from ballast.memory.planning.fit import Demand, fitting_placements, sizes_of
 from ballast.memory.planning.forecast import Forecast, Operations, UnitForecast
 from ballast.memory.planning.kept_dequantized import moment_bytes
 from ballast.memory.planning.planner import GroupSize, Plan, UnitSizes, least_call_seconds, make_plan
+from ballast.memory.planning.room import HeldWeights, PlanRequest, Room
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare
 from ballast.memory.rates import Rates
 from ballast.memory.sizes import parse_bytes
@@ -34,8 +35,11 @@ EACH = tuple((f"m{i}", Operations(56 * CALL / 160)) for i in range(160))
 WORK = UnitForecast(GB // 16, GB // 2, GB // 2, 56, Operations(56 * CALL), EACH)
 
 
-def planned(budget: str, work: UnitForecast = WORK, ram: str = "64GB", **more: object) -> Plan:
-    return make_plan("dit", SIZES, work, RATES, parse_bytes(budget), parse_bytes(ram), steps=28, **more)  # type: ignore[arg-type]
+def planned(
+    budget: str, work: UnitForecast = WORK, ram: str = "64GB", strategy: str = "auto", from_disk: bool = False
+) -> Plan:
+    room, held = Room(parse_bytes(budget), parse_bytes(ram)), HeldWeights(from_disk=from_disk)
+    return make_plan("dit", SIZES, work, room, RATES, PlanRequest(strategy, steps=28), held)
 
 
 def test_choice_follows_the_budget() -> None:
@@ -66,7 +70,7 @@ def test_more_vram_is_never_slower_for_encoded_weights() -> None:
     rates = replace(RATES, memory_bytes_per_second=300e9)
     whole, plans = sizes.most_bytes + WORK.peak_bytes, []
     for share in range(30, 105, 3):
-        plan = make_plan("dit", sizes, WORK, rates, whole * share // 100, 64 * GB, steps=28)
+        plan = make_plan("dit", sizes, WORK, Room(whole * share // 100, 64 * GB), rates, PlanRequest(steps=28))
         assert plan.fits and plan.peak_vram_bytes <= whole * share // 100
         assert plan.step_seconds <= 1.05 * plan.bound_seconds
         plans.append(plan)
@@ -102,7 +106,7 @@ def test_what_is_decoded_for_good_takes_nothing_at_calls() -> None:
     demand = Demand("dit", sizes, loads, calls, has_forecast=True)
 
     def beside(budget: int) -> tuple[int, int]:
-        plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
+        plan = make_plan("dit", sizes, work, Room(budget, 64 * GB), RATES, PlanRequest("resident", steps=28))
         assert plan.peak_vram_bytes <= budget
         assert plan.layout == demand.layout("resident", demand.weights_to_hold("resident", budget))
         count, rest = divmod(plan.weights_bytes - sizes.resident_bytes, codec.decoded_bytes - codec.encoded_bytes)
@@ -126,7 +130,7 @@ def test_decoding_for_good_has_room_beside_what_is_there_between_calls(free_byte
     assert (moment > 0) == (free_bytes < GB // 4)
     whole = sizes.resident_bytes + 4 * more + work.peak_bytes + moment
     for budget, count in ((64 * GB, 4), (whole, 4), (whole - 1, 3)):
-        plan = make_plan("dit", sizes, work, RATES, budget, 64 * GB, steps=28, strategy="resident")
+        plan = make_plan("dit", sizes, work, Room(budget, 64 * GB), RATES, PlanRequest("resident", steps=28))
         assert plan.fits and plan.peak_vram_bytes <= budget
         assert plan.weights_bytes == sizes.resident_bytes + count * more + moment
         assert plan.peak_vram_bytes == plan.weights_bytes + work.peak_bytes
@@ -142,7 +146,7 @@ def test_what_stays_decoded_is_decoded_twice_in_the_first_step() -> None:
     decoding = 4 * group.decode_seconds(rates)
     assert decoding > 0
     whole, stored = (
-        make_plan("dit", sizes, work, rates, budget, 64 * GB, steps=28, strategy="resident")
+        make_plan("dit", sizes, work, Room(budget, 64 * GB), rates, PlanRequest("resident", steps=28))
         for budget in (64 * GB, sizes.resident_bytes + work.peak_bytes)
     )
     assert stored.step_seconds - whole.step_seconds == pytest.approx(decoding)
@@ -156,7 +160,7 @@ def test_the_first_call_decodes_as_it_goes() -> None:
     sizes = UnitSizes(group.held_bytes + mega, mega, (group,), decoding=(("m0", WORK.working_bytes + mega),))
     work = replace(WORK, held=(("m0", 0),), modules=EACH[:1])
     first = sizes.resident_bytes + work.peak_bytes + mega
-    plan = make_plan("dit", sizes, work, RATES, first, 64 * GB, steps=28, strategy="resident")
+    plan = make_plan("dit", sizes, work, Room(first, 64 * GB), RATES, PlanRequest("resident", steps=28))
     assert plan.fits and plan.weights_bytes > sizes.resident_bytes
     assert plan.peak_vram_bytes == first
 
@@ -269,7 +273,9 @@ def test_predicted_seconds_are_those_of_the_virtual_clock(
 def test_what_computes_in_float32_is_planned_at_the_rate_of_that() -> None:
     rates = replace(RATES, float32=20e12, float16=50e12)
     steps = [
-        make_plan("dit", replace(SIZES, dtype=dtype), WORK, rates, 24 * GB, 64 * GB, steps=28).step_seconds
+        make_plan(
+            "dit", replace(SIZES, dtype=dtype), WORK, Room(24 * GB, 64 * GB), rates, PlanRequest(steps=28)
+        ).step_seconds
         for dtype in ("BF16", "F16", "F32")
     ]
     assert steps == pytest.approx([2 * CALL / rate for rate in (100e12, 50e12, 20e12)])
@@ -307,7 +313,7 @@ def test_best_batch_plans_no_more_than_decides_it(speed: float, encoded: bool, p
     def stage(pictures: int) -> StagePlan:
         asked.append(pictures)
         work = scaled(Forecast(0, {"dit": WORK}), pictures).units["dit"]
-        plan = make_plan("dit", sizes, work, rates, parse_bytes("8GB"), parse_bytes("64GB"), steps=28)
+        plan = make_plan("dit", sizes, work, Room(8 * GB, 64 * GB), rates, PlanRequest(steps=28))
         return StagePlan("sample", (plan,), steps=28, rates=rates)
 
     least = WORK.calls * least_call_seconds(sizes, WORK, rates, None)

@@ -18,14 +18,13 @@ from ballast.commands.main import main
 from ballast.memory import host_cache as copies
 from ballast.memory.errors import DoesNotFitError
 from ballast.memory.manager import manager
-from ballast.memory.rates import ASSUMED
 from ballast.memory.simulated.card import card
 from ballast.memory.weights.structure import parameter_refs
 from ballast.nodes.decode import VaeDecode
 from ballast.nodes.load import LoadPipeline
 from ballast.pipelines.decoding import decode, tiling
 from ballast.pipelines.decoding.rescue import DecodeError, _claimed, load_latents, save_latents
-from ballast.pipelines.planning.plans import _plan_vae
+from ballast.pipelines.planning.plans import Machine, plan_vae
 from ballast.pipelines.planning.vae_forecasts import vae_forecasts
 from ballast.pipelines.stages.vae_stages import vae_run
 from comfy.cli_args import args
@@ -203,7 +202,7 @@ def test_tiles_are_told_where_one_looks(
     budget = pipe.decoder.size_bytes + forecasts.tiles(z).units["vae"].peak_bytes
     assert budget < pipe.decoder.size_bytes + forecasts.whole(z).units["vae"].peak_bytes
     run = vae_run(pipe.model, pipe.runner, "decode", {}, budget, planned=True)
-    planned = _plan_vae("decode", run, z, budget_bytes=budget, ram_bytes=2**40, rates=ASSUMED, ram_stated=True)
+    planned = plan_vae("decode", run, z, Machine(budget, 2**40))
     assert planned.note == told and planned.peak_vram_bytes <= budget
     opened = in_host.open()
     opened.runner = opened.runner.set(vram_bytes=budget)

@@ -17,8 +17,7 @@ import tiny
 import torch
 from ballast.memory import simulated
 from ballast.memory.manager import manager
-from ballast.memory.rates import ASSUMED
-from ballast.pipelines.planning.plans import _plan_vae
+from ballast.pipelines.planning.plans import Machine, plan_vae
 from ballast.pipelines.stages.vae_stages import vae_run
 
 Folders = Callable[[str], Path]
@@ -52,14 +51,11 @@ def work_of(name: str, pipe: Any, size: tuple[int, int], method: str) -> tuple[C
 def check_budget(pipe: Any, budget: int, method: str, call: Callable[[], Any], given: Any, more: dict) -> tuple:
     """Plan and run within a budget, and hold one against the other. Returns the way, and the result."""
     pipe.runner = pipe.runner.set(vram_bytes=budget)
-    planned = _plan_vae(
+    planned = plan_vae(
         method,
         vae_run(pipe.model, pipe.runner, method, more, budget, planned=True),
         given,
-        budget,
-        2**40,
-        ASSUMED,
-        True,
+        Machine(budget, 2**40),
     )
     manager("sim").timeline.clear()
     gc.collect()

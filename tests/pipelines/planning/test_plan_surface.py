@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +20,11 @@ from ballast.bench import full_size
 from ballast.memory import manager
 from ballast.memory.charts import axes
 from ballast.memory.charts.axes import to_image
+from ballast.memory.planning.forecast import Forecast
 from ballast.memory.planning.runplan import RunPlan, StagePlan, compare, draw_plans
 from ballast.memory.rates import ASSUMED, Rates
 from ballast.memory.sizes import format_bytes
+from ballast.memory.weights.unit import ManagedModel
 from ballast.nodes.encode import TextEncode
 from ballast.nodes.load import LoadPipeline
 from ballast.nodes.plan import VramPlan
@@ -397,7 +400,9 @@ def test_seconds_are_compared_for_measured_rates_alone(sim: ModuleType, monkeypa
     assert "s a step;" in sample(load())
     make = planning.plan_stage
 
-    def measured(*arguments: Any, **more: Any) -> StagePlan:
+    def measured(
+        name: str, forecast: Forecast, units: Sequence[ManagedModel], machine: planning.Machine, **more: Any
+    ) -> StagePlan:
         rates = Rates(
             ASSUMED.pinned_bytes_per_second,
             ASSUMED.paged_bytes_per_second,
@@ -405,7 +410,7 @@ def test_seconds_are_compared_for_measured_rates_alone(sim: ModuleType, monkeypa
             ASSUMED.operations_per_second,
             "measured",
         )
-        return make(*arguments, **{**more, "rates": rates})
+        return make(name, forecast, units, replace(machine, rates=rates), **more)
 
     monkeypatch.setattr("ballast.pipelines.runner.plan_stage", measured)
     assert re.search(r"[\d.]+ m?s a step \(planned [\d.]+ [mu]?s\);", sample(load()))

@@ -24,6 +24,7 @@ from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.planning.planner import make_plan
+from ballast.memory.planning.room import Room
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.models.hidream import HiDreamModel
 from ballast.pipelines.planning import forecast_cache
@@ -172,7 +173,7 @@ def test_full_size_transformers_without_a_pipeline(name: str) -> None:
 
     forecast, _ = dry_run({name: module}, run)
     for vram in (3 * 2**30, 8 * 2**30, 24 * 2**30):
-        plan = make_plan(name, sizes, forecast.units[name], ASSUMED, vram, 2**40)
+        plan = make_plan(name, sizes, forecast.units[name], Room(vram, 2**40), ASSUMED)
         assert plan.fits and plan.peak_vram_bytes <= vram
         assert (plan.placement == "resident") == (sizes.total_bytes + forecast.units[name].peak_bytes <= vram)
 
