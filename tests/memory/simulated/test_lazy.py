@@ -195,6 +195,7 @@ def test_memory_that_a_copy_reads_is_overwritten(mode: str, sim: ModuleType) -> 
     assert set(ram.tolist()) == {3} and races(sim) == 1
 
 
+@pytest.mark.eager
 def test_eager_copies_are_made_at_once(sim: ModuleType) -> None:
     target, _, _ = sent(torch.ones(1000))
     assert lazy.copies.mode == "eager" and not lazy.copies.queued and set(target.tolist()) == {1}
