@@ -202,18 +202,19 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
 
     The top module itself is left out: its call is under way already when its unit is placed on demand.
     """
-    blocks = {id(member) for _, members in block_lists(module) for member in members}
-    around = {path for path, _ in block_lists(module)}
+    lists = block_lists(module)
+    blocks = {id(member) for _, members in lists for member in members}
+    around = {path for path, _ in lists}
     seen: set[int] = {id(module)}
 
     def walk(owner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, list[ParameterRef]]]:
         if id(owner) in seen:
             return
         seen.add(id(owner))
-        lists = [child for child in owner.children() if not is_called(child)]  # e.g. a ParameterList, which it reads
-        own = [ref for holder in (owner, *lists) for ref in _saved(holder)]
+        children = [child for child in owner.children() if not is_called(child)]  # e.g. a ParameterList, which it reads
+        own = [ref for holder in (owner, *children) for ref in _saved(holder)]
         whole = path in calls.whole or type(owner).__name__ in WHOLE_MODULES or (calls.blocks and id(owner) in blocks)
-        whole |= nbytes_of(own) > _OWN_SHARE * nbytes_of([ref for ref in parameter_refs(owner) if not ref.is_branch])
+        whole = whole or _holds_most(owner, own)
         if whole and is_called(owner) and not any(f"{each}.".startswith(f"{path}.") for each in around):
             parts = list(owner.modules())
             seen.update(map(id, parts))
@@ -224,6 +225,12 @@ def _owners(module: nn.Module, calls: CallOrder) -> Iterator[tuple[str, nn.Modul
 
     for name, child in module.named_children():
         yield from walk(child, name)
+
+
+def _holds_most(owner: nn.Module, own: Sequence[ParameterRef]) -> bool:
+    """Return whether a module holds most of its weights itself."""
+    nbytes = nbytes_of(own)
+    return nbytes > 0 and nbytes > _OWN_SHARE * nbytes_of([ref for ref in parameter_refs(owner) if not ref.is_branch])
 
 
 def _saved(module: nn.Module) -> list[ParameterRef]:

@@ -279,11 +279,16 @@ def device_supports_non_blocking(device: Any) -> bool:
 
 
 def pin_memory(tensor: torch.Tensor) -> bool:
-    return False
+    """Pin for a simulated card that copies as CUDA does. Other cards here have no use for it."""
+    from ballast.memory.simulated.lazy import Cudart, copies
+
+    return copies.mode == "cuda" and Cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1) == 0
 
 
 def unpin_memory(tensor: torch.Tensor) -> bool:
-    return False
+    from ballast.memory.simulated.lazy import Cudart
+
+    return Cudart.cudaHostUnregister(tensor.data_ptr()) == 0
 
 
 def soft_empty_cache(force: bool = False) -> None:
