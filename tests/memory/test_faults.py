@@ -25,7 +25,7 @@ Folders = Callable[[str], Path]
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
 FAST = "auraflow"  # all that a run does, in a few hundred operators
 ERRORS = (FaultError, InterruptProcessingException, KeyboardInterrupt)
-POINTS = 50 if SOAK else 20  # of each error in each stage
+POINTS = 50 if SOAK else 12  # of each error in each stage
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "kept": {"keep": True},
@@ -50,7 +50,7 @@ def test_out_of_memory_at_every_allocation_of_a_whole_run(keep: bool, tiny_folde
     The stages before the one that fails are undisturbed, and those after it get what it gave: they are not run.
     """
     run = Run.of(FAST, tiny_folders(FAST), keep=keep)
-    tried, step = 0, 1 if SOAK else 9 if keep else 5  # keeping is much the same
+    tried, step = 0, 1 if SOAK else 19 if keep else 5  # keeping is much the same
     for stage in STAGES:
         run(stage)
         sim.reset_stats()
@@ -85,7 +85,7 @@ def test_out_of_memory_at_any_allocation_of_streamed_encoders_and_transformers(
             sim.reset_stats()
             run(stage)
             allocations = sim.stats().allocation_count
-            for count in random.Random(way).sample(range(1, allocations + 1), 8):
+            for count in random.Random(way).sample(range(1, allocations + 1), 8 if SOAK else 4):
                 with sim.fail_after(count):
                     result = run(stage)
                 assert run.is_same(stage, result), (way, stage, count)
@@ -93,7 +93,7 @@ def test_out_of_memory_at_any_allocation_of_streamed_encoders_and_transformers(
                 assert sim.stats().allocated_bytes == 0
                 tried[way] += 1
         assert run.is_same("decode", run.whole())
-    assert tried == {"streamed": 16, "from disk": 16}
+    assert set(tried) == {"streamed", "from disk"} and min(tried.values()) >= 8
 
 
 # Errors and interrupts

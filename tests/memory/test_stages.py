@@ -23,6 +23,7 @@ from ballast.memory.planning.fit import sizes_of
 from ballast.pipelines.encoding.conditioning import Conditioning
 from ballast.pipelines.encoding.embedding_cache import shared_cache
 from places import ROOT, TESTS
+from selection import THREE, few
 
 Folders = Callable[[str], Path]
 SIZE = {"width": 48, "height": 32, "steps": 2, "guidance": 4.0}
@@ -479,7 +480,7 @@ def test_encoders_take_turns_also_when_the_transformer_is_kept(tiny_folders: Fol
     assert peaks[1] <= 1.02 * peaks[0]
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "hidream", "wan", "qwenimage", "mochi"])
+@pytest.mark.parametrize("name", few(["flux", "sd3", "hidream", "wan", "qwenimage", "mochi"], *THREE))
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16"])
 def test_sizes_are_known_before_loading(name: str, dtype: str, tiny_folders: Folders) -> None:
     pipe = ballast.open_pipeline(tiny_folders(name), device="cpu", dtype=dtype)

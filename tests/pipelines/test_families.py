@@ -23,6 +23,7 @@ from ballast.memory.engine.cached_tensors import clear_cached_tensors
 from ballast.memory.planning.fit import sizes_of
 from ballast.pipelines.files.keys import key_text
 from places import SUPPORT
+from selection import THREE, few
 from torch.utils._pytree import tree_map_only
 
 REQUIRED = [
@@ -80,14 +81,14 @@ def test_staged_equals_stock(name: str, tiny_folders: Folders, sim: ModuleType) 
         assert len({each.role for each in event.residents}) <= 1, f"{event.residents} at once"  # encoders take turns
 
 
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("name", few(REQUIRED, *THREE, "sd3", "sana", "auraflow"))
 def test_guidance_off_equals_stock(name: str, tiny_folders: Folders) -> None:
     expected, _ = tiny.stock(tiny_folders(name), guidance=1.0)
     _, encode, sample, _ = tiny.stages(name, tiny_folders(name), "cpu")
     torch.testing.assert_close(sample(encode(), guidance=1.0), expected.float(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("name", few(REQUIRED, *THREE, "sd3", "mochi"))
 def test_whole_run_peaks_at_its_largest_stage(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """The peak of a run is that of the stock pipeline's largest stage alone: its unit and its activations."""
     _, encode, sample, decode = tiny.stages(name, tiny_folders(name), "sim")
@@ -167,7 +168,7 @@ def _stock_peaks(name: str, folder: Path, sim: ModuleType) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("strategy", ["streamed", "leafwise"])
+@pytest.mark.parametrize("strategy", few(["streamed", "leafwise"], "streamed"))
 @pytest.mark.parametrize("name", REQUIRED)
 def test_other_placements_equal_stock(name: str, strategy: str, tiny_folders: Folders, sim: ModuleType) -> None:
     """A layer that holds over half of the weights leaves nothing to gain by streaming."""

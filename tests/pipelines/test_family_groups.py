@@ -13,6 +13,7 @@ from ballast.memory import ManagedModel
 from ballast.memory.planning.fit import sizes_of
 from ballast.memory.weights.groups import divide, unique
 from ballast.memory.weights.structure import parameter_refs
+from selection import THREE, few
 
 Folders = Callable[[str], Path]
 
@@ -20,7 +21,7 @@ Folders = Callable[[str], Path]
 READS: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE, "lumina2", "ltx"))
 def test_groups_are_small_and_have_their_bytes_to_themselves(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
     pipe, encode, sample, decode = tiny.stages(name, tiny_folders(name), "sim")
     decode(sample(encode()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +36,13 @@ def entered() -> Iterator[dict[str, list[str]]]:
 
 
 def place(frame: FrameType) -> str:
-    file = Path(frame.f_code.co_filename)
-    return file.resolve().relative_to(ROOM).as_posix() if ROOM in file.resolve().parents else ""
+    return place_of(frame.f_code.co_filename)
+
+
+@functools.cache
+def place_of(name: str) -> str:
+    file = Path(name).resolve()
+    return file.relative_to(ROOM).as_posix() if ROOM in file.parents else ""
 
 
 def stack(frame: FrameType | None) -> list[str]:

@@ -22,13 +22,14 @@ from encoded_folders import WRITERS, Pair
 from fault_points import Run
 from places import ROOT
 from safetensors.torch import load_file, save_file
+from selection import few
 
 SIZE: dict[str, Any] = {"width": 32, "height": 32, "steps": 2, "guidance": 1.0}
 Folders = Callable[[str], Path]
 POINTS = 20 if os.environ.get("BALLAST_SOAK") else 3  # of each stage
 
 
-@pytest.mark.parametrize("how", list(WRITERS))
+@pytest.mark.parametrize("how", few(WRITERS, "q8_0", "int8", "4 bit"))
 def test_every_placement_gives_what_plain_weights_give(
     how: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType
 ) -> None:

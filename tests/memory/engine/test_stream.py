@@ -20,6 +20,7 @@ from ballast.memory.weights.groups import CallOrder, divide
 from ballast.memory.weights.structure import block_lists, parameter_refs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selection import few
 from streamed_models import (
     SIM,
     WIDTH,
@@ -525,7 +526,7 @@ class Square(nn.Module):
         return self.down(self.up(x))
 
 
-@pytest.mark.parametrize("ratio", [0.3, 1, 1.5, 3])
+@pytest.mark.parametrize("ratio", few([0.3, 1, 1.5, 3], 1, 1.5))
 @pytest.mark.parametrize("share", [0, 0.2, 0.35, 0.5, 0.75])
 @pytest.mark.parametrize(
     "lists", [[(19, 155), (38, 100)], [(49, 20), (16, 131), (32, 100)]], ids=["flux-like", "hidream-like"]

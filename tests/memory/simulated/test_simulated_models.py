@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 from ballast.memory import simulated
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+from selection import THREE, few
 
 if simulated.supported():
     pytest.skip(simulated.supported() or "", allow_module_level=True)
@@ -68,7 +69,7 @@ def weights(pipe: Any) -> int:
     return sum(p.nbytes for module in modules for p in (*module.parameters(), *module.buffers()))
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", few(tiny.FAMILIES, *THREE, "sd3", "lumina2", "mochi"))
 def test_whole_pipelines_equal_the_cpu(name: str) -> None:
     family = tiny.FAMILIES[name]
     pipe = family.build()

@@ -23,6 +23,7 @@ from ballast.pipelines.encoding.embedding_cache import shared_cache
 from ballast.pipelines.encoding.truncation import Truncation, encoder_title
 from host import run_node
 from import_pack import ROOT
+from selection import few
 from tiny_parts import tokenizer
 
 Folders = Callable[[str], Path]
@@ -162,9 +163,7 @@ def test_words_that_the_demo_does_not_know() -> None:
 # A negative prompt without effect
 
 
-@pytest.mark.parametrize(
-    "guidance", [None, pytest.param(0.5, marks=pytest.mark.soak), 1.0, pytest.param(3.0, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("guidance", few([None, 0.5, 1.0, 3.0], 1.0))
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_a_negative_prompt_without_effect_is_told(name: str, guidance: float | None, tiny_folders: Folders) -> None:
     """As the pictures have it: told where another negative prompt gives the same one, and nowhere else."""

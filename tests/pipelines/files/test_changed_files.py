@@ -20,6 +20,7 @@ from newbie_folders import official
 from places import ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from selection import few
 
 Folders = Callable[[str], Path]
 FAST = "auraflow"
@@ -85,7 +86,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("part", ["text_encoder", "transformer", pytest.param("vae", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("part", few(["text_encoder", "transformer", "vae"], "transformer"))
 @pytest.mark.parametrize(("name", "where", "how"), CASES)
 def test_changed_weights_are_never_mixed(
     name: str, where: str, how: str, part: str, made: Callable[[str], Path], cache: Path, sim: ModuleType

@@ -67,7 +67,7 @@ SOME = ("flux", "hidream", "qwenimage")
 @pytest.mark.usefixtures("sampling_alone")
 @pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if n in SOME or os.environ.get("BALLAST_SOAK")])
 def test_predicted_peak_is_what_is_measured(name: str, tiny_folders: Folders, sim: ModuleType) -> None:
-    """3 shapes, 5 budgets: never below, at most 5 % above; within the budget; bitwise the same.
+    """3 shapes, 3 to 5 budgets: never below, at most 5 % above; within the budget; bitwise the same.
 
     HiDream's plan is an upper bound over its routing. Streamed, the tiny model's wide experts show in the peak.
     """
@@ -93,7 +93,9 @@ def check_peaks(name: str, folder: Path, encoded_with: Path, streamed: float) ->
         }
         most, least = peaks["resident"], peaks["streamed"]
         assert peaks["leafwise"] == least and (least == most) == (name in WHOLE)
-        budgets = [most, (2 * most + least) // 3, (most + 2 * least) // 3, (most + 9 * least) // 10, least]
+        budgets = [most, (most + 2 * least) // 3, least]
+        if os.environ.get("BALLAST_SOAK"):
+            budgets[1:1] = [(2 * most + least) // 3, (most + 9 * least) // 10]
         expected = None
         seen = []
         for budget in budgets:

@@ -20,6 +20,7 @@ from ballast.memory.weights.structure import block_lists
 from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel
 from ballast.pipelines.sampling.kernels import check_attention, compiles, kernels
 from diffusers.models import attention_dispatch
+from selection import few
 from streamed_models import WIDTH, Blocks, least_bytes, nbytes, rests, run, streamed_engine
 from streamed_models import model as shared_model
 from torch import nn
@@ -94,7 +95,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 # Compiling
 
 
-@pytest.mark.parametrize("name", ["flux", "lumina2", "sd3", "wan"])
+@pytest.mark.parametrize("name", few(["flux", "lumina2", "sd3", "wan"], "flux", "wan"))
 def test_streamed_blocks_compile_once(name: str) -> None:
     """Wherever in the ring the blocks come, and however many stay: the same results from the same few graphs."""
     module, arguments = model(name)
