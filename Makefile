@@ -22,7 +22,7 @@ test: lint
 	$(PYTEST) tests --dist loadfile
 
 check: .venv/test-ready
-	BALLAST_SOAK=1 $(PYTEST) tests -m long --dist loadfile
+	BALLAST_SOAK=1 $(PYTEST) tests -m "long and not soak" --dist loadfile
 	BALLAST_COPIES=xpu $(PYTEST) tests/memory/engine/test_arriving.py -k "books_whatever or first_step"
 
 # All families, budgets and walks: more than an hour.

@@ -113,7 +113,7 @@ PLANNED = [
     ("sd3", "q8_0"),
     ("zimage", "int8"),
     *(
-        pytest.param(name, how, marks=pytest.mark.long if how in ("4 bit", "exact12") else pytest.mark.soak)
+        pytest.param(name, how, marks=pytest.mark.long if (name, how) == ("flux", "exact12") else pytest.mark.soak)
         for name in ("flux", "sd3", "wan", "zimage")
         for how in (*WRITERS, "exact12")
         if (name, how) not in (("sd3", "q8_0"), ("zimage", "int8"))
