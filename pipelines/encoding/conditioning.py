@@ -33,7 +33,8 @@ class Conditioning:
     ) -> Conditioning:
         """From tensors on any device, which may have some `info` of their own."""
         info = {**getattr(tensors, "info", {}), **(info or {})}
-        on_host = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
+        listed = {k: [to_host(t) for t in v] for k, v in tensors.items() if isinstance(v, list | tuple)}
+        on_host = {k: listed[k] if k in listed else to_host(v) for k, v in tensors.items()}
         return cls(on_host, info)
 
     @property
@@ -108,6 +109,12 @@ class Conditioning:
 
     def __repr__(self) -> str:
         return f"Conditioning({', '.join(self.tensors)}; {self.info.get('prompt', '')[:60]!r})"
+
+
+def is_embeddings(value: Any) -> bool:
+    """Return whether an option of `encode` is a tensor, or a list of them: one a prompt, as Z-Image takes them."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return bool(several) and all(isinstance(one, torch.Tensor) for one in several)
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:
