@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ class Conditioning:
     ) -> Conditioning:
         """From tensors on any device, which may have some `info` of their own."""
         info = {**getattr(tensors, "info", {}), **(info or {})}
-        listed = {k: [to_host(t) for t in v] for k, v in tensors.items() if isinstance(v, list | tuple)}
-        on_host = {k: listed[k] if k in listed else to_host(v) for k, v in tensors.items()}
-        return cls(on_host, info)
+
+        def moved(given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+            return to_host(given) if isinstance(given, torch.Tensor) else [to_host(one) for one in given]
+
+        return cls({name: moved(given) for name, given in tensors.items()}, info)
 
     @property
     def notes(self) -> list[str]:
