@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +127,11 @@ def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
         raise FileNotFoundError(f"there is no picture {path}. Put it there, or name another.")
     if not (len(content.getbuffer()) if content else path.stat().st_size):
         raise ValueError(f"{path} is empty: a file of 0 bytes. Make it again.")
-    with one_line(path, "read as a picture"), warnings.catch_warnings():
+    with one_line(path, "read as a picture"), warnings.catch_warnings(), ExitStack() as files:
         warnings.simplefilter("ignore")  # of size and of broken EXIF, on two lines each
         try:
-            with Image.open(content or path) as opened:
+            # By its path, Pillow 13 maps a TIFF into memory, and mixes up the rows of one that lies on its side.
+            with Image.open(content or files.enter_context(path.open("rb"))) as opened:
                 yield opened
         except Image.DecompressionBombError:
             most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6

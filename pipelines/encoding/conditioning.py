@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,11 @@ class Conditioning:
     ) -> Conditioning:
         """From tensors on any device, which may have some `info` of their own."""
         info = {**getattr(tensors, "info", {}), **(info or {})}
-        on_host = {k: [to_host(t) for t in v] if isinstance(v, list) else to_host(v) for k, v in tensors.items()}
-        return cls(on_host, info)
+
+        def moved(given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+            return to_host(given) if isinstance(given, torch.Tensor) else [to_host(one) for one in given]
+
+        return cls({name: moved(given) for name, given in tensors.items()}, info)
 
     @property
     def notes(self) -> list[str]:
@@ -108,6 +111,12 @@ class Conditioning:
 
     def __repr__(self) -> str:
         return f"Conditioning({', '.join(self.tensors)}; {self.info.get('prompt', '')[:60]!r})"
+
+
+def is_embeddings(value: Any) -> bool:
+    """Return whether an option of `encode` is a tensor, or a list of them: one a prompt, as Z-Image takes them."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return bool(several) and all(isinstance(one, torch.Tensor) for one in several)
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from ..encoding.conditioning import is_embeddings
 from ..planning.forecasts import quietly
 from ..stock.signatures import encode_defaults
 from . import released, verdicts
@@ -87,7 +86,7 @@ def _prove_needed(model: DiffusersModel, options: Mapping[str, Any]) -> None:
     They are kept with the verdict: they hold for all pipelines of these files. Raise ValueError, in one line, where
     they do not help, or a later run leaves them out.
     """
-    plain = {n: v for n, v in options.items() if v is not None and not isinstance(v, str | torch.Tensor)}
+    plain = {n: v for n, v in options.items() if not (v is None or isinstance(v, str) or is_embeddings(v))}
     if model.fails and not plain:
         check_proven(model)
     if model.fails:
@@ -145,7 +144,7 @@ def _place_of_proof(
     task: dict[str, Any] = {**_task(model), "texts": texts.pipeline_class.__name__}
     if options:
         task["options"] = {
-            name: type(value).__name__ if isinstance(value, torch.Tensor | str) else value
+            name: type(value).__name__ if isinstance(value, str) or is_embeddings(value) else value
             for name, value in options.items()
         }
     return model.claims.cache.directory / "proofs", model.forecaster.key(stage="proof", format=_PROOF, **task)

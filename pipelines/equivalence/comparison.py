@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..decoding.decode import run_decoder, to_images
-from ..encoding.conditioning import Conditioning
+from ..encoding.conditioning import Conditioning, is_embeddings
 from ..encoding.pictures import Frames, as_stock
 from ..encoding.prompts import Text
 from ..options import TRUE_CFG
@@ -232,14 +232,18 @@ def _options_of(pipe: Rehearsal, modules: Modules) -> dict[str, Any]:
     """Return the arguments that the prompt is encoded with: made by these modules where they are tensors."""
     given = pipe.options
     made: Mapping[str, Any] = {}
-    if any(isinstance(value, torch.Tensor) for value in given.values()):
+    if any(is_embeddings(value) for value in given.values()):
         made = encoded(pipe, NEGATIVE if pipe.model.takes_negative else None, modules, {}).tensors
 
     def other(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not is_embeddings(value):
             return f"{_PROMPT}, {name}" if isinstance(value, str | list) and "prompt" in name else value
-        tensor = made.get(name, value)
-        return tensor * 1.25 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
+        found = made.get(name, value)
+        tensors = found if isinstance(found, list) is isinstance(value, list | tuple) else value
+        return [changed(one) for one in tensors] if isinstance(tensors, list | tuple) else changed(tensors)
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1.25 if tensor.is_floating_point() else tensor
 
     return {name: other(name, value) for name, value in given.items()}
 

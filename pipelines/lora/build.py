@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from ...memory.weights.changes import Change
+from ..files.wrappers import unwrapped
 from .file import LoraFile
 from .layer_tensors import LayerTensors, grouped, names_in
-from .names import OwnNames, Place, flat, parsed, plain, unwrapped
+from .names import OwnNames, Place, flat, parsed, plain
 from .stock_conversion import by_conversion
 from .weight_names import Converters, by_weights
 

@@ -24,7 +24,8 @@ from ...memory.weights.stored import (
     refuse_pickle,
     stamps_of,
 )
-from .names import is_of_text, parsed, unwrapped
+from ..files.wrappers import unwrapped
+from .names import is_of_text, parsed
 
 Settings = Mapping[str, Mapping[str, Any]]  # by component
 

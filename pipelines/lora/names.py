@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from ...memory.weights.changes import LAYERS, own_parameters, takes_changes
+from ..files.wrappers import unwrapped
 
 Place = tuple[str, str]  # component, path of the module or of its bare parameter
 
@@ -25,13 +26,6 @@ _NAMED = re.compile(
 _UNDERSCORED = re.compile(r"lora_|lycoris_")
 _WAYS = {"A": "down", "B": "up"}
 _NORMS = {"w_norm": "diff", "b_norm": "diff_b"}  # of LyCORIS
-# Put into names by what wraps a model or parts of it (torch.compile, FSDP), or the whole (DDP, DeepSpeed, peft).
-_WRAPPERS = re.compile(r"(?<![A-Za-z\d])_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)[._]")
-_AROUND = re.compile(
-    r"^((?:(?:model\.)?diffusion_model\.|transformer(?:_2)?\.|unet\.|text_encoder(?:_\d)?\.)?)"
-    r"(?:(?:module|_forward_module|base_model\.model)\.)+"
-)
-
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 _FLAT = re.compile(r"(?:lycoris|lora_(?:unet|transformer|te(?P<encoder>[1234]?)))_(?P<path>[\w-]+)")
 _COMFYUI = re.compile(r"text_encoders\.(?P<kind>\w+)\.transformer\.(?P<path>.+)")
@@ -56,11 +50,6 @@ def parsed(name: str) -> tuple[str, str] | None:
         return match["path"], _NORMS.get(match["part"], match["part"])
     way = match["way"] or _WAYS[match["ab"]]
     return match["path"], way if match["kind"] == "weight" else "bias" if way == "up" else f"{way}_bias"
-
-
-def unwrapped(name: str) -> str:
-    """Strip the names of wrappers around the model or its parts, such as `_orig_mod`."""
-    return _AROUND.sub(r"\1", _WRAPPERS.sub("", name))
 
 
 def plain(name: str) -> str:

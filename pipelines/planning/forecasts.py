@@ -128,7 +128,7 @@ def shapes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return [_shapes(one) for one in value]
     if isinstance(value, dict):
         return shapes_in(value)

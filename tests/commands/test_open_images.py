@@ -54,6 +54,17 @@ def test_photos_are_turned_as_viewers_turn_them(orientation: int, suffix: str, t
         torch.testing.assert_close(found[0], torch.from_numpy(np.array(upright) / 255).float(), atol=0.05, rtol=0)
 
 
+@pytest.mark.parametrize("mode", ["L", "P", "I;16", "RGBA", "CMYK"])
+def test_files_that_pillow_maps_are_turned_too(mode: str, tmp_path: Path) -> None:
+    """Pillow maps what it need not decode: a TIFF without compression, in these modes."""
+    rows = np.arange(32 * 48, dtype=np.uint16).reshape(32, 48) // 8
+    stored = Image.fromarray(rows * 257) if mode == "I;16" else Image.fromarray(rows.astype(np.uint8)).convert(mode)
+    path = tmp_path / "scan.tif"
+    for orientation, turned in ((1, rows), (6, np.rot90(rows, 3)), (8, np.rot90(rows))):
+        stored.save(path, tiffinfo={0x0112: orientation})
+        torch.testing.assert_close(open_mask(path)[0], torch.tensor(turned / 255).float(), atol=1e-3, rtol=0)
+
+
 def test_a_mask_and_a_picture_in_a_list_are_turned_too(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

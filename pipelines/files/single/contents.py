@@ -16,6 +16,7 @@ from ....memory.weights.encoding import EncodedWeight, Source
 from ....memory.weights.stored import refuse_pickle
 from ..placing import placed
 from ..rows import Rows, left_over, whole
+from ..wrappers import unwrapped
 from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
@@ -87,9 +88,13 @@ def _recognised(
     path: Path, weights: Mapping[str, EncodedWeight], layouts: Sequence[Layout], what: str
 ) -> tuple[Layout, dict[str, str]]:
     """Return the layout of a file, and its weights' full names by their names without the prefix."""
+    plain = {name: unwrapped(name) for name in weights}
     for prefix in ("", *_PREFIXES[what]):
-        named = (name for name in weights if name.startswith(prefix) and (prefix or not name.startswith(_ANY)))
-        own = {name.removeprefix(prefix): name for name in named}
+        own = {
+            name.removeprefix(prefix): full
+            for full, name in plain.items()
+            if name.startswith(prefix) and (prefix or not name.startswith(_ANY))
+        }
         if layout := layout_of(own, layouts):
             return layout, own
     known, first = ", ".join(layout.title for layout in layouts), ", ".join(sorted(weights)[:2]) or "nothing"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...decoding.policy import WayName
-from ...encoding.conditioning import Conditioning
+from ...encoding.conditioning import Conditioning, is_embeddings
 from ...encoding.pictures import Frames, Pictures, as_handed, as_stock, handed
 from ...encoding.prompts import COUNTS, TOLD, Prompt, Text, as_list, no_effect
 from ...equivalence import check
@@ -359,7 +359,7 @@ class DiffusersModel:
             named = run(options | handed[0], prompt=prompt)
             words = negative_arguments(self.pipeline_class)
             own = {name: options[word] for name, word in words.items() if word in options}
-            instead = any(isinstance(v, torch.Tensor) and words[k].startswith("negative_") for k, v in own.items())
+            instead = any(is_embeddings(v) and words[k].startswith("negative_") for k, v in own.items())
             if (negative_prompt is not None or instead) and any(f"negative_{name}" in self.call for name in named):
                 negative = run(own | handed[-1], prompt=negative_prompt)
                 named |= {f"negative_{name}": value for name, value in negative.items()}

@@ -19,6 +19,7 @@ import transformers
 from ballast.pipelines.equivalence import check as proving
 from ballast.pipelines.equivalence.verdicts import Verdict
 from ballast.pipelines.stock.signatures import encoding_of, negative_arguments
+from pictured.pictures import mask, picture, pil
 
 Folders = Callable[[str], Path]
 PROMPT, NEGATIVE = "a red boat", "blurry, grey"
@@ -63,6 +64,54 @@ def test_given_embeddings_count_as_in_stock(name: str, negative: bool, tiny_fold
     expected = stock(tiny_folders(name), family, *words, **given)
     torch.testing.assert_close(staged(pipe, family, **given), expected, atol=1e-5, rtol=0)
     assert not torch.allclose(expected, stock(tiny_folders(name), family, PROMPT, NEGATIVE), atol=1e-4)
+
+
+def stock_zimage(folder: Path, kind: str, **given: Any) -> torch.Tensor:
+    """Run a class of Z-Image whole. Embeddings stand in place of a prompt that is None."""
+    pipe = getattr(diffusers, f"ZImage{kind}Pipeline").from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    run = {"num_inference_steps": 2, "guidance_scale": 4.0, "width": 48, "height": 32, "output_type": "pt"}
+    made = pipe(**run, **given, generator=torch.Generator("cpu").manual_seed(0))[0]
+    return made.float().movedim(1, -1)
+
+
+@pytest.mark.parametrize("kind", ["", "Img2Img", "Inpaint"])
+def test_lists_of_embeddings_count_as_in_stock(kind: str, tiny_folders: Folders) -> None:
+    """As the classes of Z-Image take them: a tensor a prompt, each as long as its text."""
+    folder = tiny_folders("zimage")
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    found = pipe.encode(PROMPT, NEGATIVE).tensors
+    given = {name: [one.flip(-1) for one in several] for name, several in found.items()}
+    one, half = picture(48, 32), mask(48, 32)
+    pictures = {"image": one, "strength": 0.6} if kind else {}
+    handed = {"image": pil(one), "strength": 0.6} if kind else {}
+    if kind == "Inpaint":
+        pictures, handed = pictures | {"mask": half}, handed | {"mask_image": pil(half)}
+    cond = pipe.encode(PROMPT, NEGATIVE, **given)
+    made = pipe.decode(pipe.sample(cond, width=48, height=32, steps=2, guidance=4.0, **pictures))
+    expected = stock_zimage(folder, kind, prompt=None, **handed, **given)
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+    words = stock_zimage(folder, kind, prompt=PROMPT, negative_prompt=NEGATIVE, **handed)
+    assert not torch.allclose(expected, words, atol=1e-4)
+
+
+def test_lists_of_embeddings_are_of_one_text_or_of_several(tiny_folders: Folders) -> None:
+    folder, family = tiny_folders("zimage"), tiny.FAMILIES["zimage"]
+    pipe = ballast.open_pipeline(folder, device="cpu")
+    prompts = ["a boat", "two birds above a very wide lake"]
+    found = pipe.encode(prompts, NEGATIVE).tensors
+    given = {name: tuple(one.flip(0) for one in several) for name, several in found.items()}
+    assert len({len(one) for one in given["prompt_embeds"]}) == 2
+    cond = pipe.encode(prompts, NEGATIVE, **given)
+    made = pipe.sample(cond, width=48, height=32, steps=2, guidance=4.0, batch=1)
+    expected = stock(folder, family, None, None, **given)
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=0)
+    negative = {"negative_prompt_embeds": [found["negative_prompt_embeds"][0] * 2]}
+    torch.testing.assert_close(
+        staged(pipe, family, **negative), stock(folder, family, PROMPT, NEGATIVE, **negative), atol=1e-5, rtol=0
+    )
+    with pytest.raises(ValueError, match=r"^ZImagePipeline cannot be given [^\n]+$"):  # which it would add up
+        pipe.encode(PROMPT, NEGATIVE, **{name: several[0][None] for name, several in given.items()})
 
 
 def test_options_that_are_no_text_are_for_both_prompts(tiny_folders: Folders) -> None:

@@ -63,6 +63,34 @@ def test_every_layout_gives_the_same_weights(
     assert _plain(unit.module.config) == _plain(read_components(folder, index, None)["transformer"]._build().config)
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: f"{COMFY}_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: name.replace("blocks.0.", "blocks.0._orig_mod."),
+    ],
+)
+def test_names_of_wrappers_count_for_nothing(
+    wrapped: Callable[[str], str], tiny_folders: Folders, tmp_path: Path
+) -> None:
+    """As a compiled or a distributed model saves them."""
+    folder, path = tiny_folders("flux"), tmp_path / "model.safetensors"
+    save_file({wrapped(name): t.contiguous() for name, t in original("flux", state_of(folder)).items()}, path)
+    unit = component(path, base_of(folder, tmp_path / "base")).unit("")
+    unit.load()
+    state, expected = unit.module.state_dict(), state_of(folder)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_two_copies_of_a_weight_are_refused(tiny_folders: Folders, tmp_path: Path) -> None:
+    folder, path = tiny_folders("flux"), tmp_path / "model.safetensors"
+    state = {name: tensor.contiguous() for name, tensor in original("flux", state_of(folder)).items()}
+    save_file(state | {"_orig_mod.img_in.bias": state["img_in.bias"] * 2}, path)
+    with pytest.raises(ValueError, match=r"^[^\n]*holds 1 weights that FLUX.1 has no place for, such as .*img_in.bias"):
+        component(path, base_of(folder, tmp_path / "base"))
+
+
 def _plain(config: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
 
