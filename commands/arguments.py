@@ -11,6 +11,8 @@ from typing import Any
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
 
+SCHEDULING = ("scheduler", "shift", "sigmas")  # options of `sample` that choose how it steps
+
 
 def expanded(text: str) -> Path:
     """Return the path of an argument without its `~`, which a shell leaves in --out=~/x.png and in quotes."""
@@ -63,6 +65,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--true-cfg",
         type=float,
         help="classifier-free guidance beside a distilled model's own; above 1 each step runs twice",
+    )
+    parser.add_argument(
+        "--scheduler",
+        help="a sampler such as euler, dpmpp_2m, unipc or er_sde, or a class of diffusers; by default the model's own",
+    )
+    parser.add_argument("--shift", type=float, help="towards more noise, above 1; by default the model's own")
+    parser.add_argument(
+        "--sigmas",
+        type=sigmas,
+        help="noise levels such as 1,0.75,0.5,0.25, or a schedule: simple, sgm_uniform, beta, karras, "
+        "linear_quadratic or bong_tangent",
     )
     parser.add_argument(
         "--max-sequence-length", type=int, help="tokens of a prompt that are read, where the model lets you choose"
@@ -170,6 +183,14 @@ def lora(text: str) -> tuple[Path, float | dict[str, float]]:
         return expanded(text), 1.0  # the colon is of a drive
 
 
+def sigmas(text: str) -> str | list[float]:
+    """Return noise levels, as in 1,0.5, or the name of a schedule."""
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        return text
+
+
 def _tokenizer(text: str) -> tuple[str, Path]:
     kind, equals, folder = text.partition("=")
     if not equals:
@@ -181,6 +202,12 @@ def text_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of `encode` that were given."""
     longest = arguments.max_sequence_length
     return {} if longest is None else {"max_sequence_length": longest}
+
+
+def sampling_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return options of `sample` that were given."""
+    names = ("true_cfg", *SCHEDULING)
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def family_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

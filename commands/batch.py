@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     MODEL_HELP,
+    SCHEDULING,
     add_device_arguments,
     add_model_arguments,
     expanded,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = (
     "width", "height", "frames", "steps", "guidance", "true_cfg", "seed", "batch", "strategy", "compile", "attention",
-    "max_sequence_length",
+    "max_sequence_length", *SCHEDULING,
 )  # fmt: skip
 _PICTURES = ("image", "mask", "last_image", *FRAMES)  # files by their names in a line
 _NOT_OF_A_LINE = ("self", "cond", "on_step", "noise", "cards")  # arguments of `sample` that no line can have

@@ -16,6 +16,7 @@ from .arguments import (
     expanded,
     family_arguments,
     model_path,
+    sampling_arguments,
     say_opening,
     text_arguments,
 )
@@ -128,8 +129,7 @@ def _check_files(out: Path, timeline: Path | None) -> None:
 def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
     from tqdm import tqdm
 
-    optional = {"denoise": arguments.denoise, "true_cfg": arguments.true_cfg}
-    further: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+    further = sampling_arguments(arguments) | ({} if arguments.denoise is None else {"denoise": arguments.denoise})
     images, pictures = opened_pictures(arguments, pipe.edits)
     if pipe.starts_from_latents and arguments.image:
         picture = open_image(arguments.image[0], arguments.width, arguments.height)

@@ -15,6 +15,7 @@ from .arguments import (
     expanded,
     family_arguments,
     model_path,
+    sampling_arguments,
     text_arguments,
 )
 from .images import PICTURES, opened_pictures, save_picture
@@ -89,14 +90,14 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         dtype=arguments.dtype,
         **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
-    names = ("width", "height", "frames", "steps", "guidance", "true_cfg", "strategy", "batch", "cards")
+    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch", "cards")
     asked = {name: getattr(arguments, name) for name in names}
     asked["negative_prompt"] = arguments.negative
     if arguments.cards > 1:
         share = pipe.within(ram=(pipe.ram_bytes or pipe.manager.ram_budget_bytes) // arguments.cards)
         asked["ram"] = cards.sampler(share, arguments.cards, arguments.cards).ram_bytes
     images, pictures = opened_pictures(arguments, pipe.edits)
-    asked |= {"images": images, **pictures, **text_arguments(arguments)}
+    asked |= {"images": images, **pictures, **text_arguments(arguments), **sampling_arguments(arguments)}
     if arguments.prompt is not None:
         asked["prompt"] = arguments.prompt
 

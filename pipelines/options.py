@@ -81,7 +81,8 @@ def check_numbers(whole: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
 def check_values(options: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for values that stock code would take for something else, or fail on late."""
     for name in _LISTS & options.keys():
-        if options[name] is not None and not _is_list(options[name]):
+        # A name of sigmas is known to those models that take one.
+        if options[name] is not None and not is_list(options[name]) and not _is_name(name, options[name]):
             raise ValueError(f"{name} is {str(options[name])[:80]!r}; it takes a list of numbers.")
     most = {name: options[name] for name in _COUNTS & options.keys()}
     check_numbers(most, {})
@@ -97,14 +98,19 @@ def steps_of(steps: int | None, default: int, options: Mapping[str, Any]) -> int
     """
     for name in sorted(_LISTS & options.keys()):
         listed = options[name]
-        count = len(listed) if hasattr(listed, "__len__") and _is_list(listed) else steps
+        count = len(listed) if hasattr(listed, "__len__") and is_list(listed) else steps
         if count is not None and steps not in (None, count):
             raise ValueError(f"steps is {steps}, but {name} has {count} values. Leave steps out, or give as many.")
         steps = count
     return default if steps is None else steps
 
 
-def _is_list(value: Any) -> bool:
+def _is_name(name: str, value: Any) -> bool:
+    return name == "sigmas" and isinstance(value, str)
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list of numbers, in any form."""
     try:
         numbers = [] if isinstance(value, str) else [float(each) for each in value]
     except (TypeError, ValueError, RuntimeError):

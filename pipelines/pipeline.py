@@ -319,6 +319,11 @@ class Pipeline:
         waits for that thread is refused after a minute. `compile` compiles the transformer's blocks, `attention` is one
         of diffusers' attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
 
+        Models of diffusers also take `scheduler`, `shift` and `sigmas`. `scheduler` is a sampler by ComfyUI's name
+        ("euler", "dpmpp_2m", "unipc", ...), a class of diffusers by its name, or an object of one. `shift` takes the
+        place of the model's own. `sigmas` are noise levels before the shift, or a schedule by ComfyUI's name ("simple",
+        "beta", ...). Without them the levels are those of the model. The stock code runs with the scheduler as it is.
+
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
         [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. `video` [F,H,W,3] in

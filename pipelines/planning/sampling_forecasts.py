@@ -14,6 +14,7 @@ from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import branches
 from ..sampling.batches import generators
+from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
 from .forecasts import Forecaster, shape_of, shapes_in
 
 Denoise = Callable[..., torch.Tensor]  # of a model, see `Model.denoise`
@@ -27,7 +28,7 @@ class Sampling:
     """A sampling stage to forecast: `denoise` runs `steps` steps of these units, in a dry run with `dry_arguments`.
 
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
-    at once, each of `cards` computing a share.
+    at once, each of `cards` computing a share. `dry_steps` are those of the dry run.
     """
 
     forecaster: Forecaster
@@ -39,6 +40,7 @@ class Sampling:
     noise: torch.Tensor | None = None
     pictures: int = 1
     cards: int = 1
+    dry_steps: int = 1
 
     def key(self, cond: Conditioning) -> str | None:
         """Return the digest of everything that decides the activations, or None if something has no digest."""
@@ -48,6 +50,8 @@ class Sampling:
         }
         noise = None if self.noise is None else shape_of(self.noise)
         arguments = shapes_in(self.dry_arguments)
+        if isinstance(choice := arguments.get(SCHEDULER), SchedulerChoice):
+            arguments[SCHEDULER] = choice.facts()
         given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
 
@@ -73,8 +77,7 @@ class Sampling:
             return to_host(self.denoise(cond, given, report, device, modules).float())
 
         forecast, latents = self.forecaster.dry_run(modules, sample)
-        steps = self.dry_arguments["num_inference_steps"]
-        return replace(forecast, steps=steps, result=tuple(latents.shape)), latents
+        return replace(forecast, steps=self.dry_steps, result=tuple(latents.shape)), latents
 
     def with_all_steps(self, forecast: Forecast) -> Forecast:
         """Extend a dry run's forecast to all steps, on one of the cards. Only the scheduler's tables grow with them."""

@@ -26,6 +26,7 @@ from ..sampling.batches import Batch, batch_of
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
+from ..sampling.scheduler_choice import SCHEDULER
 from .image_conditioning import encode_images
 
 if TYPE_CHECKING:
@@ -200,16 +201,18 @@ def sampling_of(
     """Return the stage of a run with these arguments of `denoise`, to forecast."""
     asked = dict(arguments)
     drawing, noise = asked.pop("generator"), asked.pop("latents")
+    dry = model.dry_run_arguments(asked)
     return Sampling(
         model.forecaster,
         model.denoisers,
         functools.partial(model.denoise, answers=answers),
-        model.dry_run_arguments(asked),
+        dry,
         model.passes(asked),
         reports,
         noise,
         len(drawing) if isinstance(drawing, list) else 1,
         cards,
+        model.passes(dry) if SCHEDULER in dry else dry["num_inference_steps"],
     )
 
 

@@ -23,7 +23,11 @@ from .signatures import returned_names
 if TYPE_CHECKING:
     from ..models.model import OnStep
 
-_EXPECTING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")  # say at each step how it would end
+_EXPECTING = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+    "FlowSampler",
+)  # say at each step how it would end
 
 
 class StandIn(nn.Module):

@@ -118,6 +118,18 @@ def test_odd_lines(given: dict[str, Any], words: str, tmp_path: Path, capsys: py
     assert not seen(tmp_path / "out")
 
 
+def test_a_scheduler_is_part_of_what_was_asked(tmp_path: Path) -> None:
+    """Another one draws anew, a line's own before the option's; asked again, nothing is drawn."""
+    lines, out = jsonl(tmp_path / "prompts.jsonl", {"prompt": PROMPTS[0]}), tmp_path / "out"
+    asked = ([], ["--scheduler", "heun"], ["--shift", "2"], ["--sigmas", "beta"], ["--sigmas", "1,0.5"])
+    for drawn, options in enumerate([*asked, *asked]):
+        assert batch(lines, out, *options) == 0
+        assert len(seen(out)) == min(drawn + 1, len(asked)), options
+    own = jsonl(tmp_path / "own.jsonl", {"prompt": PROMPTS[0], "scheduler": "heun"})
+    assert batch(own, out, "--scheduler", "lcm") == 0
+    assert len(seen(out)) == len(asked)
+
+
 @pytest.mark.parametrize("out", ["file", "file/in"])
 def test_a_folder_that_takes_nothing_is_told_before_anything_is_drawn(
     out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def test_values_of_the_wrong_kind_are_told_in_one_line(tiny_folders: Folders, tm
     for count, says in ((0, "at least 1"), (10.5, "a whole number")):
         with pytest.raises(ValueError, match=f"^max_sequence_length is .*; it takes {says}"):
             pipe.encode("a", max_sequence_length=count)
-    for sigmas in ([], "abc", [1.0, "x"], 3.0, [[1.0, 0.5]], [1.0, float("nan")]):
+    for sigmas in ([], [1.0, "x"], 3.0, [[1.0, 0.5]], [1.0, float("nan")]):
         for ask in (pipe.sample, pipe.plan):
             with pytest.raises(ValueError, match=r"^sigmas is .*; it takes a list of numbers\.$"):
                 ask(cond=cond, sigmas=sigmas, **SIZE)  # type: ignore[operator]

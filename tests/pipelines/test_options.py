@@ -63,7 +63,7 @@ def test_what_is_left_alone_is_left_out(node: Any) -> None:
     assert run_node(node, **changed).result[0] == changed
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", sorted(CHANGED.keys() - {"shift"}))  # which models of flow matching take as well
 def test_an_option_of_another_family_is_told_in_widgets(name: str, reference: Any) -> None:
     cond = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="").result[0]
     options = run_node(FAMILY_NODES[OWNERS[name]], **{name: CHANGED[name]}).result[0]
@@ -78,7 +78,7 @@ def test_several_at_once_and_in_a_library_call(tiny_folders: Folders) -> None:
     with pytest.raises(TypeError, match="^sampler is for NewBie, not for flux: leave it out.$"):
         pipe.sample(cond, steps=1, sampler="euler")
     with pytest.raises(UnknownOptionError, match="leave it out. flux has no argument eta. It takes: .*sigmas"):
-        pipe.sample(cond, steps=1, shift=2.0, eta=1.0)
+        pipe.sample(cond, steps=1, cfg_trunc=0.5, eta=1.0)
     told = in_widgets(UnknownOptionError("flux", ["shift", "video_steps"], ()))
     assert str(told) == (
         "shift is for NewBie, not for flux: set it to 0; video_steps is for Pyramid-Flow, not for flux: empty it."

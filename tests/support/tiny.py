@@ -91,17 +91,20 @@ def stock(
     width: int | None = None,
     height: int | None = None,
     frames: int | None = None,
+    scheduler: Any = None,
     **kw: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a saved pipeline whole and unmodified, in float32 on the CPU.
 
     Returns the latent that `vae.decode` was given, and the picture in 0..1 as [B, H, W, 3] or, for a video,
-    [B, F, H, W, 3]. What is left out, and the family's own arguments, come from FAMILIES; `kw` adds to those
-    arguments or replaces them.
+    [B, F, H, W, 3]. It runs with `scheduler`, by default its own. What is left out, and the family's own
+    arguments, come from FAMILIES; `kw` adds to those arguments or replaces them.
     """
     family = family_of(folder)
     pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
+    if scheduler is not None:
+        pipe.scheduler = scheduler
     width, height = width or family.size[0], height or family.size[1]
     if family.prepare is not None:
         family.prepare(pipe, width, height)

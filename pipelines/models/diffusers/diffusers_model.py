@@ -33,6 +33,7 @@ from ...planning.sampling_forecasts import dry_run_arguments
 from ...sampling.batches import Dims, for_batch
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
+from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of
 from ...stock.answers import Answers, Run
 from ...stock.imagined import imagine
 from ...stock.module_call import ModuleCall
@@ -504,12 +505,20 @@ class DiffusersModel:
     # Sample
 
     def passes(self, arguments: Mapping[str, Any]) -> int:
-        """Return how many steps a run with these arguments takes."""
-        return passes(self.call, arguments)
+        """Return how many steps a run with these arguments takes: calls of its scheduler, two of Heun's a step."""
+        steps = passes(self.call, arguments)
+        choice: SchedulerChoice | None = arguments.get(SCHEDULER)
+        if choice is None:
+            return steps
+        own, asked = self.parts.tool("scheduler"), arguments["num_inference_steps"]
+        left_out = (asked - steps) * getattr(choice.make(own), "order", 1)
+        return max(1, choice.calls(own, asked) - left_out)
 
     def dry_run_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `denoise` for a dry run: few steps."""
-        return dry_run_arguments(arguments)
+        """Return the arguments of `denoise` for a dry run: few steps, or all of a scheduler that is given them."""
+        choice: SchedulerChoice | None = arguments.get(SCHEDULER)
+        all_steps = {"num_inference_steps": arguments["num_inference_steps"]} if choice and choice.sigmas else {}
+        return dry_run_arguments(arguments) | all_steps
 
     def sample_arguments(self, inputs: Inputs, request: Request) -> dict[str, Any]:
         """Check arguments of `sample` and return those of the stock call."""
@@ -520,12 +529,14 @@ class DiffusersModel:
             if "controlnet" in self.components and missing == "control":
                 raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
-        config = self.parts.tool("scheduler").config if "scheduler" in self.components else {}
+        own = self.parts.tool("scheduler") if "scheduler" in self.components else None
+        choice, chosen = choice_of(self.title, self.pipeline_class, own, options)
+        config = own.config if own is not None else {}
         if config.get("shift_terminal"):  # where the last step begins at pure noise it divides zero by zero
-            sigmas = options.get("sigmas")
+            sigmas = options.get(SIGMAS)
             if sigmas is None and steps == 1:
                 raise ValueError(f"steps is 1; the scheduler of {self.title} (shift_terminal) takes at least 2.")
-            if sigmas is not None and float(sigmas[-1]) == 1.0:
+            if sigmas is not None and not isinstance(sigmas, str) and float(sigmas[-1]) == 1.0:
                 raise ValueError(
                     f"sigmas end with 1; the scheduler of {self.title} (shift_terminal) needs a lower end."
                 )
@@ -540,10 +551,14 @@ class DiffusersModel:
                 f"{self.title} takes no true_cfg: {self.pipeline_class.__name__} has no classifier-free guidance. "
                 "Leave it out; guidance is its own scale."
             )
-        check_known(self.title, options, known)
+        takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
+        check_known(self.title, options, known | (takes or set()))
+        options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
         arguments: dict[str, Any] = {"num_inference_steps": steps, **options, **inputs.pictures}
+        if choice is not None:
+            arguments[SCHEDULER] = choice
         if scales.true_cfg and TRUE_CFG in options:
             arguments[scales.true_cfg] = arguments.pop(TRUE_CFG)
         if inputs.strength is not None:
@@ -691,8 +706,10 @@ class DiffusersModel:
         pads = asks_for_padding(self.pipeline_class)
         tools = (name for name in self.parts.without_weights("") if pads or not name.startswith("tokenizer"))
         pipe = self.stock_pipeline(device, modules, *tools, reads=False, ask=ask, answers=answers)
-        self.adjust(pipe, arguments)
         arguments = as_stock(arguments)
+        if (choice := arguments.pop(SCHEDULER, None)) is not None:
+            pipe.scheduler = choice.make(pipe.scheduler)
+        self.adjust(pipe, arguments)
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
         dtype = self.components["transformer"].run_dtype if "transformer" in self.components else None
