@@ -119,7 +119,7 @@ def joined(frames: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
 @contextmanager
 def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
     """Yield a picture of Pillow's, until the block ends. What it says of the file becomes one line with the path."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     from ..memory.files import one_line
 
@@ -133,6 +133,8 @@ def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
             # By its path, Pillow 13 maps a TIFF into memory, and mixes up the rows of one that lies on its side.
             with Image.open(content or files.enter_context(path.open("rb"))) as opened:
                 yield opened
+        except UnidentifiedImageError:
+            raise ValueError(f"{path} is no picture that can be read here. Save it as a PNG.") from None
         except Image.DecompressionBombError:
             most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6
             raise ValueError(f"{path} has more than {most} million pixels. Scale it down.") from None
@@ -177,8 +179,8 @@ def _as_seen(picture: Image, path: Path) -> Image:
 def _check_png(picture: Image, path: Path) -> None:
     """Raise ValueError, in one line, for what a PNG says of its numbers and Pillow does not heed."""
     info: Any = picture.info
-    if isinstance(info.get("transparency"), tuple) and ";16" in str(getattr(picture, "tile", "")):
-        raise ValueError(_TRANSPARENT.format(path))  # it is looked for in 8 of 16 bits
+    if "transparency" in info and picture.mode in ("L", "RGB") and ";" in str(getattr(picture, "tile", "")):
+        raise ValueError(_TRANSPARENT.format(path))  # its number has 2, 4 or 16 bits, and is looked for among 8
     if _png_curve(picture) in _HDR_CURVES:
         raise ValueError(f"{path} is an HDR picture, and models take others. Convert it to SDR.")
     gamma = info.get("gamma", _GAMMA)
