@@ -241,12 +241,25 @@ def _film_frames(path: Path, content: io.BytesIO | None) -> torch.Tensor:
     with one_line(path, "read as a film"), av.open(content or str(path)) as film:
         if not film.streams.video:
             raise ValueError(f"{path} has no pictures. Give another film.")
-        if film.streams.video[0].codec_context.color_trc in _HDR_CURVES:
+        stream = film.streams.video[0]
+        if stream.codec_context.color_trc in _HDR_CURVES:
             raise ValueError(f"{path} is an HDR film, and models take others. Convert it to SDR.")
-        arrays = [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in film.decode(video=0)]
+        if stream.metadata.get("alpha_mode") == "1":  # of WebM, where FFmpeg's own decoders skip it
+            raise ValueError(f"{path} has a layer of transparency, which is not read. Save it without.")
+        arrays = [_pixels(frame, path) for frame in film.decode(video=0)]
         if not arrays:
             raise ValueError(f"{path} has no frames. Give another film.")
         return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+
+
+def _pixels(frame: Any, path: Path) -> Any:
+    """Return the pixels [H,W,3] of a film's frame. ValueError, in one line, for transparency."""
+    import numpy as np
+
+    has_alpha = any(part.is_alpha for part in frame.format.components)
+    if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+        raise ValueError(_TRANSPARENT.format(path))
+    return np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
 
 
 def _pyav(task: str, instead: str) -> ModuleType:
