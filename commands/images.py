@@ -119,7 +119,7 @@ def joined(frames: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
 @contextmanager
 def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
     """Yield a picture of Pillow's, until the block ends. What it says of the file becomes one line with the path."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     from ..memory.files import one_line
 
@@ -133,6 +133,8 @@ def _opened(path: Path, content: io.BytesIO | None) -> Iterator[Image]:
             # By its path, Pillow 13 maps a TIFF into memory, and mixes up the rows of one that lies on its side.
             with Image.open(content or files.enter_context(path.open("rb"))) as opened:
                 yield opened
+        except UnidentifiedImageError:
+            raise ValueError(f"{path} is no picture that can be read here. Save it as a PNG.") from None
         except Image.DecompressionBombError:
             most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6
             raise ValueError(f"{path} has more than {most} million pixels. Scale it down.") from None
@@ -177,8 +179,8 @@ def _as_seen(picture: Image, path: Path) -> Image:
 def _check_png(picture: Image, path: Path) -> None:
     """Raise ValueError, in one line, for what a PNG says of its numbers and Pillow does not heed."""
     info: Any = picture.info
-    if isinstance(info.get("transparency"), tuple) and ";16" in str(getattr(picture, "tile", "")):
-        raise ValueError(_TRANSPARENT.format(path))  # it is looked for in 8 of 16 bits
+    if "transparency" in info and picture.mode in ("L", "RGB") and ";" in str(getattr(picture, "tile", "")):
+        raise ValueError(_TRANSPARENT.format(path))  # its number has 2, 4 or 16 bits, and is looked for among 8
     if _png_curve(picture) in _HDR_CURVES:
         raise ValueError(f"{path} is an HDR picture, and models take others. Convert it to SDR.")
     gamma = info.get("gamma", _GAMMA)
@@ -239,12 +241,25 @@ def _film_frames(path: Path, content: io.BytesIO | None) -> torch.Tensor:
     with one_line(path, "read as a film"), av.open(content or str(path)) as film:
         if not film.streams.video:
             raise ValueError(f"{path} has no pictures. Give another film.")
-        if film.streams.video[0].codec_context.color_trc in _HDR_CURVES:
+        stream = film.streams.video[0]
+        if stream.codec_context.color_trc in _HDR_CURVES:
             raise ValueError(f"{path} is an HDR film, and models take others. Convert it to SDR.")
-        arrays = [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in film.decode(video=0)]
+        if stream.metadata.get("alpha_mode") == "1":  # of WebM, where FFmpeg's own decoders skip it
+            raise ValueError(f"{path} has a layer of transparency, which is not read. Save it without.")
+        arrays = [_pixels(frame, path) for frame in film.decode(video=0)]
         if not arrays:
             raise ValueError(f"{path} has no frames. Give another film.")
         return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+
+
+def _pixels(frame: Any, path: Path) -> Any:
+    """Return the pixels [H,W,3] of a film's frame. ValueError, in one line, for transparency."""
+    import numpy as np
+
+    has_alpha = any(part.is_alpha for part in frame.format.components)
+    if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+        raise ValueError(_TRANSPARENT.format(path))
+    return np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
 
 
 def _pyav(task: str, instead: str) -> ModuleType:

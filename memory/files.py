@@ -97,7 +97,7 @@ def placed(path: str | Path) -> Path:
 
 def cache_home() -> Path:
     """Return the folder of our caches: `ballast` under XDG_CACHE_HOME, or under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"
+    return expanded(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"
 
 
 def replace_file(path: Path, content: bytes) -> None:

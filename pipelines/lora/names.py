@@ -20,14 +20,15 @@ _NAMED = re.compile(
     r"(?P<path>.+?)\.(?:"
     r"(?:lora_(?P<ab>[AB])(?:\.[\w-]+)?|(?:lora|lora_linear_layer)[._](?P<way>down|up|mid)(?:\.default)?)"
     r"\.(?P<kind>weight|bias)|"  # of peft, which may put the adapter's name between
+    r"lora_(?P<bare>[AB])|"  # of Mochi's own trainer
     r"(?P<part>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|diff(?:_[bm])?|[wb]_norm)(?:\.default)?|"
     r"(?P<alpha>alpha))"
 )
 _UNDERSCORED = re.compile(r"lora_|lycoris_")
 _WAYS = {"A": "down", "B": "up"}
 _NORMS = {"w_norm": "diff", "b_norm": "diff_b"}  # of LyCORIS
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-_FLAT = re.compile(r"(?:lycoris|lora_(?:unet|transformer|te(?P<encoder>[1234]?)))_(?P<path>[\w-]+)")
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+_FLAT = re.compile(r"(?:lycoris|lora_(?:unet|transformer|te(?P<encoder>[1234]?)))__?(?P<path>[^\W_][\w-]*)")
 _COMFYUI = re.compile(r"text_encoders\.(?P<kind>\w+)\.transformer\.(?P<path>.+)")
 _TEXT = re.compile(r"text_encoders?[._\d]|lora_te\d?_")
 _NUMBERS = {"": ("", "1")}  # of text encoders in names with underscores; of others that of the component
@@ -48,8 +49,8 @@ def parsed(name: str) -> tuple[str, str] | None:
         return match["path"] + ("_" if _UNDERSCORED.match(match["path"]) else ".") + "modulation", "diff"
     if match["part"]:
         return match["path"], _NORMS.get(match["part"], match["part"])
-    way = match["way"] or _WAYS[match["ab"]]
-    return match["path"], way if match["kind"] == "weight" else "bias" if way == "up" else f"{way}_bias"
+    way = match["way"] or _WAYS[match["ab"] or match["bare"]]
+    return match["path"], way if match["kind"] != "bias" else "bias" if way == "up" else f"{way}_bias"
 
 
 def plain(name: str) -> str:
@@ -127,6 +128,8 @@ class OwnNames:
     def _add(self, place: Place) -> None:
         component, path = place
         self._places[f"{component}.{path}"] = place
+        if "unet" not in self._modules:  # of older trainers, which call any denoiser so
+            self._places.setdefault(f"unet.{path}", place)
         if self._places.setdefault(path, place) == place:
             self._share(_underscored(None, path), place)
 

@@ -19,6 +19,7 @@ from ballast.commands.arguments import _tokenizer, expanded, lora
 from ballast.commands.batch import _paths
 from ballast.commands.images import open_image
 from ballast.memory import manager, simulated
+from ballast.memory.files import cache_home
 from ballast.pipelines.files.single import published
 from pictured.pictures import picture
 from PIL import Image
@@ -143,6 +144,8 @@ def test_every_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.png").touch()
     assert _paths("~/a.png", tmp_path / "lists", "image") == [tmp_path / "a.png"]
     assert expanded("~nobody-has-this-name/x") == Path("~nobody-has-this-name/x")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")  # as a file of settings has it
+    assert cache_home() == tmp_path / "cache" / "ballast"
 
 
 def test_generate_writes_the_frames_of_a_video(tiny_folders: Folders, tmp_path: Path) -> None:

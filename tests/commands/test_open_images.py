@@ -65,6 +65,13 @@ def test_files_that_pillow_maps_are_turned_too(mode: str, tmp_path: Path) -> Non
         torch.testing.assert_close(open_mask(path)[0], torch.tensor(turned / 255).float(), atol=1e-3, rtol=0)
 
 
+def test_what_is_no_picture_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "page.jpg"
+    path.write_text("<html>Log in to download</html>", "utf-8")
+    for content in (None, io.BytesIO(path.read_bytes())):
+        assert "is no picture that can be read here" in refusal(lambda c=content: open_image(path, None, None, c), path)
+
+
 def test_a_mask_and_a_picture_in_a_list_are_turned_too(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -151,14 +158,25 @@ def test_transparency_of_16_bits_is_refused(tmp_path: Path) -> None:
     assert "is transparent in parts" in refusal(lambda: open_image(path, None, None), path)
 
 
-def write_png(path: Path, depth: int, *chunks: tuple[bytes, bytes]) -> None:
-    """A PNG of two equal pixels in RGB, with further chunks."""
+@pytest.mark.parametrize("depth", [2, 4])
+def test_transparency_of_fewer_bits_is_refused(depth: int, tmp_path: Path) -> None:
+    """Pillow spreads the greys over 8 bits, and leaves the transparent one as it is stored."""
+    path = tmp_path / "clear.png"
+    write_png(path, depth, (b"tRNS", b"\0\1"), colour=0)
+    assert "is transparent in parts" in refusal(lambda: open_mask(path), path)
+    write_png(path, depth, colour=0)
+    assert open_mask(path).shape == (1, 1, 2)
+
+
+def write_png(path: Path, depth: int, *chunks: tuple[bytes, bytes], colour: int = 2) -> None:
+    """A PNG of two equal pixels in RGB, or of `colour` 0 in grey, with further chunks."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    head = struct.pack(">IIBBBBB", 2, 1, depth, 2, 0, 0, 0)
-    rows = zlib.compress(b"\0" + bytes(range(16, 16 + 3 * depth // 8)) * 2)
+    head = struct.pack(">IIBBBBB", 2, 1, depth, colour, 0, 0, 0)
+    pixels = bytes(range(16, 16 + 3 * depth // 8)) * 2 if colour else bytes([0b01010101 if depth == 2 else 0b00010001])
+    rows = zlib.compress(b"\0" + pixels)
     parts = [chunk(*each) for each in ((b"IHDR", head), *chunks, (b"IDAT", rows), (b"IEND", b""))]
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 

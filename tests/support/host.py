@@ -45,6 +45,7 @@ __all__ = [
 PACK = ROOT
 SIM_DEVICE_PACK = SUPPORT / "sim_device_pack"
 _NOTHING = {"nothing": {"class_type": "PreviewAny", "inputs": {"source": "nothing"}}}  # a graph that runs at once
+_LAST_EVENT_SECONDS = 10.0  # that a busy machine has to read what the host has sent
 NEEDED = ("torch", "torchsde", "torchvision", "torchaudio", "aiohttp", "av", "comfyui_frontend_package")
 
 
@@ -287,11 +288,22 @@ class HostServer:
         raise HostError(f"prompt {prompt_id} not done after {timeout} s:\n{self.log[-4000:]}")
 
     def run(self, prompt: dict[str, Any], timeout: float = 120, check: bool = True) -> dict[str, Any]:
-        """Queue, wait, and return the history entry; with `check`, a failed run is a HostError."""
-        entry = self.wait(self.queue(prompt), timeout)
+        """Queue, wait, and return the history entry; with `check`, a failed run is a HostError.
+
+        What the run told the page is in `events` then.
+        """
+        entry = self.wait(prompt_id := self.queue(prompt), timeout)
+        deadline = time.monotonic() + _LAST_EVENT_SECONDS
+        while not self._is_told(prompt_id) and time.monotonic() < deadline:
+            time.sleep(0.01)
         if check and entry["status"]["status_str"] != "success":
             raise HostError(self.error(entry) or f"prompt failed: {entry['status']}")
         return entry
+
+    def _is_told(self, prompt_id: str) -> bool:
+        """Return whether the page was told that a run is over, which is the last that it hears of it."""
+        told = (data for kind, data in reversed(self.events) if kind == "executing")
+        return any(data["node"] is None and data.get("prompt_id") == prompt_id for data in told)
 
     @staticmethod
     def error(entry: dict[str, Any]) -> str | None:

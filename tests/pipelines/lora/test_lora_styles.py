@@ -91,6 +91,10 @@ def styles(name: str, ours: Pairs, theirs: Pairs) -> dict[str, Tensors]:
         "fal": written(theirs, "base_model.model.{}"),
         "kohya and musubi": written(theirs, "lora_unet_{flat}", 2.0),
         "lycoris": written(theirs, "lycoris_{flat}", 2.0),
+        "videox-fun": written(theirs, "lora_unet__{flat}", 2.0),
+        "diffsynth": written(theirs, "pipe.dit.{}"),
+        "mochi": {key.removesuffix(".weight"): tensor for key, tensor in written(theirs, "{}").items()},
+        "of older trainers": written(ours, "unet.{}", 2.0),
     }
 
 
