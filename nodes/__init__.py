@@ -17,6 +17,7 @@ from .options import ModelOptions, NewbieOptions, PyramidFlowOptions, SamplerOpt
 from .plan import VramPlan
 from .report import VramReport
 from .sample import Sampler
+from .sampler_settings import SamplerSettings
 from .shared.host_events import listen_for_unload
 
 
@@ -42,4 +43,5 @@ class BallastExtension(ComfyExtension):
             LoadLora,
             LoadModelFiles,
             VramBudget,
+            SamplerSettings,
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from comfy_api.latest import io, ui
 from ..memory.manager import managers
 from .options import in_widgets
 from .shared.inputs import (
+    SETTINGS_TOOLTIP,
     batch_input,
     budgets_of,
     control_input,
@@ -24,7 +25,7 @@ from .shared.inputs import (
     video_input,
 )
 from .shared.progress import show_text
-from .shared.reference import ConditioningType, PipelineReference, PipelineType
+from .shared.reference import ConditioningType, OptionsType, PipelineReference, PipelineType
 from .shared.running import shows_failure
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class VramPlan(io.ComfyNode):
                     tooltip="With a MODEL: the latents that it is to sample, which give size, frames and batch.",
                 ),
                 true_cfg_input(),
+                OptionsType.Input("sampler_settings", optional=True, tooltip=SETTINGS_TOOLTIP),
             ],
             outputs=[
                 io.Image.Output("timeline", tooltip="Predicted VRAM over time, one picture above the other."),
@@ -131,6 +133,7 @@ class VramPlan(io.ComfyNode):
         batch: int = 1,
         latent: dict[str, Any] | None = None,
         true_cfg: float = 0.0,
+        sampler_settings: Mapping[str, Any] | None = None,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
@@ -147,11 +150,14 @@ class VramPlan(io.ComfyNode):
                 if latent is not None:
                     raise ValueError("latent is for ComfyUI's MODEL. Set width and height for a Ballast pipeline.")
                 asked = {"cond": conditioning, "steps": steps or None, "guidance": guidance or None, **size, **further}
+                asked |= sampler_settings or {}
                 return cls._plan_pipeline(pipeline, budgets, asked, compare_weights)
             if compare_weights:
                 raise ValueError("compare_weights is for a Ballast pipeline. ComfyUI's MODEL runs as it is stored.")
             if true_cfg:
                 raise ValueError("true_cfg is for a Ballast pipeline. Set it to 0: guidance is MODEL's cfg.")
+            if sampler_settings:
+                raise ValueError("sampler_settings is for a Ballast pipeline. MODEL has a sampler of its own.")
             from .native.model_plan import Work, check_inputs, plan_model, shape_of
 
             check_inputs(pipeline, conditioning, further)

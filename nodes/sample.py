@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from .options import in_widgets
 from .shared.empty_latent import is_empty, size_of
 from .shared.inputs import (
+    SETTINGS_TOOLTIP,
     batch_input,
     control_input,
     frames_input,
@@ -93,6 +94,7 @@ class Sampler(io.ComfyNode):
                 control_input(),
                 video_input(),
                 true_cfg_input(),
+                OptionsType.Input("sampler_settings", optional=True, tooltip=SETTINGS_TOOLTIP),
             ],
             outputs=[
                 io.Latent.Output(
@@ -121,12 +123,13 @@ class Sampler(io.ComfyNode):
         strength: float = 0.0,
         batch: int = 1,
         true_cfg: float = 0.0,
+        sampler_settings: Mapping[str, Any] | None = None,
         **pictures: Any,
     ) -> io.NodeOutput:
         from ..pipelines.options import UnknownOptionError
         from ..pipelines.sampling.latents import samples_of
 
-        further = {**(options or {}), **({"true_cfg": true_cfg} if true_cfg else {})}
+        further = {**(options or {}), **(sampler_settings or {}), **({"true_cfg": true_cfg} if true_cfg else {})}
         pipe = pipeline.open()
         notes = []
         if latent is not None and is_empty(latent):

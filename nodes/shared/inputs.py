@@ -138,6 +138,9 @@ class LoaderSettings:
         return kept if self.weights == AUTO else {"weights": self.weights, **kept}
 
 
+SETTINGS_TOOLTIP = "From Sampler Settings: sampler, schedule and shift, with models of diffusers."
+
+
 def size_inputs() -> list[io.Input]:
     """Return the inputs for the width and height of a picture."""
     return [

@@ -72,6 +72,7 @@ TITLES = {
     "BallastLoadLoRA": "Load LoRA (Ballast)",
     "BallastLoadModelFiles": "Load Model Files (Ballast)",
     "BallastVramBudget": "VRAM Budget",
+    "BallastSamplerSettings": "Sampler Settings (Ballast)",
 }
 
 

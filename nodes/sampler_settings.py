@@ -1,0 +1,56 @@
+"""Sampler Settings: by which sampler, shift and schedule a model of diffusers draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..pipelines.sampling.scheduler_choice import CLASSES, SAMPLERS, SCHEDULER, SHIFT, SIGMAS
+from ..pipelines.sampling.schedules import SCHEDULES
+from .shared.inputs import AUTO
+from .shared.reference import OptionsType
+
+
+class SamplerSettings(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="BallastSamplerSettings",
+            display_name="Sampler Settings (Ballast)",
+            category="Ballast",
+            description="By which sampler, schedule and shift Offloaded Sampler draws, with models of diffusers. "
+            "By default nothing changes.",
+            search_aliases=["scheduler", "sampler name", "model sampling", "shift", "sigmas", "few steps"],
+            inputs=[
+                io.Combo.Input(
+                    "sampler",
+                    options=[AUTO, *SAMPLERS, *CLASSES],
+                    default=AUTO,
+                    tooltip="auto is the model's own. The others are ComfyUI's samplers, then classes of diffusers. "
+                    "heun runs the model twice a step. A plan counts that.",
+                ),
+                io.Combo.Input(
+                    "schedule",
+                    options=[AUTO, *SCHEDULES],
+                    default=AUTO,
+                    tooltip="How the noise falls from step to step, by ComfyUI's names. auto is the model's own.",
+                ),
+                io.Float.Input(
+                    "shift",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Above 1 more of the steps are at high noise. 0 for the model's own, which may depend on "
+                    "the size. LoRAs for few steps say which they need, such as 3.",
+                ),
+            ],
+            outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
+        )
+
+    @classmethod
+    def execute(cls, sampler: str, schedule: str, shift: float) -> io.NodeOutput:
+        chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
+        return io.NodeOutput({name: value for name, value in chosen.items() if value not in (AUTO, 0)})

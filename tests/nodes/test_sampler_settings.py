@@ -1,0 +1,47 @@
+"""Sampler Settings: what is left alone is left out, and the rest reaches the run, its plan and no other model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import pytest
+import torch
+from ballast.nodes.encode import TextEncode
+from ballast.nodes.load import LoadPipeline
+from ballast.nodes.plan import VramPlan
+from ballast.nodes.sample import Sampler
+from ballast.nodes.sampler_settings import SamplerSettings
+from host import run_node
+
+CHOSEN = {"sampler": "heun", "schedule": "beta", "shift": 2.0}
+MEANT = {"scheduler": "heun", "sigmas": "beta", "shift": 2.0}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folders: Callable[[str], Path]) -> Iterator[Any]:
+    link = Path(folder_paths.get_folder_paths("diffusers")[0]) / "flux"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tiny_folders("flux"), target_is_directory=True)
+    yield run_node(LoadPipeline, pipeline="flux", device="cpu").result[0]
+    link.unlink()
+
+
+def test_what_is_left_alone_is_left_out() -> None:
+    assert run_node(SamplerSettings).result[0] == {}
+    assert run_node(SamplerSettings, **CHOSEN).result[0] == MEANT
+
+
+def test_settings_reach_the_run_and_its_plan(reference: Any) -> None:
+    settings = run_node(SamplerSettings, **CHOSEN).result[0]
+    size = {"width": 48, "height": 32, "steps": 3}
+    cond = run_node(TextEncode, pipeline=reference, prompt="a boat", negative_prompt="").result[0]
+    latent = run_node(Sampler, pipeline=reference, conditioning=cond, **size, sampler_settings=settings).result[0]
+    assert torch.equal(latent["samples"], reference.open().sample(cond, **size, **MEANT))
+    plain = run_node(Sampler, pipeline=reference, conditioning=cond, **size, sampler_settings={}).result[0]
+    assert not torch.allclose(plain["samples"], latent["samples"], atol=1e-3)
+    for given, calls in ((settings, 5), ({}, 3)):
+        plan = run_node(VramPlan, pipeline=reference, **size, vram_gb="1", sampler_settings=given).result[1]
+        assert f"{calls} steps" in plan or f"for {calls}" in plan, plan
