@@ -25,7 +25,7 @@ Folders = Callable[[str], Path]
 SOAK = bool(os.environ.get("BALLAST_SOAK"))
 FAST = "auraflow"  # all that a run does, in a few hundred operators
 ERRORS = (FaultError, InterruptProcessingException, KeyboardInterrupt)
-POINTS = 50 if SOAK else 12  # of each error in each stage
+POINTS = 50 if SOAK else 20  # of each error in each stage
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "kept": {"keep": True},

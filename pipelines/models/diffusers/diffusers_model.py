@@ -530,7 +530,9 @@ class DiffusersModel:
                 raise ValueError(f"{self.title} has a ControlNet, but no picture for it. Give it: control.")
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         own = self.parts.tool("scheduler") if "scheduler" in self.components else None
-        choice, chosen = choice_of(self.title, self.pipeline_class, own, options)
+        choice, chosen = None, set[str]()
+        if options.keys() & {SCHEDULER, SHIFT, SIGMAS}:
+            choice, chosen = choice_of(self.title, self.pipeline_class, own, options)
         config = own.config if own is not None else {}
         if config.get("shift_terminal"):  # where the last step begins at pure noise it divides zero by zero
             sigmas = options.get(SIGMAS)
