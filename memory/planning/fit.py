@@ -28,8 +28,7 @@ from .turns import Turns
 log = logging.getLogger("ballast")
 
 # The sizes of each unit, with what they depend on: known calls, adapters, size, and presence in RAM.
-_STATES_KEPT = 4  # of a unit: on disk and in RAM, with adapters and without
-_sizes: weakref.WeakKeyDictionary[ManagedModel, dict[Hashable, UnitSizes]] = weakref.WeakKeyDictionary()
+_sizes: weakref.WeakKeyDictionary[ManagedModel, tuple[Hashable, UnitSizes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,10 @@ def ram_groups(demand: Demand, kind: str, weights_bytes: int, spare_bytes: int) 
 
 def sizes_of(unit: ManagedModel) -> UnitSizes:
     """Return the sizes of a unit's weights for the planner."""
-    known = _sizes.setdefault(unit, {})
-    state = unit.calls, keys_of(unit.active_adapters), unit.size_bytes, unit.in_ram
-    if state not in known:
-        if len(known) == _STATES_KEPT:
-            del known[next(iter(known))]
-        known[state] = sizes_in(unit.module, unit.calls, unit.size_bytes, unit.file_bytes())
-    return known[state]
+    known, made_by = _sizes.get(unit), (unit.calls, keys_of(unit.active_adapters), unit.size_bytes, unit.in_ram)
+    if known is None or known[0] != made_by:
+        known = _sizes[unit] = (made_by, sizes_in(unit.module, unit.calls, unit.size_bytes, unit.file_bytes()))
+    return known[1]
 
 
 def sizes_in(

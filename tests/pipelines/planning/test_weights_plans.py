@@ -67,4 +67,4 @@ def test_hidream_in_twelve_bits_takes_a_quarter_less_ram(folders: dict[str, Path
     assert 31.8 < plain.ram_bytes / 2**30 < 32
     assert twelve.ram_bytes / 2**30 <= 24.2 and twelve.fits
     short = plan("exact12", "20GB")
-    assert short.fits and short.read_bytes and "do not fit 20.0 GB of RAM" in short.reason
+    assert short.fits and short.from_disk and "do not fit 20.0 GB of RAM" in short.reason
