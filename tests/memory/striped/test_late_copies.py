@@ -83,7 +83,7 @@ def test_rows_under_way_do_no_harm_when_memory_runs_out(
     assert _out_of_memory(copies, 1, (150_000,), 10, sim, monkeypatch) > 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("copies", ["cuda", "xpu"])
 def test_rows_under_way_do_no_harm_in_whatever_stripe_memory_runs_out(
     copies: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch

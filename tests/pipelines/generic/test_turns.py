@@ -96,7 +96,7 @@ def test_the_plan_is_the_run(
     assert sim.stats().allocated_bytes == 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet"])
 @pytest.mark.parametrize("strategy", ["auto", "streamed"])
 def test_planned_bytes_come_with_any_budget(name: str, strategy: str, folders: Folders, sim: ModuleType) -> None:
