@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import tiny
@@ -74,11 +75,8 @@ def changed(folder: Path, change: Callable[[Any], None], **more: Any) -> torch.T
         change(pipe)
         return pipe
 
-    DiffusionPipeline.from_pretrained = loaded  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(DiffusionPipeline, "from_pretrained", loaded):  # which puts the class method back as it was
         return tiny.stock(folder, **more)[0].float()
-    finally:
-        DiffusionPipeline.from_pretrained = plain  # type: ignore[method-assign]
 
 
 def two(folder: Path, to: Path) -> list[tuple[Path, float]]:
