@@ -293,6 +293,7 @@ class Pipeline:
         cards: int = 1,
         video: Given = None,
         true_cfg: float | None = None,
+        once: bool = False,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -319,6 +320,10 @@ class Pipeline:
         waits for that thread is refused after a minute. `compile` compiles the transformer's blocks, `attention` is one
         of diffusers' attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
 
+        With `once` the parts of the transformer that see no latents, such as modulation, are computed once for all
+        steps before the first, where that takes less time: then their weights need not come again. The bits are the
+        same.
+
         Models of diffusers also take `scheduler`, `shift` and `sigmas`. `scheduler` is a sampler by ComfyUI's name
         ("euler", "dpmpp_2m", "unipc", ...), a class of diffusers by its name, or an object of one. `shift` takes the
         place of the model's own. `sigmas` are noise levels before the shift, or a schedule by ComfyUI's name ("simple",
@@ -343,7 +348,7 @@ class Pipeline:
         request = self._request(width, height, steps, guidance, frames, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
-        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention)
+        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once)
         prompts = prompts_of(cond, self.model.cond_dims)
         job = sampling.prepare(self.model, self.runner, cond, prompts, pictures, request, drawing)
         sampling.tell_notes(cond, pictures, job, request)
@@ -462,13 +467,14 @@ class Pipeline:
         cards: int = 1,
         video: Given = None,
         true_cfg: float | None = None,
+        once: bool = False,
         **options: Any,
     ) -> RunPlan:
         """Plan a run without loading anything: placements and why, peaks in bytes, seconds.
 
-        Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards` and `options` as in
-        `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will be
-        sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them; then
+        Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards`, `once` and `options`
+        as in `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will
+        be sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them; then
         `options` may be those of `encode`, too.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
@@ -525,6 +531,7 @@ class Pipeline:
                 count,
                 0 if ram is None else ram_bytes,
                 ram is not None or self.ram_bytes is not None,
+                once,
             )
             return plan_run(run, budget_bytes, ram_bytes, rates, self.manager.ram_state(ram_bytes))
 

@@ -23,6 +23,7 @@ from ..memory.probe import rates as measured_rates
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.weights.unit import ManagedModel
 from .lora.use import Lora, adapters_of
+from .planning.once_plans import PRECOMPUTE, Split, best_of
 from .planning.plans import SEEING, Machine, plan_stage
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ log = logging.getLogger("ballast")
 
 _INSTEAD = {
     "encode": "or write a shorter prompt", "sample": "or choose a smaller size", SEEING: "or give a smaller picture",
+    PRECOMPUTE: "or choose a smaller size",
 }  # fmt: skip
 
 Result = TypeVar("Result")
@@ -154,20 +156,9 @@ class Runner:
             return {}
         if (found := forecast()) is None:
             return {}
-        ram_bytes = self.ram_budget(None)
-        machine = Machine(
-            0 if on_cpu else self.vram_budget(),
-            ram_bytes,
-            measured_rates(self.manager.device, units[0].disk),
-            self.settings.ram_bytes is not None,
-            self.manager.accelerator.is_unified,
-            card_of(self.manager.device),
-            self.manager.accelerator.outside_bytes(),
-        )
-        strategy = "cpu" if on_cpu else strategy
-        place = functools.partial(
-            plan_stage, stage, found, units, strategy=strategy, steps=steps, ram=self.manager.ram_state(ram_bytes)
-        )
+        machine, strategy = self._machine(units, on_cpu), "cpu" if on_cpu else strategy
+        ram = self.manager.ram_state(machine.ram_bytes)
+        place = functools.partial(plan_stage, stage, found, units, strategy=strategy, steps=steps, ram=ram)
         if on_cpu:
             here = place(machine)
             self._refuse_short_ram(here)
@@ -181,6 +172,31 @@ class Runner:
         # Other models may stay on the device, which no plan knows of.
         alone = not any(unit.placement for unit in self.manager.units() if unit not in units)
         return {"forecast": found, "planned": here if alone else None}
+
+    def split(self, forecast: Forecast, units: Sequence[ManagedModel], strategy: str, steps: int) -> Split | None:
+        """Return the two parts in which a sampling stage takes less time here; None where it is to run whole."""
+        if strategy == "cpu" or self.manager.accelerator.is_cpu:
+            return None
+        self.manager.convert(units)
+        machine = self._machine(units)
+        ram = self.manager.ram_state(machine.ram_bytes)
+
+        def place(name: str, forecast: Forecast, some: Sequence[ManagedModel], steps: int) -> StagePlan:
+            return plan_stage(name, forecast, some, machine, strategy=strategy, steps=steps, ram=ram)
+
+        return best_of(forecast, units, steps, place)[0]
+
+    def _machine(self, units: Sequence[ManagedModel], on_cpu: bool = False) -> Machine:
+        """Return the machine as a stage of these units finds it."""
+        return Machine(
+            0 if on_cpu else self.vram_budget(),
+            self.ram_budget(None),
+            measured_rates(self.manager.device, units[0].disk),
+            self.settings.ram_bytes is not None,
+            self.manager.accelerator.is_unified,
+            card_of(self.manager.device),
+            self.manager.accelerator.outside_bytes(),
+        )
 
     def _refuse_misfit(self, plan: StagePlan, strategy: str) -> None:
         if not (missing := [unit for unit in plan.units if unit.driver_bytes > unit.budget_bytes]):

@@ -63,4 +63,5 @@ def _work(work: UnitForecast, pictures: int) -> UnitForecast:
         operations=work.operations * pictures,
         modules=tuple((path, done * pictures) for path, done in work.modules),
         held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
+        once=tuple(replace(module, row_bytes=module.row_bytes * pictures) for module in work.once),
     )

@@ -24,9 +24,10 @@ from ..simulated.tensor import SimTensor, wrap
 from ..weights.groups import CallOrder, divide
 from ..weights.structure import parameter_refs
 from ..weights.unit import ManagedModel
-from .forecast import Forecast, HeldBytes, ModuleOperations, Operations, UnitForecast
+from .forecast import Forecast, HeldBytes, ModuleOperations, OnceModule, Operations, UnitForecast
 from .known_calls import Call, Given, KnownCalls, kind_of
 from .modules import ModuleWatch, done_by
+from .taint import named_arguments
 
 StandIns = Mapping[tuple[str, str], Callable[..., Any]]  # replacements of methods, by the names of class and method
 
@@ -105,6 +106,7 @@ class _Inside:
     whole: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     held: HeldBytes = ()  # beyond the bytes held when the call began
+    once: tuple[OnceModule, ...] = ()
 
 
 @dataclass
@@ -121,6 +123,7 @@ class _Peaks:
     whole: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
+    once: tuple[OnceModule, ...] = ()
 
     def add(self, before: int, peak: int, inside: _Inside) -> None:
         """Count a call with its peak; `before` is the bytes that were held when it began."""
@@ -130,6 +133,7 @@ class _Peaks:
             self.modules[path] = self.modules.get(path, Operations()) + operations
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
+        self.once = inside.once or self.once
         for path, nbytes in (("", 0), *inside.held):
             self.held[path] = max(self.held.get(path, 0), before + nbytes - self.live)
 
@@ -184,6 +188,7 @@ class _Book:
                 outside=tuple(sorted(seen.outside)),
                 held=tuple(seen.held.items()),
                 turns=seen.turns,
+                once=seen.once,
             )
             for name, seen in self.units.items()
         }
@@ -217,10 +222,11 @@ class _Structure:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Inside]:
         """Return the result of a call, and the operations and bytes inside."""
         before = done_by(self.card)
-        with self.watch.watching():
-            result = self.forward(*args, **kwargs)
         watch = self.watch
-        return result, _Inside(done_by(self.card) - before, watch.operations, watch.whole, watch.outside, watch.held)
+        with watch.watching(named_arguments(self.forward, args, kwargs)):
+            result = self.forward(*args, **kwargs)
+        done = done_by(self.card) - before
+        return result, _Inside(done, watch.operations, watch.whole, watch.outside, watch.held, watch.once)
 
 
 class _DryModule:

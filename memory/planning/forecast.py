@@ -59,6 +59,22 @@ _OF_MODULES = ("modules", "whole", "outside", "held")
 
 
 @dataclass(frozen=True)
+class OnceModule:
+    """A module with weights whose inputs depend neither on latents nor on anything made of them.
+
+    It takes `weight_bytes` and gives `row_bytes` in a call. Its inputs change with the timestep (`per_step`), or with
+    the other arguments of the call, such as text (`per_pass`). They are made by the modules that it `needs`.
+    """
+
+    path: str
+    weight_bytes: int
+    row_bytes: int
+    per_step: bool
+    per_pass: bool
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class UnitForecast:
     """The forecast of one unit in a stage. All bytes are on the device beside the unit's weights.
 
@@ -83,6 +99,7 @@ class UnitForecast:
     outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
     held: HeldBytes = ()
     turns: int = 1
+    once: tuple[OnceModule, ...] = ()  # in the order of their first calls
 
     @property
     def repeats(self) -> bool:
@@ -142,10 +159,11 @@ class Forecast:
         units = {}
         for name, facts in data["units"].items():
             numbers = {"turns": facts["turns"]}  # a KeyError for files of earlier versions, which kept none
-            numbers |= {key: value for key, value in facts.items() if key not in ("operations", *_OF_MODULES)}
+            numbers |= {key: value for key, value in facts.items() if key not in ("operations", "once", *_OF_MODULES)}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")
-            units[name] = UnitForecast(**numbers, **operations_from(facts))
+            once = tuple(OnceModule(**{**each, "needs": tuple(map(str, each["needs"]))}) for each in facts["once"])
+            units[name] = UnitForecast(**numbers, **operations_from(facts), once=once)
         return cls(int(data["idle_bytes"]), units, max(1, int(data["steps"])), tuple(map(int, data["result"])))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.utils._pytree import tree_iter
 
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
-from ..simulated.tensor import wrap
+from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
-from .forecast import HeldBytes, ModuleOperations, Operations
+from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
+from .taint import Mark, Marks
 
 
 def done_by(card: Card) -> Operations:
@@ -49,6 +51,7 @@ class ModuleWatch:
         self._owner_of: dict[int, str] = {}
         self._whole: set[str] = set()
         self._outside: set[str] = set()
+        self._marks, self._seen = Marks(), dict[str, _Seen]()
         weighty = {id(inner) for inner in module.modules() if any(True for _ in parameter_refs(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
@@ -61,11 +64,15 @@ class ModuleWatch:
                 vars(inner)["forward"] = functools.partial(self._entered, path, vars(inner)["forward"])
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Start counting anew, and count until the block ends. `whole` and `outside` add up over all blocks."""
+    def watching(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Start counting anew, and count until the block ends. `whole`, `outside` and `once` add up over all blocks.
+
+        `arguments` are those of the module's call, by name.
+        """
+        self._marks.mark_call(arguments)
         self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
         self._at, self._since, self._stack = "", done_by(self._card), []
-        with _Readers(self._owner_of, self._read):
+        with _Readers(self._owner_of, self._read, self._marks):
             yield
         self._next("")
 
@@ -92,6 +99,15 @@ class ModuleWatch:
         """Modules whose weights are read elsewhere, or at other times, so far."""
         return tuple(sorted(self._outside))
 
+    @property
+    def once(self) -> tuple[OnceModule, ...]:
+        """Modules with weights that saw no latents in any call so far, by their first calls."""
+        return tuple(
+            OnceModule(path, seen.weight_bytes, seen.row_bytes, mark.per_step, mark.per_pass, tuple(sorted(mark.needs)))
+            for path, seen in self._seen.items()
+            if not (mark := seen.mark).latents and path not in self._outside
+        )
+
     def _next(self, path: str) -> None:
         """Credit the operations since the last call of this to the module before, and go on with `path`."""
         now = done_by(self._card)
@@ -112,14 +128,30 @@ class ModuleWatch:
             self._next(path)
         self._stack.append(path)
         came = [self._bring(ref) for ref in own]
+        given = self._marks.of((args, kwargs))
         try:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            if own:
+                self._note(path, own, given, result)
+            return result
         finally:
             self._stack.pop()
             for ref in own:
                 ref.restore()
             if any(allocation() is not None for allocation in came):
                 self._outside.add(path)
+
+    def _note(self, path: str, own: list[ParameterRef], given: Mark, result: Any) -> None:
+        """Note what a module with weights saw and gave. It saw latents too if it gave something made of them."""
+        made = {id(t.allocation): t.nbytes for t in tree_iter(result) if isinstance(t, SimTensor)}
+        before = self._seen.get(path)
+        mark = given | self._marks.of(result)
+        self._marks.needing(result, path)
+        self._seen[path] = _Seen(
+            sum(ref.tensor.nbytes for ref in own),
+            max(sum(made.values()), before.row_bytes if before else 0),
+            replace(mark, needs=mark.needs - {path}) | (before.mark if before else mark),
+        )
 
     def _looked_up(
         self, path: str, own: list[ParameterRef], forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -150,22 +182,33 @@ class ModuleWatch:
             self._outside.add(owner)
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """The facts of a module with weights: its bytes, those of its largest result, and what its calls saw."""
+
+    weight_bytes: int
+    row_bytes: int
+    mark: Mark
+
+
 class _Readers(TorchDispatchMode):
     """A dispatch mode that calls `tell` with the owner of each original weight that an operator meets.
 
-    Weights are known by `id`.
+    Weights are known by `id`. It adds to the `marks` of tensors.
     """
 
-    def __init__(self, owner_of: dict[int, str], tell: Callable[[str], None]) -> None:
+    def __init__(self, owner_of: dict[int, str], tell: Callable[[str], None], marks: Marks) -> None:
         super().__init__()
-        self._owner_of, self._tell = owner_of, tell
+        self._owner_of, self._tell, self._marks = owner_of, tell, marks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         for value in tree_iter((args, kwargs)):
             if id(value) in self._owner_of:
                 self._tell(self._owner_of[id(value)])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._marks.operator(func, args, kwargs, result)
+        return result
 
 
 def _common(first: str, second: str) -> str:

@@ -30,12 +30,17 @@ class CallOrder:
     `order` has the paths of modules with weights of their own, by their first calls; empty if it is not known. `whole`
     modules read the weights of their children themselves. The weights of `outside` modules are read elsewhere than in
     their calls. With `blocks` each member of a block list is whole, which compiled blocks must be.
+
+    Modules of `once` have weight groups of their own. The stage that `computes_once` calls only these, all others call
+    only the rest.
     """
 
     order: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
     outside: frozenset[str] = frozenset()
     blocks: bool = False
+    once: frozenset[str] = frozenset()
+    computes_once: bool = False
 
 
 @dataclass(eq=False)
@@ -113,6 +118,7 @@ def divide(module: nn.Module, host_refs: Sequence[ParameterRef], calls: CallOrde
     - tensor subclasses, buffers that are in no file, and weights of `calls.outside`
     - the few tensors that a module with children holds itself
 
+    Groups of `calls.once` or of the others, whichever this stage does not call, come behind those that it does.
     LoRAs do not change the division: their tensors join the group of their module. Modules that were not seen to be
     called form groups of their own, behind the others.
     """
@@ -135,7 +141,9 @@ def divide(module: nn.Module, host_refs: Sequence[ParameterRef], calls: CallOrde
     places = {owner.path: place for owner in others if (place := first.of(owner.path)) is not None}
     called = sorted((owner for owner in others if owner.path in places), key=lambda owner: places[owner.path])
     idle = [owner for owner in others if owner.path not in places]
-    groups = [_group(some, run is called) for run in (called, idle) for some in _cut(run, limit)]
+    once, rest = ([owner for owner in called if (owner.path in calls.once) is each] for each in (True, False))
+    used, unused = (once, rest) if calls.computes_once else (rest, once)
+    groups = [_group(some, run is used) for run in (used, unused, idle) for some in _cut(run, limit)]
     groups = [group for group in groups if group.packed_bytes]
     beside = {
         owner.path: [here[id(s.holder), s.key] for s in parameter_refs(owner.module) if s.is_branch] for owner in others

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +253,7 @@ class ManagedModel:
         """Add the calls that a dry run saw to those known. The known order stays, and new paths come behind it."""
         known, there = self.calls, set(self.calls.order)
         order = (*known.order, *(path for path in seen.order if path not in there))
-        self.calls = CallOrder(order, known.whole | seen.whole, known.outside | seen.outside, known.blocks)
+        self.calls = replace(known, order=order, whole=known.whole | seen.whole, outside=known.outside | seen.outside)
 
     def runs_on(self, device: torch.device) -> None:
         """Set the device that `module.device` reports: callers send inputs there, wherever the weights are."""

@@ -34,6 +34,7 @@ from ..sampling.batches import halvings
 from . import forecast_cache
 from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly
+from .once_plans import best_of
 from .sampling_forecasts import Sampling
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Run:
     pictures: int = 1
     machine_bytes: int = 0
     ram_stated: bool = True
+    once: bool = False
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
@@ -156,7 +158,16 @@ def plan_run(
     best = None
     if run.pictures == 1 and run.strategy != "cpu":
         best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures))
-    planned(sample(steps=steps * -(-run.pictures // at_once)), run.sampling.units)
+    all_steps = steps * -(-run.pictures // at_once)
+    if run.once and run.strategy != "cpu":
+
+        def place_part(name: str, part: Forecast, units: Sequence[ManagedModel], steps: int) -> StagePlan:
+            return place(name, part, units, strategy=run.strategy, ram=ram, steps=steps)
+
+        for stage in best_of(sampling, run.sampling.units, all_steps, place_part)[1]:
+            planned(stage, run.sampling.units)
+    else:
+        planned(sample(steps=all_steps), run.sampling.units)
     shape = sampling.result if run.pictures == 1 else (run.pictures, *sampling.result[1:])
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     planned(place_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])

@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,13 @@ from torch import nn
 
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
 from ...memory.manager import STRATEGIES
+from ...memory.planning.forecast import Forecast
 from ..encoding.conditioning import Conditioning, to_host
 from ..encoding.pictures import Pictures, stretch_notes
 from ..encoding.prompts import TOLD
 from ..lora.use import refuse_scales
 from ..options import TRUE_CFG, check_numbers, check_values
+from ..planning.once_plans import PRECOMPUTE, Split
 from ..planning.sampling_forecasts import Sampling
 from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
@@ -28,6 +30,7 @@ from ..sampling.latents import check_finite, check_latents
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from ..sampling.scheduler_choice import SCHEDULER
 from .image_conditioning import encode_images
+from .precompute import precompute
 
 if TYPE_CHECKING:
     from ..models.model import Inputs, Model, OnStep, Request
@@ -49,6 +52,7 @@ class Drawing:
     strategy: str = "auto"
     compile: bool = False
     attention: str = AUTO
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,12 +259,36 @@ class _Drawing:
             key = stage.key(self.cond)
             forecast = functools.partial(stage.forecast, self.cond, key)
             steps, only = stage.steps * len(begins), at_once == 1
-            expected = self.runner.expected(
-                "sample", model.denoisers, forecast, drawing.strategy, steps, parts=not only
-            )
+            expect = functools.partial(self.runner.expected, strategy=drawing.strategy, parts=not only)
             again, keep = only and drawing.cards == 1, self.runner.settings.keep
-            whole = Stage("sample", model.denoisers, draw, drawing.strategy, key, **expected, keep=keep, again=again)
-            self.runner.run(whole)
+
+            def loops(device: torch.device, modules: Mapping[str, nn.Module]) -> None:
+                for at, answers in zip(begins, seen, strict=True):
+                    model.denoise(self.cond, job.given(at, at_once), None, device, modules, answers)
+
+            with ExitStack() as exits:
+                if drawing.once and (found := self._split(forecast(), steps)):
+                    with found.calling(model.denoisers, computes_once=True):
+                        some = found.units(model.denoisers)
+                        expected = expect(PRECOMPUTE, some, lambda: found.first)
+                        first = Stage(PRECOMPUTE, some, _call_each, drawing.strategy, key, **expected)
+                    if tables := precompute(self.runner, found, model, loops, first):
+                        forecast = functools.partial(getattr, found, "other")
+                        exits.enter_context(found.calling(model.denoisers, computes_once=False))
+                        for unit, table in tables.items():
+                            exits.enter_context(table.answering(unit.module))
+                expected = expect("sample", model.denoisers, forecast, steps=steps)
+                whole = Stage(
+                    "sample", model.denoisers, draw, drawing.strategy, key, **expected, keep=keep, again=again
+                )
+                self.runner.run(whole)
+
+    def _split(self, forecast: Forecast | None, steps: int) -> Split | None:
+        """Return the parts in which the stage takes less time. Compiled blocks and several cards run it whole."""
+        drawing, model = self.job.drawing, self.job.model
+        if forecast is None or drawing.compile or drawing.cards > 1:
+            return None
+        return self.runner.split(forecast, model.denoisers, drawing.strategy, steps)
 
     def _images_encoded(self, begin: int, at_once: int) -> Answers | None:
         """Return what modules answer for the pictures of one part, if the run has any."""
@@ -281,6 +309,12 @@ class _Drawing:
     def _on_compile(self, compiles: bool) -> None:
         for unit in (unit for unit in self.job.model.denoisers if unit.leases):
             self.runner.manager.timeline.tell("compile" if compiles else "compiled", unit)
+
+
+def _call_each(device: torch.device, modules: Mapping[str, nn.Module]) -> None:
+    """Call each module of a stage that computes what it does in place of its calls."""
+    for module in modules.values():
+        module()
 
 
 def _called(runner: Runner, on_step: OnStep, step: int, steps: int, latents: torch.Tensor) -> None:

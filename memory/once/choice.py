@@ -1,0 +1,108 @@
+"""Choose the modules of a unit that are computed once for a whole schedule, and forecast both parts of the work.
+
+The choice is a pure function of the forecast. [Note: Modules computed once] in `memory.once` tells how they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ..sizes import format_bytes
+from ..planning.forecast import OnceModule, Operations, UnitForecast
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The calls of a unit in a stage: `passes` in each of its `steps`, one for each prompt that guidance compares."""
+
+    steps: int
+    passes: int
+
+    @classmethod
+    def of(cls, work: UnitForecast, dry_steps: int, steps: int) -> Schedule:
+        """Return the schedule of `steps`, from the forecast of `dry_steps` that the unit takes part in."""
+        return cls(max(1, steps), max(1, -(-work.calls // max(1, dry_steps))))
+
+    def rows(self, module: OnceModule) -> int:
+        """Return how many results of a module differ."""
+        return (self.steps if module.per_step else 1) * (self.passes if module.per_pass else 1)
+
+
+@dataclass(frozen=True)
+class Once:
+    """The modules of a unit that are computed once, by path, and their bytes: of weights, and of the results kept."""
+
+    paths: frozenset[str] = frozenset()
+    weight_bytes: int = 0
+    table_bytes: int = 0
+
+    def reason(self, total_bytes: int) -> str:
+        """Return what it does in a sentence for plans, for a unit of `total_bytes` of weights."""
+        share = f"{self.weight_bytes / max(1, total_bytes):.0%} of the weights are computed once"
+        return f"{share}, into {format_bytes(self.table_bytes)} of results."
+
+
+def choose_once(work: UnitForecast, paths: Collection[str], schedule: Schedule) -> Once:
+    """Return the modules to compute once, out of `paths`: those whose results take fewer bytes than their weights.
+
+    With each come the modules that it needs. Properties:
+
+    - What a chosen module needs is chosen too.
+    - The tables together take fewer bytes than the weights. Otherwise nothing is chosen.
+    - A module that no other needs is chosen only if its own table is smaller than its weights.
+    """
+    known = {module.path: module for module in work.once if module.path in paths}
+    gain = {path: module.weight_bytes - schedule.rows(module) * module.row_bytes for path, module in known.items()}
+    possible = {path for path, module in known.items() if all(need in known for need in module.needs)}
+    wanted = {path for path in possible if gain[path] > 0}
+    # What costs more than all that is gained with it goes, together with what needs it.
+    for path in sorted((p for p in possible if gain[p] < 0), key=lambda p: gain[p]):
+        users = {each for each in wanted if path in known[each].needs}
+        if users and sum(gain[each] for each in users) + gain[path] <= 0:
+            wanted -= users
+    chosen = wanted | {need for path in wanted for need in known[path].needs}
+    table_bytes = sum(schedule.rows(known[path]) * known[path].row_bytes for path in chosen)
+    weight_bytes = sum(known[path].weight_bytes for path in chosen)
+    return Once(frozenset(chosen), weight_bytes, table_bytes) if table_bytes < weight_bytes else Once()
+
+
+def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: int) -> UnitForecast:
+    """Return the forecast of computing the modules `once`, in one call, with their results in device memory."""
+    modules = tuple(
+        (path, done * (schedule.steps / max(1, dry_steps))) for path, done in work.modules if path in once.paths
+    )
+    largest = max((each.row_bytes for each in work.once if each.path in once.paths), default=0)
+    # Beside the results lie the inputs of each: at most as many bytes as the results of what made them.
+    working_bytes = 2 * once.table_bytes + 4 * largest
+    operations = sum((done for _, done in modules), Operations())
+    return UnitForecast(
+        live_bytes=work.called_bytes,
+        working_bytes=working_bytes,
+        first_bytes=working_bytes,
+        calls=1,
+        operations=operations,
+        modules=modules,
+        whole=work.whole,
+        outside=work.outside,
+    )
+
+
+def other_part(work: UnitForecast, once: Once, table_bytes: int) -> UnitForecast:
+    """Return the forecast of the calls that take the results of the modules `once` from tables.
+
+    All tables of the stage take `table_bytes` on the device.
+    """
+    spared = sum((done for path, done in work.modules if path in once.paths), Operations())
+    return replace(
+        work,
+        live_bytes=work.live_bytes + table_bytes,
+        operations=work.operations - spared,
+        modules=tuple((path, done) for path, done in work.modules if path not in once.paths),
+        once=(),
+    )
+
+
+def called_paths(groups: Sequence[tuple[str, ...]]) -> frozenset[str]:
+    """Return the paths of the modules in weight groups."""
+    return frozenset(path for paths in groups for path in paths)

@@ -1,0 +1,109 @@
+"""Follow what the operators of a dry run see: latents, the timestep, text, and the weights of which modules."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from ..simulated.card import Allocation
+from ..simulated.tensor import SimTensor
+
+_LATENTS = re.compile(r"(?!encoder_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
+_STEP = re.compile(r"(.*timesteps?|.*sigmas?|t)$")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a tensor was made of. `needs` are the paths of the modules whose weights it saw, if it saw no latents."""
+
+    latents: bool = False
+    per_step: bool = False
+    per_pass: bool = False
+    needs: frozenset[str] = frozenset()
+
+    def __or__(self, other: Mark) -> Mark:
+        if self.latents or other.latents:
+            return OF_LATENTS
+        if other in (self, UNMARKED):
+            return self
+        both = self.per_step or other.per_step, self.per_pass or other.per_pass
+        return Mark(False, *both, self.needs | other.needs)
+
+
+UNMARKED = Mark()
+OF_LATENTS = Mark(latents=True)
+
+
+def named_arguments(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    signature = inspect.signature(forward)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def is_of_latents(name: str) -> bool:
+    """Return whether an argument of this name of a transformer changes with the latents, by diffusers' names."""
+    return _LATENTS.match(name) is not None
+
+
+class Marks:
+    """The marks of tensors. Tensors on a dry run's card share one with all that share their storage."""
+
+    def __init__(self) -> None:
+        self._of_storage: weakref.WeakKeyDictionary[Allocation, Mark] = weakref.WeakKeyDictionary()
+
+    def of(self, values: Any) -> Mark:
+        """Return the mark of all tensors in a tree together."""
+        found = UNMARKED
+        for value in tree_iter(values):
+            if isinstance(value, SimTensor):
+                found |= self._of_storage.get(value.allocation, UNMARKED)
+            elif isinstance(value, torch.Tensor):
+                found |= vars(value).get("_ballast_mark", UNMARKED)
+        return found
+
+    def add(self, values: Any, mark: Mark) -> None:
+        """Add a mark to all tensors in a tree."""
+        for value in tree_iter(values):
+            if isinstance(value, SimTensor):
+                self._of_storage[value.allocation] = self.of(value) | mark
+            elif isinstance(value, torch.Tensor):
+                vars(value)["_ballast_mark"] = self.of(value) | mark
+
+    def mark_call(self, arguments: Mapping[str, Any]) -> None:
+        """Mark the arguments of a transformer's call by their names. All are latents where no name tells of any."""
+        known = any(map(is_of_latents, arguments))
+        for name, value in arguments.items():
+            if not known or is_of_latents(name):
+                self.add(value, OF_LATENTS)
+            else:
+                step = _STEP.match(name) is not None
+                self.add(value, Mark(per_step=step, per_pass=not step))
+
+    def operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Mark the result of an operator, and the arguments that it writes to, with all that it read."""
+        if (mark := self.of((args, kwargs))) == UNMARKED:
+            return
+        self.add(result, mark)
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info and argument.alias_info.is_write:
+                    self.add(value, mark)
+            for argument in func._schema.arguments:
+                if argument.alias_info and argument.alias_info.is_write and argument.name in kwargs:
+                    self.add(kwargs[argument.name], mark)
+
+    def needing(self, values: Any, path: str) -> None:
+        """Note that the tensors of a tree were made by the module `path`, unless they saw latents."""
+        if not (mark := self.of(values)).latents:
+            self.add(values, replace(mark, needs=mark.needs | {path}))
