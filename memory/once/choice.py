@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ..sizes import format_bytes
 from ..planning.forecast import OnceModule, Operations, UnitForecast
+from ..sizes import format_bytes
 
 
 @dataclass(frozen=True)
