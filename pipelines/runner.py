@@ -23,7 +23,7 @@ from ..memory.probe import rates as measured_rates
 from ..memory.sizes import format_bytes, parse_bytes
 from ..memory.weights.unit import ManagedModel
 from .lora.use import Lora, adapters_of
-from .planning.once_plans import PRECOMPUTE, Split, best_of
+from .planning.once_plans import PRECOMPUTE, Split, best_of, first_strategy
 from .planning.plans import SEEING, Machine, plan_stage
 
 if TYPE_CHECKING:
@@ -182,7 +182,10 @@ class Runner:
         ram = self.manager.ram_state(machine.ram_bytes)
 
         def place(name: str, forecast: Forecast, some: Sequence[ManagedModel], steps: int) -> StagePlan:
-            return plan_stage(name, forecast, some, machine, strategy=strategy, steps=steps, ram=ram)
+            how = first_strategy(strategy) if name == PRECOMPUTE else strategy
+            return plan_stage(
+                name, forecast, some, machine, strategy=how, by_user=how == strategy, steps=steps, ram=ram
+            )
 
         return best_of(forecast, units, steps, place)[0]
 

@@ -31,11 +31,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Once:
-    """The modules of a unit that are computed once, by path, and their bytes: of weights, and of the results kept."""
+    """The modules of a unit that are computed once, by path, and their bytes: of weights, and of the results kept.
+
+    `argument_bytes` are those of the calls that the results are of.
+    """
 
     paths: frozenset[str] = frozenset()
     weight_bytes: int = 0
     table_bytes: int = 0
+    argument_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes on the device in the loop."""
+        return self.table_bytes + self.argument_bytes
 
     def reason(self, total_bytes: int) -> str:
         """Return what it does in a sentence for plans, for a unit of `total_bytes` of weights."""
@@ -64,7 +73,9 @@ def choose_once(work: UnitForecast, paths: Collection[str], schedule: Schedule) 
     chosen = wanted | {need for path in wanted for need in known[path].needs}
     table_bytes = sum(schedule.rows(known[path]) * known[path].row_bytes for path in chosen)
     weight_bytes = sum(known[path].weight_bytes for path in chosen)
-    return Once(frozenset(chosen), weight_bytes, table_bytes) if table_bytes < weight_bytes else Once()
+    if table_bytes >= weight_bytes:
+        return Once()
+    return Once(frozenset(chosen), weight_bytes, table_bytes, work.argument_bytes * schedule.passes)
 
 
 def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: int) -> UnitForecast:
@@ -74,10 +85,10 @@ def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: in
     )
     largest = max((each.row_bytes for each in work.once if each.path in once.paths), default=0)
     # Beside the results lie the inputs of each: at most as many bytes as the results of what made them.
-    working_bytes = 2 * once.table_bytes + 4 * largest
+    working_bytes = 2 * once.table_bytes + 2 * largest + work.side_bytes
     operations = sum((done for _, done in modules), Operations())
     return UnitForecast(
-        live_bytes=work.called_bytes,
+        live_bytes=once.argument_bytes,
         working_bytes=working_bytes,
         first_bytes=working_bytes,
         calls=1,
@@ -88,15 +99,15 @@ def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: in
     )
 
 
-def other_part(work: UnitForecast, once: Once, table_bytes: int) -> UnitForecast:
+def other_part(work: UnitForecast, once: Once, held_bytes: int) -> UnitForecast:
     """Return the forecast of the calls that take the results of the modules `once` from tables.
 
-    All tables of the stage take `table_bytes` on the device.
+    All tables of the stage take `held_bytes` on the device.
     """
     spared = sum((done for path, done in work.modules if path in once.paths), Operations())
     return replace(
         work,
-        live_bytes=work.live_bytes + table_bytes,
+        live_bytes=work.live_bytes + held_bytes,
         operations=work.operations - spared,
         modules=tuple((path, done) for path, done in work.modules if path not in once.paths),
         once=(),

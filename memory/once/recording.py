@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..engine.cached_tensors import clear_cached_tensors
 from ..planning.dry_run import StandIns, lay_stand_ins
 from ..planning.taint import is_of_latents, named_arguments
 from ..weights.interpose import Forward, interpose
@@ -25,7 +26,7 @@ _PREDICTION = 0.01  # of the made-up results: not 0, by whose norm some pipeline
 class ShapesOf:
     """The shapes that a unit and the modules in it give, by its `skeleton`: the same structure, made for this alone.
 
-    Its weights become `Shaped`, so that all that they touch has a shape only. Each kind of call is run once.
+    Its weights and buffers become `Shaped`: all that they touch has a shape only. Each kind of call is run once.
     `stand_ins` replace code that reads values.
     """
 
@@ -35,8 +36,11 @@ class ShapesOf:
         self._known: dict[Hashable, Any] = {}
         for ref in list(parameter_refs(skeleton)):
             shown = ref.tensor if ref.shown is None else ref.shown
-            is_buffer = not isinstance(shown, nn.Parameter)
-            ref.holder[ref.key] = shown.to(device) if is_buffer and not shown.is_meta else shaped_like(shown, device)
+            ref.holder[ref.key] = shaped_like(shown, device)
+
+    def clear(self) -> None:
+        """Free what the structure's own code has cached on the device."""
+        clear_cached_tensors(self.skeleton, self.device)
 
     def result(self, path: str, args: tuple, kwargs: dict) -> Any:
         """Return the result of a module's call, or of the unit's for the path "", with shapes only."""

@@ -77,6 +77,7 @@ class Rehearsal:
     @contextmanager
     def _on_shapes(self) -> Iterator[None]:
         with ExitStack() as exits:
+            exits.enter_context(_unchanged(self.module))
             for first in self._firsts:
                 exits.callback(interpose(first, self._enter_blocks))
             exits.enter_context(on_shapes(self.module, self.shapes, dict.fromkeys(self.tables.paths, self._called)))
@@ -122,6 +123,18 @@ class Rehearsal:
                 else:
                     seen[key] = number
             call.rows.setdefault(path, []).append(number)
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Give all modules the attributes again that they have now, when the block ends: some code caches what it made."""
+    before = {owner: dict(vars(owner)) for owner in module.modules()}
+    try:
+        yield
+    finally:
+        for owner, attributes in before.items():
+            vars(owner).clear()
+            vars(owner).update(attributes)
 
 
 def _find_large(known: list[tuple[Any, int]], given: Any) -> int | None:

@@ -107,6 +107,8 @@ class _Inside:
     outside: tuple[str, ...] = ()
     held: HeldBytes = ()  # beyond the bytes held when the call began
     once: tuple[OnceModule, ...] = ()
+    argument_bytes: int = 0
+    side_bytes: int = 0
 
 
 @dataclass
@@ -124,6 +126,8 @@ class _Peaks:
     outside: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
     once: tuple[OnceModule, ...] = ()
+    argument_bytes: int = 0
+    side_bytes: int = 0
 
     def add(self, before: int, peak: int, inside: _Inside) -> None:
         """Count a call with its peak; `before` is the bytes that were held when it began."""
@@ -134,6 +138,8 @@ class _Peaks:
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
         self.once = inside.once or self.once
+        self.argument_bytes = max(self.argument_bytes, inside.argument_bytes)
+        self.side_bytes = max(self.side_bytes, inside.side_bytes)
         for path, nbytes in (("", 0), *inside.held):
             self.held[path] = max(self.held.get(path, 0), before + nbytes - self.live)
 
@@ -189,6 +195,8 @@ class _Book:
                 held=tuple(seen.held.items()),
                 turns=seen.turns,
                 once=seen.once,
+                argument_bytes=seen.argument_bytes,
+                side_bytes=seen.side_bytes,
             )
             for name, seen in self.units.items()
         }
@@ -226,7 +234,8 @@ class _Structure:
         with watch.watching(named_arguments(self.forward, args, kwargs)):
             result = self.forward(*args, **kwargs)
         done = done_by(self.card) - before
-        return result, _Inside(done, watch.operations, watch.whole, watch.outside, watch.held, watch.once)
+        seen = watch.operations, watch.whole, watch.outside, watch.held, watch.once
+        return result, _Inside(done, *seen, watch.argument_bytes, watch.side_bytes)
 
 
 class _DryModule:

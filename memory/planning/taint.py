@@ -61,6 +61,8 @@ class Marks:
 
     def __init__(self) -> None:
         self._of_storage: weakref.WeakKeyDictionary[Allocation, Mark] = weakref.WeakKeyDictionary()
+        self._others: dict[weakref.ref[Allocation], int] = {}  # what operators made that saw no latents, while it lives
+        self._other_bytes = self._most_bytes = 0
 
     def of(self, values: Any) -> Mark:
         """Return the mark of all tensors in a tree together."""
@@ -80,19 +82,30 @@ class Marks:
             elif isinstance(value, torch.Tensor):
                 vars(value)["_ballast_mark"] = self.of(value) | mark
 
-    def mark_call(self, arguments: Mapping[str, Any]) -> None:
-        """Mark the arguments of a transformer's call by their names. All are latents where no name tells of any."""
+    def mark_call(self, arguments: Mapping[str, Any]) -> int:
+        """Mark the arguments of a transformer's call by their names. All are latents where no name tells of any.
+
+        Return the bytes of those that are not.
+        """
         known = any(map(is_of_latents, arguments))
+        others: dict[Allocation, int] = {}
         for name, value in arguments.items():
             if not known or is_of_latents(name):
                 self.add(value, OF_LATENTS)
             else:
                 step = _STEP.match(name) is not None
                 self.add(value, Mark(per_step=step, per_pass=not step))
+                others |= {t.allocation: t.allocation.nbytes for t in tree_iter(value) if isinstance(t, SimTensor)}
+        return sum(others.values())
 
     def operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Mark the result of an operator, and the arguments that it writes to, with all that it read."""
-        if (mark := self.of((args, kwargs))) == UNMARKED:
+        if not (mark := self.of((args, kwargs))).latents:
+            read = {id(t.allocation) for t in tree_iter((args, kwargs)) if isinstance(t, SimTensor)}
+            for made in tree_iter(result):
+                if isinstance(made, SimTensor) and id(made.allocation) not in read:
+                    self._count(made.allocation)
+        if mark == UNMARKED:
             return
         self.add(result, mark)
         if func._schema.is_mutable:
@@ -102,6 +115,20 @@ class Marks:
             for argument in func._schema.arguments:
                 if argument.alias_info and argument.alias_info.is_write and argument.name in kwargs:
                     self.add(kwargs[argument.name], mark)
+
+    def _count(self, made: Allocation) -> None:
+        """Count a storage that saw no latents, for as long as it lives."""
+        self._others[weakref.ref(made, self._freed)] = made.nbytes
+        self._other_bytes += made.nbytes
+        self._most_bytes = max(self._most_bytes, self._other_bytes)
+
+    def _freed(self, storage: weakref.ref[Allocation]) -> None:
+        self._other_bytes -= self._others.pop(storage)
+
+    def take_most_bytes(self) -> int:
+        """Return the most bytes since the last call of this that were made without latents and lived together."""
+        taken, self._most_bytes = self._most_bytes, self._other_bytes
+        return taken
 
     def needing(self, values: Any, path: str) -> None:
         """Note that the tensors of a tree were made by the module `path`, unless they saw latents."""

@@ -17,6 +17,11 @@ PRECOMPUTE = "precompute"  # the name of the first part's stage
 Place = Callable[[str, Forecast, Sequence[ManagedModel], int], StagePlan]
 
 
+def first_strategy(strategy: str) -> str:
+    """Return the strategy of the first part: weights that the loop alone needs do not come."""
+    return strategy if strategy == "leafwise" else "streamed"
+
+
 @dataclass(frozen=True)
 class Split:
     """A sampling stage in two parts: the modules `once` of each unit by its name, and the forecasts of both parts."""
@@ -58,13 +63,13 @@ def split(forecast: Forecast, units: Sequence[ManagedModel], steps: int) -> Spli
             first[unit.name] = first_part(work, found, schedule, forecast.steps)
     if not once:
         return None
-    tables = sum(each.table_bytes for each in once.values())
+    tables = sum(each.held_bytes for each in once.values())
     other = {}
     for name, work in forecast.units.items():
         held = replace(work, live_bytes=work.live_bytes + tables)
         other[name] = other_part(work, once[name], tables) if name in once else held
     whole = replace(forecast, idle_bytes=forecast.idle_bytes + tables, units=other)
-    return Split(once, Forecast(forecast.idle_bytes, first), whole)
+    return Split(once, Forecast(sum(each.argument_bytes for each in once.values()), first), whole)
 
 
 def best_of(

@@ -34,7 +34,7 @@ from ..sampling.batches import halvings
 from . import forecast_cache
 from .encoding_forecasts import Encoding
 from .forecasts import names_of, quietly
-from .once_plans import best_of
+from .once_plans import PRECOMPUTE, best_of, first_strategy
 from .sampling_forecasts import Sampling
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def plan_run(
     if run.once and run.strategy != "cpu":
 
         def place_part(name: str, part: Forecast, units: Sequence[ManagedModel], steps: int) -> StagePlan:
-            return place(name, part, units, strategy=run.strategy, ram=ram, steps=steps)
+            how = first_strategy(run.strategy) if name == PRECOMPUTE else run.strategy
+            return place(name, part, units, strategy=how, by_user=how == run.strategy, ram=ram, steps=steps)
 
         for stage in best_of(sampling, run.sampling.units, all_steps, place_part)[1]:
             planned(stage, run.sampling.units)

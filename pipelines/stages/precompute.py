@@ -46,6 +46,8 @@ def precompute(
                 unit.runs_on(device)
                 exits.enter_context(Recorder(unit.module, tables[unit], shapes[unit]).recording())
             loops(device, {unit.name: unit.module for unit in units})
+            for each in shapes.values():
+                each.clear()
         with found.calling(units, computes_once=True), ExitStack() as exits:
             for unit in stage.units:
                 exits.enter_context(Rehearsal(unit.module, tables[unit], shapes[unit]).instead())

@@ -21,7 +21,7 @@ from ..encoding.pictures import Pictures, stretch_notes
 from ..encoding.prompts import TOLD
 from ..lora.use import refuse_scales
 from ..options import TRUE_CFG, check_numbers, check_values
-from ..planning.once_plans import PRECOMPUTE, Split
+from ..planning.once_plans import PRECOMPUTE, Split, first_strategy
 from ..planning.sampling_forecasts import Sampling
 from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
@@ -269,9 +269,9 @@ class _Drawing:
             with ExitStack() as exits:
                 if drawing.once and (found := self._split(forecast(), steps)):
                     with found.calling(model.denoisers, computes_once=True):
-                        some = found.units(model.denoisers)
-                        expected = expect(PRECOMPUTE, some, lambda: found.first)
-                        first = Stage(PRECOMPUTE, some, _call_each, drawing.strategy, key, **expected)
+                        some, strategy = found.units(model.denoisers), first_strategy(drawing.strategy)
+                        expected = expect(PRECOMPUTE, some, lambda: found.first, strategy=strategy)
+                        first = Stage(PRECOMPUTE, some, _call_each, strategy, (PRECOMPUTE, key), **expected)
                     if tables := precompute(self.runner, found, model, loops, first):
                         forecast = functools.partial(getattr, found, "other")
                         exits.enter_context(found.calling(model.denoisers, computes_once=False))
