@@ -24,6 +24,10 @@ class Schedule:
         """Return the schedule of `steps`, from the forecast of `dry_steps` that the unit takes part in."""
         return cls(max(1, steps), max(1, -(-work.calls // max(1, dry_steps))))
 
+    def argument_bytes(self, work: UnitForecast) -> int:
+        """Return the bytes of the arguments of all calls, but for those that change with the latents."""
+        return self.passes * (work.argument_bytes + self.steps * work.step_bytes)
+
     def rows(self, module: OnceModule) -> int:
         """Return how many results of a module differ."""
         return (self.steps if module.per_step else 1) * (self.passes if module.per_pass else 1)
@@ -75,7 +79,7 @@ def choose_once(work: UnitForecast, paths: Collection[str], schedule: Schedule) 
     weight_bytes = sum(known[path].weight_bytes for path in chosen)
     if table_bytes >= weight_bytes:
         return Once()
-    return Once(frozenset(chosen), weight_bytes, table_bytes, work.argument_bytes * schedule.passes)
+    return Once(frozenset(chosen), weight_bytes, table_bytes, schedule.argument_bytes(work))
 
 
 def first_part(work: UnitForecast, once: Once, schedule: Schedule, dry_steps: int) -> UnitForecast:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..engine.cached_tensors import clear_cached_tensors
 from ..planning.dry_run import StandIns, lay_stand_ins
@@ -121,16 +121,16 @@ class Recorder:
         return torch.full(tensor.shape, _PREDICTION, dtype=tensor.dtype, device=self.shapes.device)
 
 
-def _kind(values: Any) -> Hashable:
+def _kind(value: Any) -> Hashable:
     """Return what two calls share whose results have the same shapes. Of masks and ids the values count too."""
-    leaves, structure = tree_flatten(values)
-    return str(structure), tuple(map(_kind_of, leaves))
-
-
-def _kind_of(value: Any) -> Hashable:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    shape = tuple(value.shape), value.stride(), value.dtype, isinstance(value, Shaped)
-    if isinstance(value, Shaped) or value.is_floating_point() or value.numel() > _COMPARED_ELEMENTS:
-        return shape
-    return *shape, tuple(value.flatten().tolist())
+    if isinstance(value, torch.Tensor):
+        is_shaped = isinstance(value, Shaped)
+        shape = value.shape, value.stride(), value.dtype, is_shaped
+        if is_shaped or value.is_floating_point() or value.numel() > _COMPARED_ELEMENTS:
+            return shape
+        return *shape, tuple(value.flatten().tolist())
+    if type(value) in (tuple, list):
+        return tuple(map(_kind, value))
+    if type(value) is dict:
+        return tuple((key, _kind(each)) for key, each in value.items())
+    return repr(value)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from ..simulated.recall import remembered
+
+_META = torch.device("meta")
+
 
 class ShapedError(RuntimeError):
-    """Code wanted a value that only has a shape, or wrote one to a real tensor."""
+    """Code wanted a value that only has a shape, or wrote one to a tensor in RAM."""
 
 
 class Shaped(torch.Tensor):
@@ -21,12 +27,10 @@ class Shaped(torch.Tensor):
     @staticmethod
     def __new__(cls: type, meta: torch.Tensor, device: torch.device) -> Any:
         # A view of a tensor from outside inference mode is an ordinary tensor too, and torch relies on that.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and meta.is_inference()):
-            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                Shaped, meta.shape, meta.stride(), meta.storage_offset(), None, meta.dtype, device=device
-            )
-        made.meta = meta
-        return made
+        if torch.is_inference_mode_enabled() and not meta.is_inference():
+            with torch.inference_mode(False):
+                return _wrapped(meta, device)
+        return _wrapped(meta, device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -43,6 +47,14 @@ class Shaped(torch.Tensor):
         raise ShapedError("the model reads values that depend on the latents")
 
 
+def _wrapped(meta: torch.Tensor, device: torch.device) -> Shaped:
+    made: Shaped = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        Shaped, meta.shape, meta.stride(), meta.storage_offset(), None, meta.dtype, device=device
+    )
+    made.meta = meta
+    return made
+
+
 def shaped_like(tensor: torch.Tensor, device: torch.device) -> Shaped:
     """Return a tensor on `device` with the shape alone."""
     return Shaped(_meta_of(tensor), device)
@@ -50,7 +62,7 @@ def shaped_like(tensor: torch.Tensor, device: torch.device) -> Shaped:
 
 def shaped(values: Any, device: torch.device) -> Any:
     """Return a tree in which all tensors are new ones that have their shapes only, on `device`."""
-    return tree_map_only(torch.Tensor, lambda tensor: shaped_like(tensor, device), values)
+    return _mapped(values, lambda tensor: shaped_like(tensor, device))
 
 
 # Tensors on the device that something without values was written to, by their storage, while a mode is on. Held here so
@@ -58,9 +70,17 @@ def shaped(values: Any, device: torch.device) -> Any:
 _written: dict[int, torch.Tensor] = {}
 
 
-def has_shaped(values: Any) -> bool:
+def has_shaped(value: Any) -> bool:
     """Return whether a tree holds a tensor with a shape only."""
-    return any(isinstance(value, torch.Tensor) and _is_shaped(value) for value in tree_iter(values))
+    if isinstance(value, torch.Tensor):
+        return _is_shaped(value)
+    if isinstance(value, tuple | list):
+        return any(map(has_shaped, value))
+    if value is None or isinstance(value, int | float | str | torch.dtype | torch.device):
+        return False
+    if type(value) is dict:
+        return any(map(has_shaped, value.values()))
+    return any(isinstance(each, torch.Tensor) and _is_shaped(each) for each in tree_iter(value))
 
 
 def _is_shaped(tensor: torch.Tensor) -> bool:
@@ -90,47 +110,66 @@ class ShapedMode(TorchDispatchMode):
             _written.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        return _on_meta(func, args, kwargs) if has_shaped((args, kwargs)) else func(*args, **kwargs)
+        if has_shaped(args) or kwargs and has_shaped(kwargs):
+            return _on_meta(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, Shaped):
         return tensor.meta
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a tree with its tensors changed. Of the kinds that operators and modules take; others by pytree."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(each, change) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return tree_map_only(torch.Tensor, change, value)
 
 
 def _on_meta(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on shapes. Its result is on the device that it asks for, or on that of its arguments."""
     written = _targets(func, args, kwargs)
-    given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.device) or has_shaped(value)]
-    device = next(value if isinstance(value, torch.device) else value.device for value in sorted(given, key=_asks))
-    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
     if func._schema.name.startswith("aten::index"):
         args = tuple(_places(arg) if isinstance(arg, list | tuple) else arg for arg in args)
+    device: torch.device | None = None
+    asked: torch.device | None = None
     wrappers: dict[int, torch.Tensor] = {}
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal device
         found = _meta_of(tensor)
+        if device is None and _is_shaped(tensor):
+            device = tensor.device
         if isinstance(tensor, Shaped) or any(tensor is each for each in written):
             wrappers[id(found)] = tensor
         return found
 
-    plain_args, plain_kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+    plain_args = _mapped(args, meta)
+    plain_kwargs = {key: _mapped(value, meta) for key, value in kwargs.items() if key != "pin_memory"}
+    if any(isinstance(each, torch.device) for each in (*plain_args, *plain_kwargs.values())):
+        asked = next(each for each in (*plain_args, *plain_kwargs.values()) if isinstance(each, torch.device))
+        plain_args = tuple(_META if isinstance(each, torch.device) else each for each in plain_args)
+        plain_kwargs |= {key: _META for key, each in plain_kwargs.items() if isinstance(each, torch.device)}
     try:
-        result = func(*plain_args, **plain_kwargs)
+        result = remembered(func, plain_args, plain_kwargs)
     except (RuntimeError, NotImplementedError) as error:
         raise ShapedError(f"{func} has no result without values: {error}") from error
-    if any(isinstance(each, Shaped) and each.shape != each.meta.shape for each in wrappers.values()):
-        raise ShapedError(f"{func} changes a shape in place")
-    _written.update((target.untyped_storage()._cdata, target) for target in written if not isinstance(target, Shaped))
-    return tree_map_only(torch.Tensor, lambda t: wrappers[id(t)] if id(t) in wrappers else Shaped(t, device), result)
-
-
-def _asks(value: torch.Tensor | torch.device) -> bool:
-    """Return whether an argument only has a device, and does not ask for one."""
-    return isinstance(value, torch.Tensor)
+    for target in written:
+        if not isinstance(target, Shaped):
+            _written[target.untyped_storage()._cdata] = target
+        elif target.shape != target.meta.shape:
+            raise ShapedError(f"{func} changes a shape in place")
+    at = asked or device
+    assert at is not None
+    return _mapped(result, lambda tensor: wrappers[id(tensor)] if id(tensor) in wrappers else Shaped(tensor, at))
 
 
 def _places(indices: Any) -> list:
@@ -138,16 +177,23 @@ def _places(indices: Any) -> list:
     found: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-        found += index.nonzero(as_tuple=True) if is_mask and not isinstance(index, Shaped) else [index]
+        found += index.nonzero(as_tuple=True) if is_mask and not _is_shaped(index) else [index]
     return found
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an operator writes to."""
+    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    return tuple((at, each.name) for at, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write)
 
 
 def _targets(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to. Raises ShapedError for one that the host can read as it is."""
     found: list[torch.Tensor] = []
-    for at, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+    for at, name in _writes(func):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and not isinstance(value, Shaped):
                 raise ShapedError(f"{func} writes something made of latents to a tensor in RAM")
             found.append(value)

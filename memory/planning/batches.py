@@ -63,6 +63,7 @@ def _work(work: UnitForecast, pictures: int) -> UnitForecast:
         operations=work.operations * pictures,
         modules=tuple((path, done * pictures) for path, done in work.modules),
         held=tuple((path, nbytes * pictures) for path, nbytes in work.held),
+        step_bytes=work.step_bytes * pictures,
         argument_bytes=work.argument_bytes * pictures,
         side_bytes=work.side_bytes * pictures,
         once=tuple(replace(module, row_bytes=module.row_bytes * pictures) for module in work.once),

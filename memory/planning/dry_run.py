@@ -107,6 +107,7 @@ class _Inside:
     outside: tuple[str, ...] = ()
     held: HeldBytes = ()  # beyond the bytes held when the call began
     once: tuple[OnceModule, ...] = ()
+    step_bytes: int = 0
     argument_bytes: int = 0
     side_bytes: int = 0
 
@@ -126,6 +127,7 @@ class _Peaks:
     outside: set[str] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
     once: tuple[OnceModule, ...] = ()
+    step_bytes: int = 0
     argument_bytes: int = 0
     side_bytes: int = 0
 
@@ -138,6 +140,7 @@ class _Peaks:
         self.whole.update(inside.whole)
         self.outside.update(inside.outside)
         self.once = inside.once or self.once
+        self.step_bytes = max(self.step_bytes, inside.step_bytes)
         self.argument_bytes = max(self.argument_bytes, inside.argument_bytes)
         self.side_bytes = max(self.side_bytes, inside.side_bytes)
         for path, nbytes in (("", 0), *inside.held):
@@ -195,6 +198,7 @@ class _Book:
                 held=tuple(seen.held.items()),
                 turns=seen.turns,
                 once=seen.once,
+                step_bytes=seen.step_bytes,
                 argument_bytes=seen.argument_bytes,
                 side_bytes=seen.side_bytes,
             )
@@ -235,7 +239,7 @@ class _Structure:
             result = self.forward(*args, **kwargs)
         done = done_by(self.card) - before
         seen = watch.operations, watch.whole, watch.outside, watch.held, watch.once
-        return result, _Inside(done, *seen, watch.argument_bytes, watch.side_bytes)
+        return result, _Inside(done, *seen, watch.step_bytes, watch.argument_bytes, watch.side_bytes)
 
 
 class _DryModule:

@@ -99,7 +99,8 @@ class UnitForecast:
     outside: tuple[str, ...] = ()  # modules whose weights are read elsewhere
     held: HeldBytes = ()
     turns: int = 1
-    argument_bytes: int = 0  # of a call, but for what changes with the latents
+    step_bytes: int = 0  # of a call's arguments that change with the timestep
+    argument_bytes: int = 0  # of the others, but for those that change with the latents
     side_bytes: int = 0  # the most that a call makes without latents
     once: tuple[OnceModule, ...] = ()  # in the order of their first calls
 
@@ -160,9 +161,8 @@ class Forecast:
         """Return the forecast that `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         units = {}
         for name, facts in data["units"].items():
-            numbers = {
-                name: facts[name] for name in ("turns", "argument_bytes", "side_bytes")
-            }  # a KeyError for earlier files
+            # A KeyError for files of earlier versions, which kept none of these.
+            numbers = {name: facts[name] for name in ("turns", "step_bytes", "argument_bytes", "side_bytes")}
             numbers |= {key: value for key, value in facts.items() if key not in ("operations", "once", *_OF_MODULES)}
             if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers.values()):
                 raise ValueError(f"{name} has facts that are not numbers from 0 up")

@@ -52,8 +52,8 @@ class ModuleWatch:
         self._whole: set[str] = set()
         self._outside: set[str] = set()
         self._marks, self._seen = Marks(), dict[str, _Seen]()
-        self.argument_bytes = 0  # of the last call, but for what changes with the latents
-        self.side_bytes = 0  # the most that it made without them
+        self.step_bytes = self.argument_bytes = 0  # of the last call's arguments, see `UnitForecast`
+        self.side_bytes = 0  # the most that it made without latents
         weighty = {id(inner) for inner in module.modules() if any(True for _ in parameter_refs(inner))}
         for path, inner in module.named_modules():
             if not path or not is_called(inner):
@@ -71,7 +71,7 @@ class ModuleWatch:
 
         `arguments` are those of the module's call, by name.
         """
-        self.argument_bytes = self._marks.mark_call(arguments)
+        self.step_bytes, self.argument_bytes = self._marks.mark_call(arguments)
         self._marks.take_most_bytes()
         self._operations, self._held, self._begun = {}, {}, self._card.allocated_bytes()
         self._at, self._since, self._stack = "", done_by(self._card), []

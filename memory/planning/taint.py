@@ -82,21 +82,22 @@ class Marks:
             elif isinstance(value, torch.Tensor):
                 vars(value)["_ballast_mark"] = self.of(value) | mark
 
-    def mark_call(self, arguments: Mapping[str, Any]) -> int:
+    def mark_call(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """Mark the arguments of a transformer's call by their names. All are latents where no name tells of any.
 
-        Return the bytes of those that are not.
+        Return the bytes of those that change with the timestep, and of the others that are not latents.
         """
         known = any(map(is_of_latents, arguments))
-        others: dict[Allocation, int] = {}
+        others: dict[bool, dict[Allocation, int]] = {True: {}, False: {}}
         for name, value in arguments.items():
             if not known or is_of_latents(name):
                 self.add(value, OF_LATENTS)
             else:
                 step = _STEP.match(name) is not None
                 self.add(value, Mark(per_step=step, per_pass=not step))
-                others |= {t.allocation: t.allocation.nbytes for t in tree_iter(value) if isinstance(t, SimTensor)}
-        return sum(others.values())
+                storages = [each.allocation for each in tree_iter(value) if isinstance(each, SimTensor)]
+                others[step] |= {storage: storage.nbytes for storage in storages}
+        return sum(others[True].values()), sum(others[False].values())
 
     def operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Mark the result of an operator, and the arguments that it writes to, with all that it read."""
