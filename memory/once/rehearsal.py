@@ -57,6 +57,7 @@ class Rehearsal:
             yield
         finally:
             undo()
+            self._waiting, self._call = {}, KnownCall({})
 
     def run(self, forward: Forward) -> None:
         """Fill the tables. Raises ShapedError where a module needs something that is made of latents."""

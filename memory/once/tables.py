@@ -64,6 +64,10 @@ class Tables:
         for call in self.calls:
             call.rows = {}
 
+    def forget(self) -> None:
+        """Forget all calls and their results."""
+        self.calls, self.rows = [], {}
+
     def _find(self, arguments: Mapping[str, Any]) -> KnownCall | None:
         """Return the known call with these arguments. The one after the last found is tried first."""
         for ahead in range(len(self.calls)):

@@ -13,6 +13,7 @@ from ...memory.planning.runplan import StagePlan
 from ...memory.weights.unit import ManagedModel
 
 PRECOMPUTE = "precompute"  # the name of the first part's stage
+_GAIN = 0.98  # of the seconds of the whole stage: two parts that save less are not worth it
 
 Place = Callable[[str, Forecast, Sequence[ManagedModel], int], StagePlan]
 
@@ -77,7 +78,8 @@ def best_of(
 ) -> tuple[Split | None, list[StagePlan]]:
     """Return the faster of two ways to run a sampling stage, with the plans of its stages.
 
-    `place(name, forecast, units, steps)` plans a stage. The two parts are taken only if both fit, and take less time.
+    `place(name, forecast, units, steps)` plans a stage. The two parts are taken only if both fit, and take less time,
+    that of the host included.
     """
     whole = place("sample", forecast, units, steps)
     if (found := split(forecast, units, steps)) is None:
@@ -87,7 +89,8 @@ def best_of(
     with found.calling(units, computes_once=False):
         other = place("sample", found.other, units, steps)
     fit = all(plan.fits for stage in (first, other) for plan in stage.units)
-    if not fit or first.seconds + other.seconds >= whole.seconds:
+    host_seconds = sum(each.host_seconds for each in found.once.values())
+    if not fit or first.seconds + other.seconds + host_seconds >= _GAIN * whole.seconds:
         return None, [whole]
     said = {unit.name: f" {found.once[unit.name].reason(unit.size_bytes)}" for unit in found.units(units)}
     plans = tuple(replace(plan, reason=plan.reason + said.get(plan.unit, "")) for plan in other.units)

@@ -52,8 +52,12 @@ def precompute(
             for unit in stage.units:
                 exits.enter_context(Rehearsal(unit.module, tables[unit], shapes[unit]).instead())
             runner.run(stage)
-    except _FAILS as error:
+    except BaseException as error:
         release_frames(error)
+        for table in tables.values():  # this frame is in the traceback too
+            table.forget()
+        if not isinstance(error, _FAILS):
+            raise
         log.info("Ballast: all weights come in each step: %s", " ".join(str(error).split())[:200])
         return None
     return {unit: tables[unit] for unit in stage.units}

@@ -28,7 +28,7 @@ from selection import few
 
 Folders = Callable[[str], Path]
 STEPS = 4
-SLOW = {"h2d_gbps": 0.5, "tflops": 0.05}  # of a card on which the copies of a tiny model set the pace
+SLOW = {"h2d_gbps": 1e-5, "tflops": 1e-5}  # of a card on which the copies of a tiny model take seconds
 SOME = ("flux", "qwenimage", "wan")
 
 
@@ -196,8 +196,10 @@ def test_plans_are_kept_and_bytes_are_spared(
         before = manager("sim").device_bytes_in
         opened(once=once, strategy="leafwise")
         brought.append(manager("sim").device_bytes_in - before)
-    whole, spared = brought[0], (len(opened.found) - 1) * once_bytes
-    assert abs(brought[1] - (whole - spared)) < 0.02 * whole and spared > 0.05 * whole
+    loop = manager("sim").timeline.stages[-1].units["transformer"].bytes_in
+    calls = len(opened.found)
+    assert loop <= 1.02 * (brought[0] - calls * once_bytes) and once_bytes > 0.05 * brought[0] / calls
+    assert brought[1] - loop < 2 * once_bytes, "some come again for what needs them"
 
 
 def chosen_for(opened: Opened) -> list[Any]:
@@ -261,9 +263,10 @@ def test_a_module_that_sees_latents_after_all_is_noticed(
     """If a dry run loses the trace, the rehearsal finds no values there, and all weights come."""
     opened = Opened("flux", tiny_folders("flux"), tmp_path, monkeypatch)
     monkeypatch.setattr(Marks, "operator", lambda *_: None)
-    made = opened(strategy="leafwise", once=True)
+    size = {"height": 2 * opened.run["height"], "strategy": "leafwise"}  # of which no forecast is known yet
+    made = opened(once=True, **size)
     assert not opened.found
-    assert torch.equal(made, opened(strategy="leafwise"))
+    assert torch.equal(made, opened(**size))
 
 
 @pytest.mark.usefixtures("always")
@@ -277,13 +280,13 @@ def test_faults_leave_nothing_and_the_next_run_is_the_same(
     sim.reset_stats()
     run()
     allocations = sim.stats().allocation_count
-    for count in range(1, allocations, 7 if os.environ.get("BALLAST_SOAK") else 97):
+    for count in range(1, allocations, 7 if os.environ.get("BALLAST_SOAK") else allocations // 3):
         with sim.fail_after(count):
             assert torch.equal(run(), expected), count
         assert sim.stats().allocated_bytes == 0
     compute = Rehearsal._compute
     for error in (KeyboardInterrupt, FaultError):
-        for at in (0, 5):
+        for at in (0, 5) if os.environ.get("BALLAST_SOAK") else (5,):
             seen: list[str] = []
 
             def stopped(rehearsal: Rehearsal, path: str, uses: Any) -> None:
