@@ -10,6 +10,7 @@ from typing import Any
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
+ONCE_HELP = "compute what sees no latents once for all steps, where that takes less time; the picture is the same"
 
 SCHEDULING = ("scheduler", "shift", "sigmas")  # options of `sample` that choose how it steps
 

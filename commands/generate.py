@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import cards
 from .arguments import (
     MODEL_HELP,
+    ONCE_HELP,
     add_device_arguments,
     add_model_arguments,
     add_picture_arguments,
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--denoise", type=float, help="NewBie: how much of the picture to replace, up to 1")
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
+    parser.add_argument("--once", action="store_true", help=ONCE_HELP)
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of this machine")
     parser.add_argument(
         "--out",
@@ -164,6 +166,7 @@ def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
             strategy=arguments.strategy,
             compile=arguments.compile,
             attention=arguments.attention,
+            once=arguments.once,
             on_step=on_step,
             **pictures,
             **further,

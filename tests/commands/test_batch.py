@@ -362,7 +362,7 @@ _OURS = {
     "newbie": newbie_folders.official,
 }
 _EVERY = [
-    pytest.param(name, marks=pytest.mark.long if name in ("pyramid", "wan") else pytest.mark.soak)
+    pytest.param(name, marks=pytest.mark.long if name == "pyramid" else pytest.mark.soak)
     for name in (*tiny.FAMILIES, *_OURS)
 ]
 

@@ -239,7 +239,8 @@ def test_forecasts_survive_a_file_and_damaged_ones_are_errors() -> None:
     ("name", "attention"),
     [
         ("flux", 0.01 / 3),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("wan", None), ("cogvideox", 0.01 / 3))),
+        pytest.param("wan", None, marks=pytest.mark.long),
+        pytest.param("cogvideox", 0.01 / 3, marks=pytest.mark.soak),
     ],
 )
 def test_predicted_seconds_are_those_of_the_virtual_clock(

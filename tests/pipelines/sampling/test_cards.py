@@ -32,7 +32,12 @@ WORK = UnitForecast(
 
 @pytest.mark.skipif(supported() is not None, reason=str(supported()))
 @pytest.mark.parametrize(
-    "names", [SHORT[:1], *(pytest.param(names, marks=pytest.mark.long) for names in (SHORT[1:], ("flux2_klein",)))]
+    "names",
+    [
+        SHORT[:1],
+        pytest.param(SHORT[1:], marks=pytest.mark.long),
+        pytest.param(("flux2_klein",), marks=pytest.mark.soak),
+    ],
 )
 def test_two_cards_make_the_picture_of_one(names: tuple[str, ...], tiny_folders: Folders, tmp_path: Path) -> None:
     """Streamed on each, by two processes: equal to one, all weights come to each, and no hook is left."""
