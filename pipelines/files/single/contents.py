@@ -20,7 +20,7 @@ from ..wrappers import unwrapped
 from .layouts import NO_CONVERTER, Config, Layout, Shapes, layout_of
 
 # Before the names of one model in files that ComfyUI writes, and in those of others; of all models in a whole pipeline.
-_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.")
+_OF_TRANSFORMERS = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.model.")
 _OF_VAES = ("first_stage_model.", "vae.")
 _OF_OTHERS = ("text_encoders.", "text_encoder.", "cond_stage_model.", "conditioner.", "audio_vae.", "vocoder.")
 _PREFIXES = {"transformer": _OF_TRANSFORMERS, "VAE": _OF_VAES}
@@ -97,6 +97,9 @@ def _recognised(
         }
         if layout := layout_of(own, layouts):
             return layout, own
+        for layout in (each for each in layouts if each.renamed):
+            if layout.is_original(named := {layout.original_name(name): full for name, full in own.items()}):
+                return layout, named
     known, first = ", ".join(layout.title for layout in layouts), ", ".join(sorted(weights)[:2]) or "nothing"
     raise ValueError(f"{path} holds no {what} that is known here: it has {first}. Known are {known}.")
 

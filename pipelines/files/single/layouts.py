@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +36,7 @@ class Layout:
     diffusers calls them. `told` gives the config values that the shapes tell, by diffusers' names and with what else
     the config says; those in `sizes` may be other than a base's: of a model that was made smaller. `unread` are names
     in original files that no class has a place for. `kernel` is diffusers' name of the convolution that makes patches.
+    `renamed` are patterns of names that ComfyUI gives the layers, each with the original one.
     """
 
     title: str
@@ -49,6 +51,7 @@ class Layout:
     prefix: str = ""
     aside: tuple[tuple[str, str], ...] = ()
     kernel: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def places(self, shapes: Mapping[str, Rows], config: Config) -> dict[str, Rows]:
         """Where each parameter of the class lies, by diffusers' names, from rows by the names in a file.
@@ -83,10 +86,19 @@ class Layout:
         """Return whether a file of this kind has the original names."""
         return all(name in names for name in self.original)
 
+    def original_name(self, name: str) -> str:
+        """Return the original name of a weight, also where ComfyUI gave it another."""
+        for theirs, original in self.renamed:
+            name = re.sub(theirs, original, name)
+        return name
+
     def convert(self, weights: dict[str, Any], config: Config) -> Mapping[str, Any]:
         """Convert weights to diffusers' names."""
         if self.converter is None:
             return weights
+        if self.renamed:
+            for name in [name for name in weights if self.original_name(name) != name]:
+                weights[self.original_name(name)] = weights.pop(name)
         from diffusers.loaders import single_file_utils
 
         made = {

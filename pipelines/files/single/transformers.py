@@ -142,6 +142,18 @@ LAYOUTS = (
         frozenset({*_DEPTH, "num_refiner_layers"}),
         widths=_after("img_in.proj.bias"),  # its kernel may be folded
         kernel="x_embedder.proj.weight",
+        renamed=(
+            (r"(_mod|modulation)\.lin\.", r"\1.linear."),
+            (r"_attn\.(qkv|proj)\.", r"_attn_\1."),
+            (r"_attn\.norm\.(q|k)(uery|ey)_norm\.", r"_attn_\1_norm."),
+            (r"\.norm\.(q|k)(uery|ey)_norm\.", r".\1_norm."),
+            (r"(_mlp|blocks\.\d+\.mlp)\.0\.", r"\1.fc1."),
+            (r"(_mlp|blocks\.\d+\.mlp)\.2\.", r"\1.fc2."),
+            (r"(time_in|guidance_in|t_embedder)\.in_layer\.", r"\1.mlp.0."),
+            (r"(time_in|guidance_in|t_embedder)\.out_layer\.", r"\1.mlp.2."),
+            (r"c_embedder\.in_layer\.", "c_embedder.linear_1."),
+            (r"c_embedder\.out_layer\.", "c_embedder.linear_2."),
+        ),
     ),
     Layout(
         "AuraFlow",

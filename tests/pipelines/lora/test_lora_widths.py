@@ -13,7 +13,7 @@ import torch
 from adapters import lora_files
 from adapters.lora_files import read_lora
 from diffusers.loaders import single_file_utils
-from single_files.original_names import ORIGINALS, original
+from single_files.original_names import ORIGINALS, in_comfyui, original
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
@@ -150,6 +150,18 @@ def test_every_style_is_what_the_weights_say(name: str, tmp_path: Path) -> None:
     for style in OWN.values():
         path = written(tmp_path / "own.safetensors", style, ours, lambda key: module.get_submodule(key).weight.shape[1])
         same(path, cls, module, ours, ALPHA / RANK)
+
+
+@pytest.mark.parametrize("style", ["comfyui", "comfyui with alpha", "kohya", "bare"])
+def test_names_that_comfyui_gives_layers(style: str, tmp_path: Path) -> None:
+    """Of HunyuanVideo, in LoRAs that were trained or saved by its names."""
+    cls, module, theirs, ours = model("hunyuan_video")
+    shapes = original("hunyuan_video", module.state_dict())
+    called, down, up, has_alpha = STYLES[style]
+    renamed: Style = (lambda layer: called(in_comfyui(f"{layer}.").removesuffix(".")), down, up, has_alpha)
+    assert sum(in_comfyui(f"{layer}.") != f"{layer}." for layer in theirs) > 0.5 * len(theirs)
+    path = written(tmp_path / "lora.safetensors", renamed, theirs, lambda key: shapes[f"{key}.weight"].shape[1])
+    same(path, cls, module, ours, ALPHA / RANK if has_alpha else 1.0)
 
 
 def test_a_scale_that_nothing_takes_is_named(tmp_path: Path) -> None:

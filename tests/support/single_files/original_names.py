@@ -439,3 +439,31 @@ def _with_numbers(code: types.CodeType, numbers: _Numbers) -> types.CodeType:
         return numbers.get(value, value) if type(value) is int else value
 
     return code.replace(co_consts=tuple(changed(value) for value in code.co_consts))
+
+
+# What ComfyUI calls layers of HunyuanVideo, by a part of their original names.
+_IN_COMFYUI = (
+    ("txt_in.t_embedder.mlp.0.", "txt_in.t_embedder.in_layer."),
+    ("txt_in.t_embedder.mlp.2.", "txt_in.t_embedder.out_layer."),
+    ("txt_in.c_embedder.linear_1.", "txt_in.c_embedder.in_layer."),
+    ("txt_in.c_embedder.linear_2.", "txt_in.c_embedder.out_layer."),
+    ("_mod.linear.", "_mod.lin."),
+    ("_attn_qkv.", "_attn.qkv."),
+    ("mlp.fc1.", "mlp.0."),
+    ("mlp.fc2.", "mlp.2."),
+    ("_attn_q_norm.", "_attn.norm.query_norm."),
+    ("_attn_k_norm.", "_attn.norm.key_norm."),
+    (".q_norm.", ".norm.query_norm."),
+    (".k_norm.", ".norm.key_norm."),
+    ("_attn_proj.", "_attn.proj."),
+    (".modulation.linear.", ".modulation.lin."),
+    ("_in.mlp.0.", "_in.in_layer."),
+    ("_in.mlp.2.", "_in.out_layer."),
+)
+
+
+def in_comfyui(name: str) -> str:
+    """The name of a weight of HunyuanVideo in files that ComfyUI writes, or was trained in."""
+    for theirs, ours in _IN_COMFYUI:
+        name = name.replace(theirs, ours)
+    return name

@@ -16,7 +16,7 @@ from ballast.pipelines.files.single.component import FileComponent
 from ballast.pipelines.files.single.given import GivenFiles
 from safetensors.torch import save_file
 from single_files import base_of, state_of, transformer_file
-from single_files.original_names import ORIGINALS, converted, original
+from single_files.original_names import ORIGINALS, converted, in_comfyui, original
 
 Folders = Callable[[str], Path]
 COMFY = "model.diffusion_model."
@@ -77,6 +77,20 @@ def test_names_of_wrappers_count_for_nothing(
     """As a compiled or a distributed model saves them."""
     folder, path = tiny_folders("flux"), tmp_path / "model.safetensors"
     save_file({wrapped(name): t.contiguous() for name, t in original("flux", state_of(folder)).items()}, path)
+    unit = component(path, base_of(folder, tmp_path / "base")).unit("")
+    unit.load()
+    state, expected = unit.module.state_dict(), state_of(folder)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("prefix", ["", COMFY, "model.model."])
+def test_names_that_comfyui_gives_layers(prefix: str, tiny_folders: Folders, tmp_path: Path) -> None:
+    """Of HunyuanVideo, in files that it writes."""
+    folder, path = tiny_folders("hunyuan_video"), tmp_path / "model.safetensors"
+    state = original("hunyuan_video", state_of(folder))
+    renamed = {in_comfyui(name): tensor.contiguous() for name, tensor in state.items()}
+    assert len(renamed.keys() - state.keys()) > 0.5 * len(state)
+    save_file({prefix + name: tensor for name, tensor in renamed.items()}, path)
     unit = component(path, base_of(folder, tmp_path / "base")).unit("")
     unit.load()
     state, expected = unit.module.state_dict(), state_of(folder)
