@@ -97,7 +97,8 @@ def _recognised(
         }
         if layout := layout_of(own, layouts):
             return layout, own
-        for layout in (each for each in layouts if each.renamed):
+        # With all layers renamed, HunyuanVideo has those names of FLUX too: what is renamed most is tried first.
+        for layout in sorted((each for each in layouts if each.renamed), key=lambda each: -len(each.renamed)):
             if layout.is_original(named := {layout.original_name(name): full for name, full in own.items()}):
                 return layout, named
     known, first = ", ".join(layout.title for layout in layouts), ", ".join(sorted(weights)[:2]) or "nothing"

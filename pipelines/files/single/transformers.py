@@ -31,6 +31,8 @@ def _grouped(found: Shapes) -> Widths:
     return lambda rows: (size, (rows - size) // 2, (rows - size) // 2)
 
 
+_SCALES = ((r"(_norm|norms\.\d+)\.weight$", r"\1.scale"),)  # as later versions of ComfyUI save norms
+
 LAYOUTS = (
     Layout(
         "Chroma",
@@ -41,6 +43,7 @@ LAYOUTS = (
         shapes.chroma,
         frozenset({*_DEPTH, "approximator_layers", "approximator_hidden_dim"}),
         widths=_after("img_in.weight"),
+        renamed=_SCALES,
     ),
     Layout(
         "FLUX.2",
@@ -50,6 +53,7 @@ LAYOUTS = (
         "convert_flux2_transformer_checkpoint_to_diffusers",
         shapes.flux2,
         frozenset(_DEPTH),
+        renamed=_SCALES,
     ),
     Layout(
         "FLUX.1",
@@ -60,6 +64,7 @@ LAYOUTS = (
         shapes.flux1,
         frozenset(_DEPTH),
         widths=_after("img_in.weight"),
+        renamed=_SCALES,
     ),
     Layout(
         "Stable Diffusion 3",

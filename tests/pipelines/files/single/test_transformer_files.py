@@ -84,12 +84,14 @@ def test_names_of_wrappers_count_for_nothing(
 
 
 @pytest.mark.parametrize("prefix", ["", COMFY, "model.model."])
-def test_names_that_comfyui_gives_layers(prefix: str, tiny_folders: Folders, tmp_path: Path) -> None:
-    """Of HunyuanVideo, in files that it writes."""
-    folder, path = tiny_folders("hunyuan_video"), tmp_path / "model.safetensors"
-    state = original("hunyuan_video", state_of(folder))
-    renamed = {in_comfyui(name): tensor.contiguous() for name, tensor in state.items()}
-    assert len(renamed.keys() - state.keys()) > 0.5 * len(state)
+@pytest.mark.parametrize("name", ["hunyuan_video", "flux", "flux2_klein", "chroma"])
+def test_names_that_comfyui_gives_layers(name: str, prefix: str, tiny_folders: Folders, tmp_path: Path) -> None:
+    """In files that it writes: those of HunyuanVideo, and the weights of norms."""
+    folder, path = tiny_folders(name), tmp_path / "model.safetensors"
+    state = original(name, state_of(folder))
+    change = in_comfyui if name == "hunyuan_video" else lambda key: key.replace(".scale", ".weight")
+    renamed = {change(key): tensor.contiguous() for key, tensor in state.items()}
+    assert renamed.keys() != state.keys()
     save_file({prefix + name: tensor for name, tensor in renamed.items()}, path)
     unit = component(path, base_of(folder, tmp_path / "base")).unit("")
     unit.load()
