@@ -76,7 +76,7 @@ def _is_fraction(value: Any) -> bool:
 
 @contextmanager
 def guided_within(
-    chosen: GuidanceRange | None,
+    chosen: GuidanceRange,
     modules: Iterable[nn.Module],
     position: Callable[[], tuple[int, int]],
     prompt: torch.Tensor | None,
@@ -86,9 +86,8 @@ def guided_within(
     `position` gives the step that runs and the number of steps, and `prompt` is its embedding.
     """
     with ExitStack() as stack:
-        if chosen is not None:
-            for module in modules:
-                stack.callback(interpose(module, _Skipping(chosen, position, prompt)))
+        for module in modules:
+            stack.callback(interpose(module, _Skipping(chosen, position, prompt)))
         yield
 
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -754,7 +755,8 @@ class DiffusersModel:
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
-                with guided_within(part, modules.values(), steps.position, texts.get("prompt_embeds")):
+                at, prompt = steps.position, texts.get("prompt_embeds")
+                with nullcontext() if part is None else guided_within(part, modules.values(), at, prompt):
                     pipe(**arguments | texts, output_type="pt", return_dict=False)
             except DecodeCalledError as caught:
                 steps.finite.finish()  # of a call that took fewer steps than its scheduler has
