@@ -12,7 +12,7 @@ DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
 ONCE_HELP = "compute what sees no latents once for all steps, where that takes less time; the picture is the same"
 
-SCHEDULING = ("scheduler", "shift", "sigmas")  # options of `sample` that choose how it steps
+SCHEDULING = ("scheduler", "shift", "sigmas", "guidance_range")  # options of `sample` that choose how it steps
 
 
 def expanded(text: str) -> Path:
@@ -77,6 +77,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=sigmas,
         help="noise levels such as 1,0.75,0.5,0.25, or a schedule: simple, sgm_uniform, beta, karras, "
         "linear_quadratic or bong_tangent",
+    )
+    parser.add_argument(
+        "--guidance-range",
+        type=fractions,
+        metavar="START-END",
+        help="the part of the steps that is guided, such as 0.0-0.6; the others run once",
     )
     parser.add_argument(
         "--max-sequence-length", type=int, help="tokens of a prompt that are read, where the model lets you choose"
@@ -190,6 +196,15 @@ def sigmas(text: str) -> str | list[float]:
         return [float(number) for number in text.split(",")]
     except ValueError:
         return text
+
+
+def fractions(text: str) -> list[float]:
+    """Return where a part of the steps starts and ends, as in 0.0-0.6."""
+    try:
+        start, end = map(float, text.split("-"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no START-END, such as 0.0-0.6") from None
+    return [start, end]
 
 
 def _tokenizer(text: str) -> tuple[str, Path]:

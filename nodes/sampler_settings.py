@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..pipelines.sampling.guidance_range import GUIDANCE_RANGE
 from ..pipelines.sampling.scheduler_choice import CLASSES, SAMPLERS, SCHEDULER, SHIFT, SIGMAS
 from ..pipelines.sampling.schedules import SCHEDULES
 from .shared.inputs import AUTO
@@ -46,11 +47,34 @@ class SamplerSettings(io.ComfyNode):
                     tooltip="Above 1 more of the steps are at high noise. 0 for the model's own, which may depend on "
                     "the size. LoRAs for few steps say which they need, such as 3.",
                 ),
+                io.Float.Input(
+                    "guidance_start",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    round=0.001,
+                    tooltip="The part of the steps after which guidance begins. Steps before it run the model once.",
+                ),
+                io.Float.Input(
+                    "guidance_end",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    round=0.001,
+                    tooltip="The part of the steps after which guidance ends, such as 0.6. Later steps run the model "
+                    "once. A plan counts that. For FLUX.1, LTX, Qwen-Image, SD3 and Wan with one transformer.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
 
     @classmethod
-    def execute(cls, sampler: str, schedule: str, shift: float) -> io.NodeOutput:
+    def execute(
+        cls, sampler: str, schedule: str, shift: float, guidance_start: float = 0.0, guidance_end: float = 1.0
+    ) -> io.NodeOutput:
         chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
-        return io.NodeOutput({name: value for name, value in chosen.items() if value not in (AUTO, 0)})
+        settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
+        part = (guidance_start, guidance_end)
+        return io.NodeOutput(settings if part == (0.0, 1.0) else settings | {GUIDANCE_RANGE: part})

@@ -329,6 +329,10 @@ class Pipeline:
         place of the model's own. `sigmas` are noise levels before the shift, or a schedule by ComfyUI's name ("simple",
         "beta", ...). Without them the levels are those of the model. The stock code runs with the scheduler as it is.
 
+        `guidance_range=(start, end)` guides part of the steps, in fractions of them: step i of n, counted from 0, is
+        guided if start <= i / n < end. The others run one pass. Calls of a sampler count as steps, two a step of heun.
+        Classes that are not proved to skip a pass exactly refuse it.
+
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
         [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. `video` [F,H,W,3] in

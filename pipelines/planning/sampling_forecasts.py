@@ -14,6 +14,7 @@ from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import branches
 from ..sampling.batches import generators
+from ..sampling.guidance_range import GuidanceRange
 from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
 from .forecasts import Forecaster, shape_of, shapes_in
 
@@ -28,7 +29,8 @@ class Sampling:
     """A sampling stage to forecast: `denoise` runs `steps` steps of these units, in a dry run with `dry_arguments`.
 
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
-    at once, each of `cards` computing a share. `dry_steps` are those of the dry run.
+    at once, each of `cards` computing a share. `dry_steps` are those of the dry run, all of them guided; `guided`
+    says which of the `steps` are, None if all or none.
     """
 
     forecaster: Forecaster
@@ -41,6 +43,7 @@ class Sampling:
     pictures: int = 1
     cards: int = 1
     dry_steps: int = 1
+    guided: GuidanceRange | None = None
 
     def key(self, cond: Conditioning) -> str | None:
         """Return the digest of everything that decides the activations, or None if something has no digest."""
@@ -53,6 +56,8 @@ class Sampling:
         if isinstance(choice := arguments.get(SCHEDULER), SchedulerChoice):
             arguments[SCHEDULER] = choice.facts()
         given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
+        if self.guided is not None:
+            given["guided"] = [self.guided.guided(self.steps), self.steps]
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
 
     @property
@@ -83,7 +88,21 @@ class Sampling:
         """Extend a dry run's forecast to all steps, on one of the cards. Only the scheduler's tables grow with them."""
         more_bytes = _BYTES_A_STEP * max(0, self.steps - forecast.steps)
         units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
-        return divided(replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units), self.cards)
+        whole = replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
+        return divided(self._with_guidance(whole, self.guided) if self.guided else whole, self.cards)
+
+    def _with_guidance(self, forecast: Forecast, part: GuidanceRange) -> Forecast:
+        """Count all steps, of which only part is guided: the others make one prediction of two."""
+        predictions, units = self.steps + part.guided(self.steps), {}
+        for name, unit in forecast.units.items():
+            apart = unit.calls == 2 * forecast.steps
+            # Without a negative prompt a class that makes two calls makes one in each step.
+            halved = apart or part.in_one_batch
+            share = predictions / (2 * forecast.steps) if halved else self.steps / forecast.steps
+            modules = tuple((path, done * share) for path, done in unit.modules)
+            calls = predictions if apart else self.steps
+            units[name] = replace(unit, calls=calls, operations=unit.operations * share, modules=modules)
+        return replace(forecast, units=units, steps=self.steps)
 
 
 def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..planning.once_plans import PRECOMPUTE, Split, first_strategy
 from ..planning.sampling_forecasts import Sampling
 from ..runner import Runner, Stage
 from ..sampling.batches import Batch, batch_of
+from ..sampling.guidance_range import GUIDANCE_RANGE
 from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
@@ -111,6 +112,8 @@ def prepare(
         check_latents(given)
         check_finite(given, "the latents to start from hold")
     arguments = drawn_by.sample_arguments(inputs, request)
+    if drawing.cards > 1 and GUIDANCE_RANGE in arguments:
+        raise ValueError("guidance_range is for one card. Leave it out, or leave cards at 1.")
     batch = batch_of(drawing.batch, drawing.seed, drawing.noise, prompts, arguments, inputs.own)
     drawn_by.check_count(max(prompts, batch.count))
     return Job(inputs, arguments, batch, drawing, bool(pictures) or drawn_by.looks)
@@ -217,6 +220,7 @@ def sampling_of(
         len(drawing) if isinstance(drawing, list) else 1,
         cards,
         model.passes(dry) if SCHEDULER in dry else dry["num_inference_steps"],
+        asked.get(GUIDANCE_RANGE),
     )
 
 

@@ -218,13 +218,18 @@ class Steps:
         # A copy of the scheduler (LTX-2 makes one for the sound) steps without reporting.
         return _weak_step(copy.deepcopy(self.scheduler(), memo))
 
+    def position(self) -> tuple[int, int]:
+        """Return how many steps are taken, and how many the run takes."""
+        scheduler: Any = self.scheduler()
+        # A run from a picture leaves the first ones out.
+        return self.taken, len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler: Any = self.scheduler()
         result = self.step(model_output, timestep, sample, *args, **(self.drawing | kwargs))
         self.taken += 1
         made = result[0] if isinstance(result, tuple) else result.prev_sample
-        # A run from a picture leaves the first ones out.
-        steps = len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        _, steps = self.position()
         self.finite.check(made, self.taken, steps)
         if self.on_step is None:
             return result

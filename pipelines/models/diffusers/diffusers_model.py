@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from ...options import TRUE_CFG, check_known, check_stage
 from ...planning.forecasts import Forecaster
 from ...planning.sampling_forecasts import dry_run_arguments
 from ...sampling.batches import Dims, for_batch
+from ...sampling.guidance_range import GUIDANCE_RANGE, GuidanceRange, guided_within, range_of
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
 from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of
@@ -518,7 +520,8 @@ class DiffusersModel:
         """Return the arguments of `denoise` for a dry run: few steps, or all of a scheduler that is given them."""
         choice: SchedulerChoice | None = arguments.get(SCHEDULER)
         all_steps = {"num_inference_steps": arguments["num_inference_steps"]} if choice and choice.sigmas else {}
-        return dry_run_arguments(arguments) | all_steps
+        every_step = {name: value for name, value in arguments.items() if name != GUIDANCE_RANGE}
+        return dry_run_arguments(every_step) | all_steps
 
     def sample_arguments(self, inputs: Inputs, request: Request) -> dict[str, Any]:
         """Check arguments of `sample` and return those of the stock call."""
@@ -554,7 +557,11 @@ class DiffusersModel:
                 "Leave it out; guidance is its own scale."
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
-        check_known(self.title, options, known | (takes or set()))
+        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE})
+        part: GuidanceRange | None = None
+        if options.get(GUIDANCE_RANGE) is not None:
+            part = range_of(self.title, self.pipeline_class.__name__, len(self.denoisers), options)
+        chosen = chosen | {GUIDANCE_RANGE}
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
@@ -577,6 +584,9 @@ class DiffusersModel:
             if scales.guidance is None:
                 raise ValueError(f"{self.title} takes no guidance.")
             arguments[scales.guidance] = guidance
+        if part is not None:
+            self._check_guided(arguments)
+            arguments[GUIDANCE_RANGE] = part
         if self.own_size and (width or height) and not self._is_of_picture(inputs, width, height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
         self._check_size(inputs, width, height)
@@ -593,6 +603,18 @@ class DiffusersModel:
             check_frames(self.stock_pipeline(HOST, {}), self.title, frames)
             arguments[self.frames] = frames
         return arguments
+
+    def _check_guided(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, where no step of a run is guided."""
+        name = self.scales.cfg
+        own = self.call.get(name or "")
+        scale = arguments.get(name or "", own.default if own else None)
+        if name is None or scale is None or not guides(self.stock_pipeline(HOST, {}), name, scale):
+            asked = TRUE_CFG if self.distilled else "guidance"
+            raise ValueError(
+                f"guidance_range has no effect: this run of {self.title} is not guided. Set {asked} above 1, or leave "
+                "guidance_range out."
+            )
 
     def _check_size(self, inputs: Inputs, width: int | None, height: int | None) -> None:
         """Raise ValueError, in one line, for a size that cannot be drawn: that asked for, or that of the picture."""
@@ -711,6 +733,7 @@ class DiffusersModel:
         arguments = as_stock(arguments)
         if (choice := arguments.pop(SCHEDULER, None)) is not None:
             pipe.scheduler = choice.make(pipe.scheduler)
+        part: GuidanceRange | None = arguments.pop(GUIDANCE_RANGE, None)
         self.adjust(pipe, arguments)
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
@@ -732,7 +755,9 @@ class DiffusersModel:
         with torch.random.fork_rng(devices=[]):  # some draw noise without the generator
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
-                pipe(**arguments | texts, output_type="pt", return_dict=False)
+                at, prompt = steps.position, texts.get("prompt_embeds")
+                with nullcontext() if part is None else guided_within(part, modules.values(), at, prompt):
+                    pipe(**arguments | texts, output_type="pt", return_dict=False)
             except DecodeCalledError as caught:
                 steps.finite.finish()  # of a call that took fewer steps than its scheduler has
                 return caught.latents
