@@ -54,6 +54,7 @@ class SamplerSettings(io.ComfyNode):
                     max=1.0,
                     step=0.05,
                     round=0.001,
+                    optional=True,
                     tooltip="The part of the steps after which guidance begins. Steps before it run the model once.",
                 ),
                 io.Float.Input(
@@ -63,6 +64,7 @@ class SamplerSettings(io.ComfyNode):
                     max=1.0,
                     step=0.05,
                     round=0.001,
+                    optional=True,
                     tooltip="The part of the steps after which guidance ends, such as 0.6. Later steps run the model "
                     "once. A plan counts that. For FLUX.1, LTX, Qwen-Image, SD3 and Wan with one transformer.",
                 ),

@@ -15,7 +15,7 @@ import tiny
 import torch
 from adapters import lora_files
 from ballast.commands import batch, demo, generate, plan
-from ballast.commands.arguments import _tokenizer, expanded, lora, sigmas
+from ballast.commands.arguments import _tokenizer, expanded, fractions, lora, sigmas
 from ballast.commands.batch import _paths
 from ballast.commands.images import open_image
 from ballast.memory import manager, simulated
@@ -136,7 +136,7 @@ def test_every_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: 
     for command in (generate, batch, plan, demo):
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        kinds = {action.type for action in parser._actions} - {None, int, float, sigmas}
+        kinds = {action.type for action in parser._actions} - {None, int, float, fractions, sigmas}
         assert kinds and all(
             str(tmp_path / "x") in str(kind("clip=~/x" if kind is _tokenizer else "~/x")) for kind in kinds
         )
