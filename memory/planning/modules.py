@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ..simulated.card import Allocation, Card
 from ..simulated.dry import DEVICE
@@ -20,7 +19,7 @@ from ..simulated.tensor import SimTensor, wrap
 from ..weights.embeddings import LookUp
 from ..weights.structure import ParameterRef, is_called, own_refs, parameter_refs
 from .forecast import HeldBytes, ModuleOperations, OnceModule, Operations
-from .taint import Mark, Marks
+from .taint import Mark, Marks, tensors_in
 
 
 def done_by(card: Card) -> Operations:
@@ -147,7 +146,7 @@ class ModuleWatch:
 
     def _note(self, path: str, own: list[ParameterRef], given: Mark, result: Any) -> None:
         """Note what a module with weights saw and gave. It saw latents too if it gave something made of them."""
-        made = {id(t.allocation): t.nbytes for t in tree_iter(result) if isinstance(t, SimTensor)}
+        made = {id(t.allocation): t.nbytes for t in tensors_in(result) if isinstance(t, SimTensor)}
         before = self._seen.get(path)
         mark = given | self._marks.of(result)
         self._marks.needing(result, path)
@@ -207,7 +206,7 @@ class _Readers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        for value in tree_iter((args, kwargs)):
+        for value in tensors_in((args, kwargs)):
             if id(value) in self._owner_of:
                 self._tell(self._owner_of[id(value)])
         result = func(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..simulated.card import Allocation
 from ..simulated.tensor import SimTensor
 
 _LATENTS = re.compile(r"(?!encoder_)(.*hidden_states|.*residuals?|.*latents|.*controlnet.*|sample|x)$")
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout)
 _STEP = re.compile(r"(.*timesteps?|.*sigmas?|t)$")
 
 
@@ -56,6 +57,19 @@ def is_of_latents(name: str) -> bool:
     return _LATENTS.match(name) is not None
 
 
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a tree of arguments. Operators are called by the thousand, and torch's own is slow."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+    elif values is not None and not isinstance(values, _PLAIN):
+        yield from (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
+
+
 class Marks:
     """The marks of tensors. Tensors on a dry run's card share one with all that share their storage."""
 
@@ -67,20 +81,25 @@ class Marks:
     def of(self, values: Any) -> Mark:
         """Return the mark of all tensors in a tree together."""
         found = UNMARKED
-        for value in tree_iter(values):
-            if isinstance(value, SimTensor):
-                found |= self._of_storage.get(value.allocation, UNMARKED)
-            elif isinstance(value, torch.Tensor):
-                found |= vars(value).get("_ballast_mark", UNMARKED)
+        for tensor in tensors_in(values):
+            if isinstance(tensor, SimTensor):
+                found |= self._of_storage.get(tensor.allocation, UNMARKED)
+            else:
+                found |= vars(tensor).get("_ballast_mark", UNMARKED)
+            if found is OF_LATENTS:
+                break
         return found
 
     def add(self, values: Any, mark: Mark) -> None:
         """Add a mark to all tensors in a tree."""
-        for value in tree_iter(values):
-            if isinstance(value, SimTensor):
-                self._of_storage[value.allocation] = self.of(value) | mark
-            elif isinstance(value, torch.Tensor):
-                vars(value)["_ballast_mark"] = self.of(value) | mark
+        for tensor in tensors_in(values):
+            known = self.of(tensor)
+            if known is OF_LATENTS:
+                continue
+            if isinstance(tensor, SimTensor):
+                self._of_storage[tensor.allocation] = known | mark
+            else:
+                vars(tensor)["_ballast_mark"] = known | mark
 
     def mark_call(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """Mark the arguments of a transformer's call by their names. All are latents where no name tells of any.
@@ -95,15 +114,15 @@ class Marks:
             else:
                 step = _STEP.match(name) is not None
                 self.add(value, Mark(per_step=step, per_pass=not step))
-                storages = [each.allocation for each in tree_iter(value) if isinstance(each, SimTensor)]
+                storages = [each.allocation for each in tensors_in(value) if isinstance(each, SimTensor)]
                 others[step] |= {storage: storage.nbytes for storage in storages}
         return sum(others[True].values()), sum(others[False].values())
 
     def operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Mark the result of an operator, and the arguments that it writes to, with all that it read."""
         if not (mark := self.of((args, kwargs))).latents:
-            read = {id(t.allocation) for t in tree_iter((args, kwargs)) if isinstance(t, SimTensor)}
-            for made in tree_iter(result):
+            read = {id(t.allocation) for t in tensors_in((args, kwargs)) if isinstance(t, SimTensor)}
+            for made in tensors_in(result):
                 if isinstance(made, SimTensor) and id(made.allocation) not in read:
                     self._count(made.allocation)
         if mark == UNMARKED:
