@@ -294,6 +294,7 @@ class Pipeline:
         video: Given = None,
         true_cfg: float | None = None,
         once: bool = False,
+        lockstep: bool = False,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -352,7 +353,7 @@ class Pipeline:
         request = self._request(width, height, steps, guidance, frames, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
-        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once)
+        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once, lockstep)
         prompts = prompts_of(cond, self.model.cond_dims)
         job = sampling.prepare(self.model, self.runner, cond, prompts, pictures, request, drawing)
         sampling.tell_notes(cond, pictures, job, request)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.lockstep import Lockstep
 from ...memory.manager import STRATEGIES
 from ...memory.planning.forecast import Forecast
 from ..encoding.conditioning import Conditioning, to_host
@@ -54,6 +55,7 @@ class Drawing:
     compile: bool = False
     attention: str = AUTO
     once: bool = False
+    lockstep: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,10 @@ class _Drawing:
                         exits.enter_context(found.calling(model.denoisers, computes_once=False))
                         for unit, table in tables.items():
                             exits.enter_context(table.answering(unit.module))
+                if drawing.lockstep:
+                    for unit in model.denoisers:
+                        device = functools.partial(self.runner.manager.execution_device, drawing.strategy)
+                        exits.enter_context(Lockstep(device).sharing(unit.module))
                 expected = expect("sample", model.denoisers, forecast, steps=steps)
                 whole = Stage(
                     "sample", model.denoisers, draw, drawing.strategy, key, **expected, keep=keep, again=again
