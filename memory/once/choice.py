@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ..planning.forecast import OnceModule, Operations, UnitForecast
+from ..planning.forecast import Forecast, OnceModule, Operations, UnitForecast
 from ..sizes import format_bytes
 
 # Seconds of the host for each module with weights in each call of a rehearsal and of the recording before it, as
@@ -24,9 +24,14 @@ class Schedule:
     passes: int
 
     @classmethod
-    def of(cls, work: UnitForecast, dry_steps: int, steps: int) -> Schedule:
-        """Return the schedule of `steps`, from the forecast of `dry_steps` that the unit takes part in."""
-        return cls(max(1, steps), max(1, -(-work.calls // max(1, dry_steps))))
+    def of(cls, forecast: Forecast, steps: int) -> Schedule:
+        """Return a schedule of `steps` that holds for each unit of a forecast.
+
+        Experts share the steps among them, so the calls of all units together tell the passes. That is more than there
+        are beside a ControlNet.
+        """
+        calls = sum(work.calls for work in forecast.units.values() if work.once)
+        return cls(max(1, steps), max(1, -(-calls // max(1, forecast.steps))))
 
     def argument_bytes(self, work: UnitForecast) -> int:
         """Return the bytes of the arguments of all calls, but for those that change with the latents."""

@@ -50,14 +50,13 @@ class Split:
 
 def split(forecast: Forecast, units: Sequence[ManagedModel], steps: int) -> Split | None:
     """Return the two parts of a sampling stage of `steps`; None if no module is worth computing once."""
-    once: dict[str, Once] = {}
+    schedule, once = Schedule.of(forecast, steps), dict[str, Once]()
     first: dict[str, UnitForecast] = {}
     for unit in units:
         work = forecast.units.get(unit.name)
         if work is None or not work.once:
             continue
         unit.learn(work.call_order)
-        schedule = Schedule.of(work, forecast.steps, steps)
         found = choose_once(work, called_paths([group.paths for group in sizes_of(unit).groups]), schedule)
         if found.paths:
             once[unit.name] = found

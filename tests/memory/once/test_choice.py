@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from ballast.memory.once.choice import Schedule, choose_once, first_part, other_part
 from ballast.memory.planning.dry_run import dry_run
-from ballast.memory.planning.forecast import OnceModule, Operations, UnitForecast
+from ballast.memory.planning.forecast import Forecast, OnceModule, Operations, UnitForecast
 from ballast.pipelines.files.single.published import FACTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +96,13 @@ def test_what_costs_more_than_it_saves_is_left() -> None:
     assert choose(work_of(large, small), steps=4) == {"large", "small"}
     assert choose(work_of(module("text", 10 * MB, 4 * MB, False, True)), passes=2) == {"text"}
     assert not choose(work_of(module("text", 10 * MB, 4 * MB, False, True)), passes=3)
+
+
+def test_experts_share_the_steps_among_them() -> None:
+    """So passes are told by the calls of all, and a unit without such modules tells nothing."""
+    each = work_of(module("a", MB, 1), calls=4)
+    assert Schedule.of(Forecast(0, {"one": each}, 4), 30) == Schedule(30, 1)
+    assert Schedule.of(Forecast(0, {"one": each, "two": each, "other": work_of(calls=9)}, 4), 30) == Schedule(30, 2)
 
 
 def test_what_a_module_needs_comes_with_it() -> None:
