@@ -1,7 +1,8 @@
 """A baton for several calls of one module: they take turns, and each weight group comes once for all of them.
 
-Each call runs in a thread of its own, one at a time. A call passes the baton on when it is about to enter another weight
-group, and goes on when it gets it back. So the group that the first call brought is the running one for all others.
+Each call runs in a thread of its own, one at a time. A call passes the baton on when it is about to enter another
+weight group, and goes on when it gets it back. So the group that the first call brought is the running one for all
+others.
 """
 
 from __future__ import annotations
