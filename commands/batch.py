@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
-    MODEL_HELP,
     LOCKSTEP_HELP,
+    MODEL_HELP,
     ONCE_HELP,
     SCHEDULING,
     add_device_arguments,

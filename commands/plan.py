@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from . import cards
 from .arguments import (
-    MODEL_HELP,
     LOCKSTEP_HELP,
+    MODEL_HELP,
     ONCE_HELP,
     add_model_arguments,
     add_picture_arguments,
