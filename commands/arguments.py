@@ -11,6 +11,7 @@ from typing import Any
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"
 MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundled one, which draws simple shapes"
 ONCE_HELP = "compute what sees no latents once for all steps, where that takes less time; the picture is the same"
+LOCKSTEP_HELP = "let the passes of guidance share each copy of weights, where that takes less time; same picture"
 
 SCHEDULING = ("scheduler", "shift", "sigmas", "guidance_range")  # options of `sample` that choose how it steps
 

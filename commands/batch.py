@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
+    LOCKSTEP_HELP,
     MODEL_HELP,
     ONCE_HELP,
     SCHEDULING,
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 _DEFAULTS = (
     "width", "height", "frames", "steps", "guidance", "true_cfg", "seed", "batch", "strategy", "compile", "attention",
-    "once", "max_sequence_length", *SCHEDULING,
+    "once", "lockstep", "max_sequence_length", *SCHEDULING,
 )  # fmt: skip
 _PICTURES = ("image", "mask", "last_image", *FRAMES)  # files by their names in a line
 _NOT_OF_A_LINE = ("self", "cond", "on_step", "noise", "cards")  # arguments of `sample` that no line can have
-_NO_MATTER = "strategy", "once"  # the picture is the same
+_NO_MATTER = "strategy", "once", "lockstep"  # the picture is the same
 _PARTS = {"encode": 5, "sample": 90, "decode": 5}  # of the work of a line, for the bar
 _WHOLE = sum(_PARTS.values())
 
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
     parser.add_argument("--once", action="store_true", help=ONCE_HELP)
+    parser.add_argument("--lockstep", action="store_true", help=LOCKSTEP_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:

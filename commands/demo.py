@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.model, arguments.negative, arguments.dtype = DEMO, "", "auto"
     arguments.width = arguments.height = arguments.frames = None
     arguments.batch = arguments.cards = 1
-    arguments.compile, arguments.attention, arguments.once = False, "auto", False
+    arguments.compile, arguments.attention = False, "auto"
+    arguments.once = arguments.lockstep = False
     for name in ("image", "mask", "last_image", "control", "video", "strength"):
         setattr(arguments, name, None)
     arguments.denoise = arguments.latent = arguments.true_cfg = arguments.max_sequence_length = None

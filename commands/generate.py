@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cards
 from .arguments import (
+    LOCKSTEP_HELP,
     MODEL_HELP,
     ONCE_HELP,
     add_device_arguments,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the transformer's blocks")
     parser.add_argument("--attention", default="auto", help="one of diffusers' attention backends, such as sage")
     parser.add_argument("--once", action="store_true", help=ONCE_HELP)
+    parser.add_argument("--lockstep", action="store_true", help=LOCKSTEP_HELP)
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of this machine")
     parser.add_argument(
         "--out",
@@ -167,6 +169,7 @@ def _sample(pipe: Pipeline, arguments: argparse.Namespace) -> torch.Tensor:
             compile=arguments.compile,
             attention=arguments.attention,
             once=arguments.once,
+            lockstep=arguments.lockstep,
             on_step=on_step,
             **pictures,
             **further,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import cards
 from .arguments import (
+    LOCKSTEP_HELP,
     MODEL_HELP,
     ONCE_HELP,
     add_model_arguments,
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram", help="budget for weights in RAM, such as 24GB")
     parser.add_argument("--strategy", default="auto", help="auto, resident, streamed or leafwise (with the least VRAM)")
     parser.add_argument("--once", action="store_true", help=ONCE_HELP)
+    parser.add_argument("--lockstep", action="store_true", help=LOCKSTEP_HELP)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu, mps or sim")
     parser.add_argument("--cards", type=int, default=1, help="draw each picture on so many cards of one machine")
     parser.add_argument("--h2d-gbps", type=float, help="GB/s to the device, in place of this machine's")
@@ -92,7 +94,7 @@ def _plans(arguments: argparse.Namespace, weights: str = "") -> list[RunPlan]:
         dtype=arguments.dtype,
         **(family_arguments(arguments) | ({"weights": weights} if weights else {})),
     )
-    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch", "cards", "once")
+    names = ("width", "height", "frames", "steps", "guidance", "strategy", "batch", "cards", "once", "lockstep")
     asked = {name: getattr(arguments, name) for name in names}
     asked["negative_prompt"] = arguments.negative
     if arguments.cards > 1:

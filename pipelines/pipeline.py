@@ -294,6 +294,7 @@ class Pipeline:
         video: Given = None,
         true_cfg: float | None = None,
         once: bool = False,
+        lockstep: bool = False,
         **options: Any,
     ) -> torch.Tensor:
         """Latents, float32 on the CPU, as the decoder takes them: [B,C,h,w], or [B,C,f,h,w] where it wants frames.
@@ -321,8 +322,8 @@ class Pipeline:
         of diffusers' attention backends (see `kernels`). `options` are further arguments of the pipeline's own call.
 
         With `once` the parts of the transformer that see no latents, such as modulation, are computed once for all
-        steps before the first, where that takes less time: then their weights need not come again. The bits are the
-        same.
+        steps before the first, where that takes less time: then their weights need not come again. With `lockstep` the
+        passes of guidance share each copy of streamed weights. The bits are the same with either.
 
         Models of diffusers also take `scheduler`, `shift` and `sigmas`. `scheduler` is a sampler by ComfyUI's name
         ("euler", "dpmpp_2m", "unipc", ...), a class of diffusers by its name, or an object of one. `shift` takes the
@@ -352,7 +353,7 @@ class Pipeline:
         request = self._request(width, height, steps, guidance, frames, options)
         strategy = host_flags().strategy(strategy, "transformer")
         pictures = pictures_of(cond.pictures, image, mask, last_image, control, strength, video)
-        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once)
+        drawing = sampling.Drawing(seed, noise, batch, cards, strategy, compile, attention, once, lockstep)
         prompts = prompts_of(cond, self.model.cond_dims)
         job = sampling.prepare(self.model, self.runner, cond, prompts, pictures, request, drawing)
         sampling.tell_notes(cond, pictures, job, request)
@@ -472,14 +473,15 @@ class Pipeline:
         video: Given = None,
         true_cfg: float | None = None,
         once: bool = False,
+        lockstep: bool = False,
         **options: Any,
     ) -> RunPlan:
         """Plan a run without loading anything: placements and why, peaks in bytes, seconds.
 
-        Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards`, `once` and `options`
-        as in `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is what will
-        be sampled from, or the prompts that will be encoded, by default one of usual length, `images` with them; then
-        `options` may be those of `encode`, too.
+        Sizes, `steps`, `guidance`, `true_cfg`, `frames`, `strategy`, pictures, `batch`, `cards`, `once`, `lockstep` and
+        `options` as in `sample`; of several cards it is the plan of each, without what they tell each other. `cond` is
+        what will be sampled from, or the prompts that will be encoded, by default one of usual length, `images` with
+        them; then `options` may be those of `encode`, too.
         `vram` and `ram` are budgets in bytes or as "6GB", by default those of the pipeline; `vram` 0 is all that is
         free. It also names the batch that is best for the budget.
         With `strategy` "cpu" it is the plan of a run in RAM, and tells what is read from disk in each step.
@@ -536,6 +538,7 @@ class Pipeline:
                 0 if ram is None else ram_bytes,
                 ram is not None or self.ram_bytes is not None,
                 once,
+                lockstep,
             )
             return plan_run(run, budget_bytes, ram_bytes, rates, self.manager.ram_state(ram_bytes))
 

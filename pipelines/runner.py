@@ -173,8 +173,13 @@ class Runner:
         alone = not any(unit.placement for unit in self.manager.units() if unit not in units)
         return {"forecast": found, "planned": here if alone else None}
 
-    def split(self, forecast: Forecast, units: Sequence[ManagedModel], strategy: str, steps: int) -> Split | None:
-        """Return the two parts in which a sampling stage takes less time here; None where it is to run whole."""
+    def split(
+        self, forecast: Forecast, units: Sequence[ManagedModel], strategy: str, steps: int, **ways: bool
+    ) -> Split | None:
+        """Return the way in which a sampling stage takes less time here; None where it is to run as it is.
+
+        `ways` may be `once` and `lockstep`, as in `best_of`.
+        """
         if strategy == "cpu" or self.manager.accelerator.is_cpu:
             return None
         self.manager.convert(units)
@@ -187,7 +192,7 @@ class Runner:
                 name, forecast, some, machine, strategy=how, by_user=how == strategy, steps=steps, ram=ram
             )
 
-        return best_of(forecast, units, steps, place)[0]
+        return best_of(forecast, units, steps, place, **ways)[0]
 
     def _machine(self, units: Sequence[ManagedModel], on_cpu: bool = False) -> Machine:
         """Return the machine as a stage of these units finds it."""

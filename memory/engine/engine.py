@@ -24,6 +24,7 @@ from ..weights.groups import CallOrder, encoded, nbytes_of, plain_bytes_of
 from ..weights.interpose import Forward, interpose
 from ..weights.loading import find_stored
 from ..weights.structure import ParameterRef
+from .baton import pass_on
 from .deferred_uploads import DeferredUploads
 from .event_timer import EventTimer
 from .order import Order
@@ -381,7 +382,9 @@ class Engine(Placement):
     def _gate(self, group: WeightGroup, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Run a module of a group, and clone results that are views into the ring."""
         if self._current is not group:
-            self._enter(group)
+            pass_on()  # another call may bring the group meanwhile
+            if self._current is not group:
+                self._enter(group)
         result = forward(*args, **kwargs)
         return self._kept(result) if group.slot else result
 

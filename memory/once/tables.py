@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +44,9 @@ class Tables:
         self.paths = frozenset(paths)
         self.calls: list[KnownCall] = []
         self.rows: dict[str, list[Any]] = {}
-        self._current: KnownCall | None = None
-        self._taken: Counter[str] = Counter()
+        self._local = threading.local()  # calls that take turns run in threads of their own
+        self._undo: list[Callable[[], None]] = []
+        self._running = 0
         self._next = 0
         self.missed = 0  # calls that were not found
 
@@ -95,20 +97,33 @@ class Tables:
         if found is None:
             self.missed += 1
             return forward(*args, **kwargs)
-        self._taken.clear()
-        undo = [
-            interpose(module.get_submodule(path), functools.partial(self._answer, found, path)) for path in found.rows
-        ]
+        self._local.call, self._local.taken = found, Counter()
+        self._begin(module)
         try:
             return forward(*args, **kwargs)
         finally:
-            for each in reversed(undo):
-                each()
+            self._local.call = None
+            self._end()
 
-    def _answer(self, call: KnownCall, path: str, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def _begin(self, module: nn.Module) -> None:
+        """Answer for the modules from now on, in front of the gates of their weight groups."""
+        self._running += 1
+        if self._running == 1:
+            paths = [(path, module.get_submodule(path)) for path in self.rows]
+            self._undo = [interpose(owner, functools.partial(self._answer, path)) for path, owner in paths]
+
+    def _end(self) -> None:
+        self._running -= 1
+        while not self._running and self._undo:
+            self._undo.pop()()
+
+    def _answer(self, path: str, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Return a copy of a module's result: callers may write to it, as to that of the module."""
-        at, numbers = self._taken[path], call.rows[path]
-        self._taken[path] += 1
+        call: KnownCall | None = getattr(self._local, "call", None)
+        if call is None or path not in call.rows:
+            return forward(*args, **kwargs)
+        at, numbers = self._local.taken[path], call.rows[path]
+        self._local.taken[path] += 1
         if at >= len(numbers):
             return forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, self.rows[path][numbers[at]])

@@ -70,6 +70,11 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
         yield from (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
 
 
+def is_of_step(name: str) -> bool:
+    """Return whether an argument of this name of a transformer changes with the timestep."""
+    return _STEP.match(name) is not None
+
+
 class Marks:
     """The marks of tensors. Tensors on a dry run's card share one with all that share their storage."""
 
@@ -112,7 +117,7 @@ class Marks:
             if not known or is_of_latents(name):
                 self.add(value, OF_LATENTS)
             else:
-                step = _STEP.match(name) is not None
+                step = is_of_step(name)
                 self.add(value, Mark(per_step=step, per_pass=not step))
                 storages = [each.allocation for each in tensors_in(value) if isinstance(each, SimTensor)]
                 others[step] |= {storage: storage.nbytes for storage in storages}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from ...memory.lockstep.shared_work import in_lockstep
 from ...memory.once.choice import Once, Schedule, called_paths, choose_once, first_part, other_part
 from ...memory.planning.fit import sizes_of
 from ...memory.planning.forecast import Forecast, UnitForecast
@@ -25,11 +26,15 @@ def first_strategy(strategy: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """A sampling stage in two parts: the modules `once` of each unit by its name, and the forecasts of both parts."""
+    """A way to run a sampling stage. With modules `once`, by the name of their unit, it has two parts.
+
+    `first` and `other` are the forecasts of the parts. In the latter `passes` share each copy of weights.
+    """
 
     once: Mapping[str, Once]
     first: Forecast
     other: Forecast
+    passes: int = 1
 
     def units(self, units: Sequence[ManagedModel]) -> list[ManagedModel]:
         """Return those of the units that have modules to compute once."""
@@ -46,6 +51,11 @@ class Split:
         finally:
             for unit, calls in before.items():
                 unit.calls = calls
+
+    def in_lockstep(self, passes: int) -> Split:
+        """Return the same way with passes that share each copy."""
+        units = {name: in_lockstep(work, passes) for name, work in self.other.units.items()}
+        return replace(self, other=replace(self.other, units=units), passes=passes)
 
 
 def split(forecast: Forecast, units: Sequence[ManagedModel], steps: int) -> Split | None:
@@ -72,25 +82,57 @@ def split(forecast: Forecast, units: Sequence[ManagedModel], steps: int) -> Spli
     return Split(once, Forecast(sum(each.argument_bytes for each in once.values()), first), whole)
 
 
-def best_of(
-    forecast: Forecast, units: Sequence[ManagedModel], steps: int, place: Place
-) -> tuple[Split | None, list[StagePlan]]:
-    """Return the faster of two ways to run a sampling stage, with the plans of its stages.
+def _knowing_calls(forecast: Forecast, steps: int) -> Split:
+    """Return the plain way, with the arguments of all calls on the device."""
+    schedule = Schedule.of(forecast, steps)
+    known = sum(schedule.argument_bytes(work) for work in forecast.units.values())
+    units = {name: replace(work, live_bytes=work.live_bytes + known) for name, work in forecast.units.items()}
+    return Split({}, Forecast(0), replace(forecast, idle_bytes=forecast.idle_bytes + known, units=units))
 
-    `place(name, forecast, units, steps)` plans a stage. The two parts are taken only if both fit, and take less time,
-    that of the host included.
+
+def passes_in(forecast: Forecast) -> int:
+    """Return how many calls each step makes of each unit, if that is the same number for all; else 1."""
+    found = {divmod(work.calls, max(1, forecast.steps)) for work in forecast.units.values()}
+    passes, rest = found.pop() if len(found) == 1 else (1, 0)
+    return passes if not rest else 1
+
+
+def best_of(
+    forecast: Forecast,
+    units: Sequence[ManagedModel],
+    steps: int,
+    place: Place,
+    *,
+    once: bool = True,
+    lockstep: bool = False,
+) -> tuple[Split | None, list[StagePlan]]:
+    """Return the fastest way to run a sampling stage, with the plans of its stages; None for the plain one.
+
+    `place(name, forecast, units, steps)` plans a stage. Modules may be computed `once`, passes run in `lockstep`.
+    Another way than the plain one is taken only if it fits, and takes less time, that of the host included.
     """
-    whole = place("sample", forecast, units, steps)
-    if (found := split(forecast, units, steps)) is None:
+    whole, ways = place("sample", forecast, units, steps), list[Split]()
+    if once and (found := split(forecast, units, steps)):
+        ways.append(found)
+    if lockstep and (passes := passes_in(forecast)) > 1:
+        ways += [way.in_lockstep(passes) for way in (*ways, _knowing_calls(forecast, steps))]
+    best, plans, least = None, [whole], _GAIN * whole.seconds
+    for way in ways:
+        with way.calling(units, computes_once=True):
+            stages = [place(PRECOMPUTE, way.first, way.units(units), 1)] if way.once else []
+        with way.calling(units, computes_once=False):
+            stages.append(place("sample", way.other, units, steps))
+        seconds = sum(stage.seconds for stage in stages) + sum(each.host_seconds for each in way.once.values())
+        if all(plan.fits for stage in stages for plan in stage.units) and seconds < least:
+            best, plans, least = way, stages, seconds
+    if best is None:
         return None, [whole]
-    with found.calling(units, computes_once=True):
-        first = place(PRECOMPUTE, found.first, found.units(units), 1)
-    with found.calling(units, computes_once=False):
-        other = place("sample", found.other, units, steps)
-    fit = all(plan.fits for stage in (first, other) for plan in stage.units)
-    host_seconds = sum(each.host_seconds for each in found.once.values())
-    if not fit or first.seconds + other.seconds + host_seconds >= _GAIN * whole.seconds:
-        return None, [whole]
-    said = {unit.name: f" {found.once[unit.name].reason(unit.size_bytes)}" for unit in found.units(units)}
-    plans = tuple(replace(plan, reason=plan.reason + said.get(plan.unit, "")) for plan in other.units)
-    return found, [first, replace(other, units=plans)]
+    return best, [*plans[:-1], _with_reasons(plans[-1], best, units)]
+
+
+def _with_reasons(stage: StagePlan, way: Split, units: Sequence[ManagedModel]) -> StagePlan:
+    """Say in the plan of the loop what it does otherwise."""
+    said = {unit.name: f" {way.once[unit.name].reason(unit.size_bytes)}" for unit in way.units(units)}
+    share = f" {way.passes} passes share each copy." if way.passes > 1 else ""
+    plans = tuple(replace(plan, reason=plan.reason + said.get(plan.unit, "") + share) for plan in stage.units)
+    return replace(stage, units=plans)

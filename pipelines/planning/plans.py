@@ -91,6 +91,7 @@ class Run:
     machine_bytes: int = 0
     ram_stated: bool = True
     once: bool = False
+    lockstep: bool = False
 
 
 def plan_batch(plan_of: Callable[[int, int], RunPlan], pictures: int, together: Callable[[], bool]) -> RunPlan:
@@ -159,13 +160,14 @@ def plan_run(
     if run.pictures == 1 and run.strategy != "cpu":
         best = best_batch(lambda pictures: sample(steps=steps, pictures=pictures))
     all_steps = steps * -(-run.pictures // at_once)
-    if run.once and run.strategy != "cpu":
+    if (run.once or run.lockstep) and run.strategy != "cpu":
 
         def place_part(name: str, part: Forecast, units: Sequence[ManagedModel], steps: int) -> StagePlan:
             how = first_strategy(run.strategy) if name == PRECOMPUTE else run.strategy
             return place(name, part, units, strategy=how, by_user=how == run.strategy, ram=ram, steps=steps)
 
-        for stage in best_of(sampling, run.sampling.units, all_steps, place_part)[1]:
+        ways = {"once": run.once, "lockstep": run.lockstep}
+        for stage in best_of(sampling, run.sampling.units, all_steps, place_part, **ways)[1]:
             planned(stage, run.sampling.units)
     else:
         planned(sample(steps=all_steps), run.sampling.units)

@@ -32,7 +32,9 @@ Loops = Callable[[torch.device, Mapping[str, nn.Module]], None]
 def precompute(
     runner: Runner, found: Split, model: Model, loops: Loops, stage: Stage[None]
 ) -> dict[ManagedModel, Tables] | None:
-    """Return the tables of the units; None where the model cannot be run so, and is to run with all its weights.
+    """Return the known calls of the units, with results for those of the `stage`.
+
+    None where the model cannot be run so, and is to run with all its weights.
 
     `loops` runs the sampling loops of the stage, for the calls that they make. `stage` calls each unit once.
     """
@@ -51,7 +53,8 @@ def precompute(
         with found.calling(units, computes_once=True), ExitStack() as exits:
             for unit in stage.units:
                 exits.enter_context(Rehearsal(unit.module, tables[unit], shapes[unit]).instead())
-            runner.run(stage)
+            if stage.units:
+                runner.run(stage)
     except BaseException as error:
         release_frames(error)
         for table in tables.values():  # this frame is in the traceback too
@@ -60,4 +63,4 @@ def precompute(
             raise
         log.info("Ballast: all weights come in each step: %s", " ".join(str(error).split())[:200])
         return None
-    return {unit: tables[unit] for unit in stage.units}
+    return tables

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...memory.errors import DoesNotFitError, is_out_of_memory, release_frames
+from ...memory.lockstep.passes_in_turn import Lockstep, passes_of
 from ...memory.manager import STRATEGIES
 from ...memory.planning.forecast import Forecast
 from ..encoding.conditioning import Conditioning, to_host
@@ -54,6 +55,7 @@ class Drawing:
     compile: bool = False
     attention: str = AUTO
     once: bool = False
+    lockstep: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,16 +273,20 @@ class _Drawing:
                     model.denoise(self.cond, job.given(at, at_once), None, device, modules, answers)
 
             with ExitStack() as exits:
-                if drawing.once and (found := self._split(forecast(), steps)):
+                if (drawing.once or drawing.lockstep) and (found := self._split(forecast(), steps)):
                     with found.calling(model.denoisers, computes_once=True):
                         some, strategy = found.units(model.denoisers), first_strategy(drawing.strategy)
-                        expected = expect(PRECOMPUTE, some, lambda: found.first, strategy=strategy)
+                        expected = expect(PRECOMPUTE, some, lambda: found.first, strategy=strategy) if some else {}
                         first = Stage(PRECOMPUTE, some, _call_each, strategy, (PRECOMPUTE, key), **expected)
                     if tables := precompute(self.runner, found, model, loops, first):
                         forecast = functools.partial(getattr, found, "other")
                         exits.enter_context(found.calling(model.denoisers, computes_once=False))
-                        for unit, table in tables.items():
-                            exits.enter_context(table.answering(unit.module))
+                        for unit, known in tables.items():
+                            if unit in some:
+                                exits.enter_context(known.answering(unit.module))
+                            if found.passes > 1:
+                                device = self.runner.manager.execution_device(drawing.strategy)
+                                exits.enter_context(Lockstep(device, passes_of(known.calls)).sharing(unit.module))
                 expected = expect("sample", model.denoisers, forecast, steps=steps)
                 whole = Stage(
                     "sample", model.denoisers, draw, drawing.strategy, key, **expected, keep=keep, again=again
@@ -292,7 +298,8 @@ class _Drawing:
         drawing, model = self.job.drawing, self.job.model
         if forecast is None or drawing.compile or drawing.cards > 1:
             return None
-        return self.runner.split(forecast, model.denoisers, drawing.strategy, steps)
+        ways = {"once": drawing.once, "lockstep": drawing.lockstep}
+        return self.runner.split(forecast, model.denoisers, drawing.strategy, steps, **ways)
 
     def _images_encoded(self, begin: int, at_once: int) -> Answers | None:
         """Return what modules answer for the pictures of one part, if the run has any."""
