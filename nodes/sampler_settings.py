@@ -99,6 +99,20 @@ class SamplerSettings(io.ComfyNode):
                     "to which steps are skipped. 0 for the usual: 2 for static, 0.05 for easycache and firstblock, "
                     "0.06 for magcache, 0.25 for seacache.",
                 ),
+                io.Boolean.Input(
+                    "once",
+                    default=False,
+                    optional=True,
+                    tooltip="Compute the parts of the model that see no latents once for all steps, where that takes "
+                    "less time: their weights need not come again. The picture is the same.",
+                ),
+                io.Boolean.Input(
+                    "lockstep",
+                    default=False,
+                    optional=True,
+                    tooltip="Let the passes of guidance share each copy of streamed weights, where that takes less "
+                    "time. The picture is the same.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
@@ -113,6 +127,8 @@ class SamplerSettings(io.ComfyNode):
         guidance_end: float = 1.0,
         cache: str = OFF,
         cache_amount: float = 0.0,
+        once: bool = False,
+        lockstep: bool = False,
     ) -> io.NodeOutput:
         chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
         settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
@@ -120,4 +136,5 @@ class SamplerSettings(io.ComfyNode):
             settings[GUIDANCE_RANGE] = part
         if cache != OFF:
             settings[CACHE] = f"{cache}:{cache_amount:g}" if cache_amount else cache
-        return io.NodeOutput(settings)
+        shared = {"once": once, "lockstep": lockstep}
+        return io.NodeOutput(settings | {name: True for name, is_on in shared.items() if is_on})

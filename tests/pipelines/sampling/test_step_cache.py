@@ -29,6 +29,7 @@ from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, apply_mag_cache
 from diffusers.hooks.sea_cache import apply_sea_cache
 from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+from selection import few
 
 Folders = Callable[[str], Path]
 STEPS = 10
@@ -122,7 +123,7 @@ class Opened:
         return sum(each.skipped for each in self.seen), sum(each.calls for each in self.seen)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, "flux", "flux2_klein", "lumina2", "wan"))
 def test_skipped_steps_are_those_of_the_hook_of_diffusers(
     name: str, tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,7 @@ def block_bytes(module: torch.nn.Module) -> int:
     return sum(weight.nbytes for blocks in lists for weight in blocks.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "static:2", "firstblock:0.4"))
 def test_a_skipped_step_moves_no_weights(
     kind: str, tiny_folders: Folders, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +172,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "int8", "from disk", "a LoRA"))
 def test_latents_are_the_same_however_weights_are_kept(
     way: str, tiny_folders: Folders, tmp_path: Path, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
