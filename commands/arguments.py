@@ -13,7 +13,7 @@ MODEL_HELP = "a model's folder, or the file of a transformer; demo is the bundle
 ONCE_HELP = "compute what sees no latents once for all steps, where that takes less time; the picture is the same"
 LOCKSTEP_HELP = "let the passes of guidance share each copy of weights, where that takes less time; same picture"
 
-SCHEDULING = ("scheduler", "shift", "sigmas", "guidance_range")  # options of `sample` that choose how it steps
+SCHEDULING = ("scheduler", "shift", "sigmas", "guidance_range", "cache")  # options of `sample` that choose how it steps
 
 
 def expanded(text: str) -> Path:
@@ -84,6 +84,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=fractions,
         metavar="START-END",
         help="the part of the steps that is guided, such as 0.0-0.6; the others run once",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="KIND",
+        help="skip the blocks of the transformer in some steps, with loss: static:2, easycache, firstblock, magcache "
+        "or seacache",
     )
     parser.add_argument(
         "--max-sequence-length", type=int, help="tokens of a prompt that are read, where the model lets you choose"

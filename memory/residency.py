@@ -194,22 +194,23 @@ class Residency:
         dequantized: frozenset[int] = placement.dequantized if placement else frozenset()
         seat = self._seat(unit)
         seat.before = _Before(allocated, self.budget.brought_by_stage_bytes, unit.resident_bytes, dequantized)
-        if placement and work.learns and work.attempt.parts == 1 and unit.leases == 1 and placement.time_call():
+        whole = work.attempt.parts == 1 and not unit.runs_partly
+        if placement and work.learns and whole and unit.leases == 1 and placement.time_call():
             seat.timed = work
 
     def after_call(self, unit: ManagedModel, failed: bool) -> None:
-        """Record what a call took. The peak of a call that `failed` is not learned from."""
+        """Record what a call took. The peak of a call that `failed` or ran partly is not learned from."""
         seat = self._seat(unit)
         if before := seat.before:
             seat.before = None
             peak = self.timeline.record("ran", unit, self._record_transfer(unit)).peak_bytes
-            if not failed:
+            if not (failed or unit.runs_partly):
                 # Weights that the call dequantized and kept are no working memory.
                 more_weights = max(0, unit.resident_bytes - before.weights_bytes)
                 measured = peak - before.allocated_bytes - more_weights
                 self.work.took(unit, measured, before.beside_bytes, before.dequantized)
         if unit.placement is not None:
-            unit.placement.end_call(failed)
+            unit.placement.end_call(failed, measured=not unit.runs_partly)
             self._learn(unit)
         self.host_cache.after_call(unit)
 

@@ -171,7 +171,9 @@ class _Calls:
                 parts = in_parts(args, kwargs, self.unit.batch_dims, self.attempt.parts)
                 result = joined([forward(*some, **named) for some, named in parts])
             failed = False
-            if self.pace:
+            if self.pace and self.unit.runs_partly:
+                self.pace.forget()
+            elif self.pace:
                 self.pace.end()
             return result
         finally:

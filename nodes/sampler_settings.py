@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from ..pipelines.sampling.guidance_range import GUIDANCE_RANGE
 from ..pipelines.sampling.scheduler_choice import CLASSES, SAMPLERS, SCHEDULER, SHIFT, SIGMAS
 from ..pipelines.sampling.schedules import SCHEDULES
+from ..pipelines.sampling.step_cache import CACHE, DEFAULTS, OFF
 from .shared.inputs import AUTO
 from .shared.reference import OptionsType
 
@@ -22,7 +23,17 @@ class SamplerSettings(io.ComfyNode):
             category="Ballast",
             description="By which sampler, schedule and shift Offloaded Sampler draws, with models of diffusers. "
             "By default nothing changes.",
-            search_aliases=["scheduler", "sampler name", "model sampling", "shift", "sigmas", "few steps"],
+            search_aliases=[
+                "scheduler",
+                "sampler name",
+                "cache",
+                "teacache",
+                "easycache",
+                "model sampling",
+                "shift",
+                "sigmas",
+                "few steps",
+            ],  # fmt: skip
             inputs=[
                 io.Combo.Input(
                     "sampler",
@@ -68,15 +79,62 @@ class SamplerSettings(io.ComfyNode):
                     tooltip="The part of the steps after which guidance ends, such as 0.6. Later steps run the model "
                     "once. A plan counts that. For FLUX.1, LTX, Qwen-Image, SD3 and Wan with one transformer.",
                 ),
+                io.Combo.Input(
+                    "cache",
+                    options=[OFF, *DEFAULTS],
+                    default=OFF,
+                    optional=True,
+                    tooltip="Skip most of the model in some steps, and reuse what it did before: faster, but another "
+                    "picture. static skips steps by their number. The others skip where little changes.",
+                ),
+                io.Float.Input(
+                    "cache_amount",
+                    default=0.0,
+                    min=0.0,
+                    max=20.0,
+                    step=0.01,
+                    round=0.001,
+                    optional=True,
+                    tooltip="For static: of how many steps one is computed, such as 2. For the others: the change up "
+                    "to which steps are skipped. 0 for the usual: 2 for static, 0.05 for easycache and firstblock, "
+                    "0.06 for magcache, 0.25 for seacache.",
+                ),
+                io.Boolean.Input(
+                    "once",
+                    default=False,
+                    optional=True,
+                    tooltip="Compute the parts of the model that see no latents once for all steps, where that takes "
+                    "less time: their weights need not come again. The picture is the same.",
+                ),
+                io.Boolean.Input(
+                    "lockstep",
+                    default=False,
+                    optional=True,
+                    tooltip="Let the passes of guidance share each copy of streamed weights, where that takes less "
+                    "time. The picture is the same.",
+                ),
             ],
             outputs=[OptionsType.Output("settings", tooltip="For sampler_settings of Offloaded Sampler or VRAM Plan.")],
         )
 
     @classmethod
     def execute(
-        cls, sampler: str, schedule: str, shift: float, guidance_start: float = 0.0, guidance_end: float = 1.0
+        cls,
+        sampler: str,
+        schedule: str,
+        shift: float,
+        guidance_start: float = 0.0,
+        guidance_end: float = 1.0,
+        cache: str = OFF,
+        cache_amount: float = 0.0,
+        once: bool = False,
+        lockstep: bool = False,
     ) -> io.NodeOutput:
         chosen: dict[str, Any] = {SCHEDULER: sampler, SIGMAS: schedule, SHIFT: shift}
         settings = {name: value for name, value in chosen.items() if value not in (AUTO, 0)}
-        part = (guidance_start, guidance_end)
-        return io.NodeOutput(settings if part == (0.0, 1.0) else settings | {GUIDANCE_RANGE: part})
+        if (part := (guidance_start, guidance_end)) != (0.0, 1.0):
+            settings[GUIDANCE_RANGE] = part
+        if cache != OFF:
+            settings[CACHE] = f"{cache}:{cache_amount:g}" if cache_amount else cache
+        shared = {"once": once, "lockstep": lockstep}
+        return io.NodeOutput(settings | {name: True for name, is_on in shared.items() if is_on})

@@ -334,6 +334,11 @@ class Pipeline:
         guided if start <= i / n < end. The others run one pass. Calls of a sampler count as steps, two a step of heun.
         Classes that are not proved to skip a pass exactly refuse it.
 
+        `cache` skips the blocks of the transformer in some steps, and adds what they added before. It is lossy, and off
+        by default. "static:2" computes every second step after a fifth of them. "easycache:0.05", "firstblock:0.05",
+        "magcache:0.06" and "seacache:0.25" skip where the change stays below a threshold; each number may be left out.
+        Skipped steps move no weights. Classes whose blocks hand on more than their results refuse it.
+
         `image` [B,H,W,3] in 0..1 is a picture to start from, or the first frame of a video and `last_image` its last;
         where `mask` [B,H,W] is 1 it is painted anew, and up to 1 `strength` says how much of it is replaced. `control`
         [B,H,W,3] is one of edges, depth or the like, for models and ControlNets that follow it. `video` [F,H,W,3] in
@@ -506,7 +511,7 @@ class Pipeline:
         pictures = pictures_of(references, image, mask, last_image, control, strength, video)
         request = self._request(width, height, steps, guidance, frames, options)
         prompts = prompts_of(cond, model.cond_dims) if cond else len(as_list(prompt))
-        drawing = sampling.Drawing(batch=batch, cards=cards, strategy=strategy)
+        drawing = sampling.Drawing(batch=batch, cards=cards, strategy=strategy, once=once, lockstep=lockstep)
         job = sampling.prepare(model, runner, cond, prompts, pictures, request, drawing)
         stated = self.vram_bytes if vram is None else parse_bytes(vram)
         if not stated and self.manager.accelerator.is_cpu and strategy != "cpu":
@@ -545,7 +550,7 @@ class Pipeline:
         def together() -> bool:
             return prompts == cards == 1 and sampling.most_at_once(job.model, model, job.inputs.own, 2) > 1
 
-        with runner.adapters([*self.encoders, *job.model.denoisers]):
+        with runner.adapters([*self.encoders, *job.model.denoisers]), sampling.keeping(job):
             return plan_batch(planned, job.batch.count, together)
 
 

@@ -227,13 +227,16 @@ class Engine(Placement):
 
     # Calls
 
-    def end_call(self, failed: bool = False) -> None:
-        """End a call, and prefetch the first groups of the next one, unless this one `failed`."""
+    def end_call(self, failed: bool = False, measured: bool = True) -> None:
+        """End a call, and prefetch the first groups of the next one, unless this one `failed`.
+
+        Its time is forgotten unless it is to be `measured`.
+        """
         with self._lock:
             last = self._current
             self._leave()
             self._steady = not failed
-            if self._watch and self._watch.runs and (not self._watch.end() or failed):
+            if self._watch and self._watch.runs and (not self._watch.end() or failed or not measured):
                 self._watch = None
             if failed:
                 self._order.lost()

@@ -113,8 +113,8 @@ class Placement:
     def complete(self, alone: bool = True) -> None:
         """Make ready for a call. `alone` tells that no other call is under way."""
 
-    def end_call(self, failed: bool = False) -> None:
-        """Note that a call has ended, or has `failed`.
+    def end_call(self, failed: bool = False, measured: bool = True) -> None:
+        """Note that a call has ended, or has `failed`. Its time is kept only if it is to be `measured`.
 
         The group where a failed call stopped is not learnt as the predecessor of the next call's first group.
         """

@@ -75,6 +75,7 @@ class ManagedModel:
         self.leases = 0
         self.last_use = 0
         self.stages = 0  # stages that run it now, one inside the other
+        self.runs_partly = False  # the present call leaves modules out: no other call is to be judged by it
         self.calls = CallOrder()  # as far as dry runs have seen the calls
         self.batch_dims: Mapping[str, int] = {}  # argument -> its batch dimension, where it is not the first
         self._build = build

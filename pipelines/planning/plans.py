@@ -175,12 +175,30 @@ def plan_run(
     vae = replace(run.decoding, machine_bytes=run.machine_bytes, recalls=rates is None)
     planned(place_vae("decode", vae, torch.zeros(shape), ram=ram), [vae.vae])
     words = " ".join(
-        filter(None, (run.caveat, _cost_of_converting(run), _cost_of_loras(run, forecasts["sample"], used)))
+        filter(
+            None,
+            (
+                run.caveat,
+                _of_cache(run.sampling),
+                _cost_of_converting(run),
+                _cost_of_loras(run, forecasts["sample"], used),
+            ),
+        )
     )
     return RunPlan(
         run.model, str(run.device), run.size, steps, ram_bytes if on_cpu else budget_bytes, used, tuple(stages), words,
         run.pictures, at_once, best,
     )  # fmt: skip
+
+
+def _of_cache(sampling: Sampling) -> str:
+    """Tell in a sentence which steps a cache computes; "" without one."""
+    if (cache := sampling.cache) is None:
+        return ""
+    if cache.computed(sampling.steps) is None:
+        return f"The cache {cache} skips steps where little changes; the plan counts all."
+    count = cache.count(sampling.steps, len(sampling.units))
+    return f"The cache {cache} computes {count} of {sampling.steps} steps."
 
 
 def _cost_of_converting(run: Run) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from ...memory.planning.cards import divided
-from ...memory.planning.forecast import Forecast
+from ...memory.planning.forecast import Forecast, Operations
 from ...memory.weights.unit import ManagedModel
 from ..encoding.conditioning import Conditioning, to_host
 from ..lora.use import branches
 from ..sampling.batches import generators
 from ..sampling.guidance_range import GuidanceRange
 from ..sampling.scheduler_choice import SCHEDULER, SchedulerChoice
+from ..sampling.step_cache import CACHE, StepCache, block_paths
 from .forecasts import Forecaster, shape_of, shapes_in
 
 Denoise = Callable[..., torch.Tensor]  # of a model, see `Model.denoise`
@@ -30,7 +31,7 @@ class Sampling:
 
     `reports` says whether each step is reported; `noise` is given noise, if any. `pictures` of the one prompt are drawn
     at once, each of `cards` computing a share. `dry_steps` are those of the dry run, all of them guided; `guided`
-    says which of the `steps` are, None if all or none.
+    says which of the `steps` are, None if all or none. A `cache` skips some of them.
     """
 
     forecaster: Forecaster
@@ -44,6 +45,7 @@ class Sampling:
     cards: int = 1
     dry_steps: int = 1
     guided: GuidanceRange | None = None
+    cache: StepCache | None = None
 
     def key(self, cond: Conditioning) -> str | None:
         """Return the digest of everything that decides the activations, or None if something has no digest."""
@@ -55,9 +57,13 @@ class Sampling:
         arguments = shapes_in(self.dry_arguments)
         if isinstance(choice := arguments.get(SCHEDULER), SchedulerChoice):
             arguments[SCHEDULER] = choice.facts()
+        if isinstance(cache := arguments.get(CACHE), StepCache):
+            arguments[CACHE] = str(cache)
         given = {"arguments": arguments, "cond": tensors, "reports": self.reports, "noise": noise, **self.size}
         if self.guided is not None:
             given["guided"] = [self.guided.guided(self.steps), self.steps]
+        if self.cache is not None:
+            given["steps"] = self.steps
         return self.forecaster.key(stage="sample", **given, **branches(self.units))
 
     @property
@@ -89,7 +95,11 @@ class Sampling:
         more_bytes = _BYTES_A_STEP * max(0, self.steps - forecast.steps)
         units = {name: replace(unit, live_bytes=unit.live_bytes + more_bytes) for name, unit in forecast.units.items()}
         whole = replace(forecast, idle_bytes=forecast.idle_bytes + more_bytes, units=units)
-        return divided(self._with_guidance(whole, self.guided) if self.guided else whole, self.cards)
+        if self.guided is not None:
+            whole = self._with_guidance(whole, self.guided)
+        if self.cache is not None:
+            whole = self._with_cache(whole, self.cache)
+        return divided(whole, self.cards)
 
     def _with_guidance(self, forecast: Forecast, part: GuidanceRange) -> Forecast:
         """Count all steps, of which only part is guided: the others make one prediction of two."""
@@ -103,6 +113,21 @@ class Sampling:
             calls = predictions if apart else self.steps
             units[name] = replace(unit, calls=calls, operations=unit.operations * share, modules=modules)
         return replace(forecast, units=units, steps=self.steps)
+
+    def _with_cache(self, forecast: Forecast, cache: StepCache) -> Forecast:
+        """Count all steps, of which a cache skips the blocks in some."""
+        computed, steps = cache.count(self.steps, len(forecast.units)), self.steps
+        skipped = {unit.name: tuple(f"{path}." for path in block_paths(unit.module)) for unit in self.units}
+        units = {}
+        for name, unit in forecast.units.items():
+            modules = tuple(
+                (path, done * ((computed if path.startswith(skipped[name]) else steps) / forecast.steps))
+                for path, done in unit.modules
+            )
+            operations = sum((done for _, done in modules), Operations())
+            calls = max(1, round(unit.calls * computed / forecast.steps))
+            units[name] = replace(unit, calls=calls, operations=operations, modules=modules)
+        return replace(forecast, units=units, steps=steps)
 
 
 def dry_run_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

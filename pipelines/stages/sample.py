@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ..sampling.kernels import AUTO, check_attention, kernels
 from ..sampling.latents import check_finite, check_latents
 from ..sampling.parallel import check_cards, check_group, same_everywhere, shared
 from ..sampling.scheduler_choice import SCHEDULER
+from ..sampling.step_cache import CACHE, StepCache
 from .image_conditioning import encode_images
 from .precompute import precompute
 
@@ -116,9 +117,18 @@ def prepare(
     arguments = drawn_by.sample_arguments(inputs, request)
     if drawing.cards > 1 and GUIDANCE_RANGE in arguments:
         raise ValueError("guidance_range is for one card. Leave it out, or leave cards at 1.")
+    if CACHE in arguments:
+        _check_cached(drawing)
     batch = batch_of(drawing.batch, drawing.seed, drawing.noise, prompts, arguments, inputs.own)
     drawn_by.check_count(max(prompts, batch.count))
     return Job(inputs, arguments, batch, drawing, bool(pictures) or drawn_by.looks)
+
+
+def _check_cached(drawing: Drawing) -> None:
+    """Raise ValueError, in one line, for ways to draw that a step cache does not go together with."""
+    ways = {"several cards": drawing.cards > 1, "compile": drawing.compile, "once": drawing.once}
+    if against := ", ".join(name for name, is_on in (ways | {"lockstep": drawing.lockstep}).items() if is_on):
+        raise ValueError(f"cache does not go together with {against}. Leave one of them out.")
 
 
 def notes_of(model: Model, cond: Conditioning, guidance: float | None, options: Mapping[str, Any]) -> list[str]:
@@ -223,7 +233,14 @@ def sampling_of(
         cards,
         model.passes(dry) if SCHEDULER in dry else dry["num_inference_steps"],
         asked.get(GUIDANCE_RANGE),
+        asked.get(CACHE),
     )
+
+
+def keeping(job: Job) -> AbstractContextManager[None]:
+    """Keep on the device the weights that run in steps that a cache skips too, until the block ends."""
+    cache: StepCache | None = job.arguments.get(CACHE)
+    return nullcontext() if cache is None else cache.keeping(job.model.denoisers)
 
 
 @dataclass(frozen=True)
@@ -252,7 +269,7 @@ class _Drawing:
                     # No name for the latents: it would keep them on the device while the next part is drawn.
                     drawn.append(to_host(model.denoise(self.cond, given, report, device, modules, answers).float()))
 
-        with self.runner.adapters(model.denoisers):
+        with self.runner.adapters(model.denoisers), keeping(job):
             for unit in model.denoisers:
                 unit.calls = replace(unit.calls, blocks=drawing.compile)
             stage = sampling_of(

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...memory.weights.unit import ManagedModel
 from ..sampling.batches import Generators, generators
+from ..sampling.cache_decisions import Moment
 from ..sampling.latents import StepCheck, check_noise
 from .answers import Telling
 from .signatures import returned_names
@@ -223,6 +224,13 @@ class Steps:
         scheduler: Any = self.scheduler()
         # A run from a picture leaves the first ones out.
         return self.taken, len(scheduler.timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+
+    def moment(self) -> Moment:
+        """Return the position, with the noise level of the step that runs."""
+        scheduler: Any = self.scheduler()
+        step, steps = self.position()
+        at = step + (getattr(scheduler, "begin_index", None) or 0)
+        return Moment(step, steps, float(scheduler.sigmas[at]) if hasattr(scheduler, "sigmas") else 0.0)
 
     def __call__(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler: Any = self.scheduler()

@@ -32,6 +32,10 @@ def reference(tiny_folders: Callable[[str], Path]) -> Iterator[Any]:
 def test_what_is_left_alone_is_left_out() -> None:
     assert run_node(SamplerSettings).result[0] == {}
     assert run_node(SamplerSettings, **CHOSEN).result[0] == MEANT
+    cached = {"cache": "static", "cache_amount": 3.0, "guidance_end": 0.5}
+    assert run_node(SamplerSettings, **cached).result[0] == {"cache": "static:3", "guidance_range": (0.0, 0.5)}
+    shared = {"cache": "easycache", "once": True, "lockstep": True}
+    assert run_node(SamplerSettings, **shared).result[0] == shared
 
 
 def test_settings_reach_the_run_and_its_plan(reference: Any) -> None:
@@ -45,3 +49,11 @@ def test_settings_reach_the_run_and_its_plan(reference: Any) -> None:
     for given, calls in ((settings, 5), ({}, 3)):
         plan = run_node(VramPlan, pipeline=reference, **size, vram_gb="1", sampler_settings=given).result[1]
         assert f"{calls} steps" in plan or f"for {calls}" in plan, plan
+    cached, shared = {"cache": "static:2"}, {"once": True, "lockstep": True}
+    for given in (cached, shared):
+        run = {"pipeline": reference, "conditioning": cond, **size, "sampler_settings": given}
+        assert torch.equal(
+            run_node(Sampler, **run).result[0]["samples"], reference.open().sample(cond, **size, **given)
+        )
+    plan = run_node(VramPlan, pipeline=reference, **size, vram_gb="1", sampler_settings=cached).result[1]
+    assert "The cache static:2 computes 2 of 3 steps." in plan

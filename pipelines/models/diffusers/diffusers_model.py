@@ -32,10 +32,12 @@ from ...options import TRUE_CFG, check_known, check_stage
 from ...planning.forecasts import Forecaster
 from ...planning.sampling_forecasts import dry_run_arguments
 from ...sampling.batches import Dims, for_batch
+from ...sampling.cached_calls import caching
 from ...sampling.guidance_range import GUIDANCE_RANGE, GuidanceRange, guided_within, range_of
 from ...sampling.inputs import Inputs, Request
 from ...sampling.picture_sizes import PictureSizes
-from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of
+from ...sampling.scheduler_choice import SCHEDULER, SHIFT, SIGMAS, SchedulerChoice, choice_of, is_flow
+from ...sampling.step_cache import CACHE, OFF, StepCache, cache_of
 from ...stock.answers import Answers, Run
 from ...stock.imagined import imagine
 from ...stock.module_call import ModuleCall
@@ -521,6 +523,8 @@ class DiffusersModel:
         choice: SchedulerChoice | None = arguments.get(SCHEDULER)
         all_steps = {"num_inference_steps": arguments["num_inference_steps"]} if choice and choice.sigmas else {}
         every_step = {name: value for name, value in arguments.items() if name != GUIDANCE_RANGE}
+        if (cache := every_step.get(CACHE)) is not None:
+            every_step[CACHE] = replace(cache, dry=True)
         return dry_run_arguments(every_step) | all_steps
 
     def sample_arguments(self, inputs: Inputs, request: Request) -> dict[str, Any]:
@@ -557,11 +561,15 @@ class DiffusersModel:
                 "Leave it out; guidance is its own scale."
             )
         takes = own is not None and {SCHEDULER, SHIFT, SIGMAS}
-        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE})
+        check_known(self.title, options, known | (takes or set()) | {GUIDANCE_RANGE, CACHE})
         part: GuidanceRange | None = None
         if options.get(GUIDANCE_RANGE) is not None:
             part = range_of(self.title, self.pipeline_class.__name__, len(self.denoisers), options)
-        chosen = chosen | {GUIDANCE_RANGE}
+        cache: StepCache | None = None
+        if options.get(CACHE, OFF) not in (OFF, None):
+            flow = own is not None and is_flow(own)
+            cache = cache_of(self.title, {unit.name: unit for unit in self.denoisers}, flow, options)
+        chosen = chosen | {GUIDANCE_RANGE, CACHE}
         options = {k: v for k, v in options.items() if k not in chosen and (v is not None or k in known)}
         if options.get(_BINNING):
             raise ValueError(f"{_BINNING} is True; sizes are drawn as they are asked for. Leave it out.")
@@ -587,6 +595,8 @@ class DiffusersModel:
         if part is not None:
             self._check_guided(arguments)
             arguments[GUIDANCE_RANGE] = part
+        if cache is not None:
+            arguments[CACHE] = cache
         if self.own_size and (width or height) and not self._is_of_picture(inputs, width, height):
             raise ValueError(f"{self.title} draws the size of its picture. Leave width and height out.")
         self._check_size(inputs, width, height)
@@ -734,6 +744,7 @@ class DiffusersModel:
         if (choice := arguments.pop(SCHEDULER, None)) is not None:
             pipe.scheduler = choice.make(pipe.scheduler)
         part: GuidanceRange | None = arguments.pop(GUIDANCE_RANGE, None)
+        cache: StepCache | None = arguments.pop(CACHE, None)
         self.adjust(pipe, arguments)
         if (scale := arguments.pop("guider", None)) is not None:
             pipe.guider = pipe.guider.new(guidance_scale=scale)
@@ -756,7 +767,11 @@ class DiffusersModel:
             torch.manual_seed((drawing[0] if isinstance(drawing, list) else drawing).initial_seed())
             try:
                 at, prompt = steps.position, texts.get("prompt_embeds")
-                with nullcontext() if part is None else guided_within(part, modules.values(), at, prompt):
+                cached = {unit: modules[unit.name] for unit in self.denoisers if unit.name in modules}
+                with (
+                    nullcontext() if cache is None else caching(cache, cached, steps.moment),
+                    nullcontext() if part is None else guided_within(part, modules.values(), at, prompt),
+                ):
                     pipe(**arguments | texts, output_type="pt", return_dict=False)
             except DecodeCalledError as caught:
                 steps.finite.finish()  # of a call that took fewer steps than its scheduler has
