@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..weights import hostbuffer
 from .ring import Copy, State, WeightGroup
 from .streams import Queues
 from .weight_source import WeightSource
+
+_NEVER = object()
 
 
 class DeferredUploads:
@@ -24,6 +27,7 @@ class DeferredUploads:
         self._order = {group: i for i, group in enumerate(groups)}
         self._pending: list[WeightGroup] = []  # groups in the state ALLOCATED, their copies not queued
         self._bytes_in = self._bytes_read = 0
+        self._held_host_at: object = _NEVER  # the running group when a copy last held up the host
 
     @property
     def pending(self) -> bool:
@@ -75,6 +79,9 @@ class DeferredUploads:
 
         All of them if `following` is None, or is called before the `current` group, that is, in the next call. Return
         False if a group was not in RAM, so that it and later ones are still to be queued.
+
+        Copies from pageable RAM hold up the host, which launches no kernels meanwhile. So one group from there is
+        uploaded for each running group: the device computes one while the host copies another.
         """
         upto = self._order[following] if following else len(self._order)
         now = self._order[current] if current and current.called else -1
@@ -83,6 +90,10 @@ class DeferredUploads:
                 break
             if self._source.is_on_disk(group) or not self._source.in_ram([ref.tensor for ref, _ in group.uploads]):
                 return False
+            if self._holds_host(group):
+                if self._held_host_at is current:
+                    return False
+                self._held_host_at = current
             self._send(group)
         return True
 
@@ -113,6 +124,7 @@ class DeferredUploads:
     def clear(self) -> None:
         """Cancel all uploads. No copy may be under way."""
         self._pending.clear()
+        self._held_host_at = _NEVER
         for group in self._order:
             group.uploads, group.arrived = [], None
 
@@ -130,6 +142,12 @@ class DeferredUploads:
         group.arrived = done if in_ram else None
         group.become(State.UPLOADING)
         self._pending.remove(group)
+
+    def _holds_host(self, group: WeightGroup) -> bool:
+        """Return whether uploading a group from RAM would hold up the host."""
+        if not (self._queues.copying and hostbuffer.wants_pinned(self._queues.device)):
+            return False
+        return not all(source.is_pinned() for source, _ in self._copies(group)[0])
 
     def _copies(self, group: WeightGroup) -> tuple[list[Copy], list[Copy]]:
         """Return the copies of a group, each once: from RAM, and from disk."""

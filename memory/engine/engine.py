@@ -210,7 +210,7 @@ class Engine(Placement):
             if not self._streams:
                 self._make_resident([group for group in self._groups if not group.resident])
                 self._uploads.send_before(None, None)
-                if self._source.has_windows or (self._gates and not self._uploads.pending):
+                if self._source.has_windows or (self._gates and (self._steady or not self._uploads.pending)):
                     self._finish_uploads()
             if alone and any(group.state is State.RESIDENT for group in self._to_dequantize()):
                 self._move_groups()
@@ -564,6 +564,7 @@ class Engine(Placement):
                     self.layout, missing = layout, [g for g in (*missing, *evicted, *there) if not g.resident]
                 else:
                     self._unsettled = False
+                    self._source.close_unused(self._streaming())
                     return
 
     def _evict_leaving(self) -> list[WeightGroup]:

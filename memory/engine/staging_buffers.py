@@ -371,8 +371,8 @@ class StagingBuffers:
             if fill.after:
                 with self._changed:  # no deadlock: the pool began the older fill's work before this
                     self._changed.wait_for(lambda: self._closed or not (fill.after and fill.after.left))
-            if fill.window and fill.window.copied and not fill.read:  # a simulated disk has waited for it already
-                fill.window.copied.synchronize()
+            if fill.window:
+                self._queues.wait_aside(fill.window.copied)
             if not (self._closed or fill.error):
                 work()
         except BaseException as error:

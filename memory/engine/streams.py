@@ -87,6 +87,11 @@ class Queues:
         simulated = getattr(self.backend, "read_from_disk", None)
         return simulated(nbytes, after) if simulated and self.copying and nbytes else None
 
+    def wait_aside(self, event: Any) -> None:
+        """Make a reader thread wait for the event. The clock of a simulated device, which is the caller's, stays."""
+        if event:
+            getattr(event, "wait_aside", event.synchronize)()
+
     def mark_copy(self, event: Any) -> None:
         """Record the event on the copy stream, behind the copies that are queued."""
         if event:

@@ -195,6 +195,14 @@ class WeightSource:
             for group in groups:
                 self._pack(group)
 
+    def close_unused(self, streaming: Sequence[WeightGroup]) -> None:
+        """Free the staging buffers if no group comes through them: all are in RAM, and those `streaming` pinned.
+
+        No call may be waiting for them.
+        """
+        if not (self._on_disk or any(group.parts for group in streaming)):
+            self.close()
+
     def _pack(self, group: WeightGroup) -> None:
         """Pack a group, once its weights have been read."""
         if not group.hosts and not hostbuffer.is_packed(group.stored()):

@@ -102,6 +102,14 @@ class Event:
             state.card.wait_until(self.time)
             copies.force(self.tail)
 
+    def wait_aside(self) -> None:
+        """Wait as `synchronize` does, in a thread beside the computing one, whose clock does not move.
+
+        There is one host clock, and it is the computing thread's. Copies that the waiting thread queues later come
+        after the event anyway if it was recorded on their stream.
+        """
+        copies.force(self.tail)
+
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds of the virtual clock to `end`. Raises RuntimeError if either was not recorded."""
         if self.time is None or end.time is None:

@@ -141,6 +141,23 @@ def test_the_last_layout_is_as_if_it_were_the_first(
     assert all(group.state is State.ON_HOST for group in engine._groups)
 
 
+def test_staging_buffers_go_with_the_last_group_that_needs_them(sim: ModuleType) -> None:
+    """Of RAM that cannot be pinned, as on XPU, what streams goes through them. What stays there does not."""
+    sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1, copies="xpu")
+    module = varied([16] * 6)
+    expected = truth(module)
+    part, whole = budget(module, 0.3), budget(module, 1)
+    engine = put(module, part)
+    for room_bytes, are_there in ((part, True), (whole, False), (part, True), (whole, False)):
+        refit(engine, room_bytes, engine.layout.loads)
+        assert (engine.host_bytes > 0) == are_there
+        for _ in range(2):
+            check(module, expected)
+        assert (engine.host_bytes > 0) == are_there
+    engine.remove()
+    assert sim.stats().allocated_bytes == sim.stats().hazards == 0
+
+
 def test_what_runs_out_of_memory_at_any_allocation_can_be_mended(sim: ModuleType, tmp_path: Path) -> None:
     """From the least room to the most, with each of its allocations failing in turn."""
     sim.enable(total="1GB", tflops=1e-3, h2d_gbps=0.1)

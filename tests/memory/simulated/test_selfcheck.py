@@ -47,6 +47,7 @@ def test_what_stays_is_found(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     assert "bytes stay when all is gone" in str(selfcheck.first_failure(state.card.device))
 
 
+@pytest.mark.eager  # a card is checked when it is registered, before it is told how to copy
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_named(plant: Callable[[str], None], name: str) -> None:
     assert selfcheck.first_failure(state.card.device) is None
@@ -56,6 +57,7 @@ def test_a_fault_is_found_and_named(plant: Callable[[str], None], name: str) -> 
     assert found.startswith(f"{name}: "), found
 
 
+@pytest.mark.eager
 def test_it_is_quick_and_leaves_no_trace(sim: ModuleType) -> None:
     held = torch.ones(3).to("sim")
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):

@@ -28,6 +28,11 @@ def now() -> float:
     return simulated.stats().clock_seconds
 
 
+def pinned() -> torch.Tensor:
+    """RAM of one copy that the host need not wait for, whatever device the card copies like."""
+    return torch.zeros(250_000).pin_memory()
+
+
 def compute(weight: torch.Tensor, seconds: float) -> None:
     """A kernel that reads the weight and takes so long (multiples of 1 ms)."""
     rows = int(seconds * 1e6 / 1000)
@@ -87,7 +92,7 @@ def test_attention_may_have_a_rate_of_its_own() -> None:
 
 
 def test_events_and_waiting() -> None:
-    weight, slot = torch.zeros(250_000), torch.zeros(250_000, device="sim")
+    weight, slot = pinned(), torch.zeros(250_000, device="sim")
     side, start, done = torch.sim.Stream(), torch.sim.Event(enable_timing=True), torch.sim.Event()
     with torch.sim.stream(side):
         assert torch.sim.current_stream() is side
@@ -111,20 +116,20 @@ def test_events_and_waiting() -> None:
 
 
 def test_one_engine_for_each_direction() -> None:
-    weight, slots = torch.zeros(250_000), [torch.zeros(250_000, device="sim") for _ in range(3)]
+    weight, slots = pinned(), [torch.zeros(250_000, device="sim") for _ in range(3)]
     streams = [torch.sim.Stream() for _ in range(3)]
     for stream, slot in zip(streams[:2], slots, strict=False):
         with stream:
             slot.copy_(weight, non_blocking=True)
     with streams[2]:
-        weight.clone().copy_(slots[2], non_blocking=True)
+        pinned().copy_(slots[2], non_blocking=True)
     torch.sim.synchronize()
     assert now() == pytest.approx(2 * COPY), "two h2d copies queue, d2h runs beside them"
 
 
 def stream_blocks(seconds: float, overlap: bool, gated: bool = True) -> float:
     """Run BLOCKS blocks through two slots, a block's compute taking `seconds`; how long it took."""
-    weight = torch.zeros(250_000)
+    weight = pinned()
     slots = [torch.zeros(250_000, device="sim") for _ in range(2)]
     copier = torch.sim.Stream()
     free: list[torch.sim.Event | None] = [None, None]
@@ -165,7 +170,7 @@ def test_a_missing_wait_is_seen() -> None:
 
 
 def test_overwriting_a_slot_in_use_is_seen() -> None:
-    weight, slot = torch.zeros(250_000), torch.zeros(250_000, device="sim")
+    weight, slot = pinned(), torch.zeros(250_000, device="sim")
     compute(slot, 1.0)
     with torch.sim.Stream():
         slot.copy_(weight, non_blocking=True)
@@ -187,7 +192,7 @@ def test_reading_a_value_waits_for_it() -> None:
 @pytest.mark.parametrize("waits", ["not", "for the work", "on its stream", "on the host"])
 def test_bytes_that_were_freed_may_be_given_away_at_once(waits: str) -> None:
     """A new storage may have the bytes of one that queued work still reads."""
-    weight, old = torch.zeros(250_000), torch.zeros(250_000, device="sim")
+    weight, old = pinned(), torch.zeros(250_000, device="sim")
     compute(old, 1.0)
     del old
     new, side, done = torch.empty(250_000, device="sim"), torch.sim.Stream(), torch.sim.Event()
@@ -204,7 +209,7 @@ def test_bytes_that_were_freed_may_be_given_away_at_once(waits: str) -> None:
 def test_a_copy_to_bytes_that_are_freed_may_come_upon_others() -> None:
     old = torch.empty(250_000, device="sim")
     with torch.sim.Stream():
-        old.copy_(torch.zeros(250_000), non_blocking=True)
+        old.copy_(pinned(), non_blocking=True)
     del old
     new = torch.empty(250_000, device="sim")
     new.zero_()

@@ -51,7 +51,7 @@ def all_that_may_be(work: UnitForecast, paths: Any, schedule: Schedule) -> Once:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in two parts, whether that takes less time or not."""
 
-    def best_of(forecast: Any, units: Any, steps: int, place: Any) -> Any:
+    def best_of(forecast: Any, units: Any, steps: int, place: Any, **_: Any) -> Any:
         return once_plans.split(forecast, units, steps), [place("sample", forecast, units, steps)]
 
     monkeypatch.setattr(once_plans, "choose_once", all_that_may_be)
