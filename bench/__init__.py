@@ -16,7 +16,7 @@ _DEVICE, _OWN_DEVICE = "auto (a GPU, else sim), sim, cuda, or cpu", "auto (a GPU
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `stream`, `peers`, `plans`, `newbie`, `load`, `codecs` or `gpu`. Returns the exit status."""
+    """Run `stream`, `peers`, `plans`, `caches`, `newbie`, `load`, `codecs` or `gpu`. Returns the exit status."""
     from ..memory.files import check_folder
 
     arguments = _parser().parse_args(argv)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ballast bench", description="Measure how fast models stream.")
     commands = parser.add_subparsers(
-        required=True, dest="section", metavar="stream | peers | plans | newbie | load | codecs | gpu"
+        required=True, dest="section", metavar="stream | peers | plans | caches | newbie | load | codecs | gpu"
     )
 
     def add(name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     for section in (stream, peers):
         section.add_argument("--device", default="auto", help=_DEVICE)
         section.add_argument("--size", default="tiny", choices=SIZES, help=_SIZE_HELP)
+    add("caches", "step caches on the demo: how near the pictures are, and how much faster on the simulated clock")
     add("plans", "how long plans of full-size models take, and how much RAM")
     newbie = add(
         "newbie",

@@ -86,6 +86,13 @@ SECTIONS: dict[str, Section] = {
         },
         "plans", dry={"models": ["newbie"]},
     ),
+    "caches": Section(
+        {
+            "name": "cache", "times_as_fast": "times as fast", "most": "at most", "psnr": "PSNR", "best": "at best",
+            "verdict": "",
+        },
+        "caches", dry={"prompts": 1, "kinds": ["static:2"], "steps": 6},
+    ),
     "load": Section(
         {
             "name": "way", "seconds": "seconds", "least": "least", "most": "most", "gbps": "GB/s",

@@ -28,6 +28,7 @@ from ..pipelines.sampling.kernels import compiles
 from . import full_size, models
 from .harness import Run
 from .measure import Meter, resolve_device
+from .places import DEMO
 
 # On a card of 16 GB, its GB taken for 2**30 bytes as ours are. The rows between have no figures.
 _ARTICLE = {
@@ -36,7 +37,6 @@ _ARTICLE = {
 }
 BUDGETS = (8 * 2**30, 6 * 2**30, 4 * 2**30)
 _SHARES = (1.0, 0.8, 0.65)  # of what the plan of a small model takes: its budgets
-_DEMO = Path(__file__).resolve().parents[1] / "demo" / "shapes"  # the model that a dry run draws with
 _VISION_BYTES = 419_816_304 * 2  # what reads pictures in Gemma-3-4B's checkpoint, in bfloat16
 _RUN = 15  # seconds of one, about
 
@@ -78,7 +78,7 @@ def measure(to: Run) -> None:
     idle_bytes = meter.used_bytes()
     to.tell(side=side, steps=steps, **({} if predicts else {"kind": "measured"}))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _DEMO if given == "demo" else Path(given) if given else None
+        folder = DEMO if given == "demo" else Path(given) if given else None
         folder = folder or published(Path(scratch) / "NewBie-image-Exp0.1", weights=not predicts)
         pipe = open_pipeline(folder, device=meter.device, cache_dir=Path(scratch) / "cache")
         budgets = request.get("budgets", BUDGETS)

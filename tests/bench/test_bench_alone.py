@@ -34,6 +34,7 @@ long, soak = (functools.partial(pytest.param, marks=mark) for mark in (pytest.ma
         soak(["peers", "--dry"], "peers-sim-tiny.json"),
         long(["gpu", "--dry", "--only", "tests"], ""),
         soak(["plans", "--dry"], "plans.json"),
+        long(["caches", "--dry"], "caches.json"),
     ],
     ids=lambda given: " ".join(given[:2]) if isinstance(given, list) else "",
 )
