@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from ballast.bench import full_size
-from ballast.pipelines.files.components import read_model_index
-from ballast.pipelines.files.single.published import FACTS
-from ballast.pipelines.files.trust import component_class
 from torch import nn
 from transformers import PreTrainedModel
+
+from ...pipelines.files.components import read_model_index
+from ...pipelines.files.single.published import FACTS
+from ...pipelines.files.trust import component_class
+from .. import full_size
 
 MODELS = sorted(folder.name for folder in (FACTS / "models").iterdir())
 TOKENIZER = ["transformers", "PreTrainedTokenizerFast"]  # in place of theirs, which do not come with the pack
 
 
-def build(name: str, folder: Path) -> Path:
-    """Write one of MODELS with tokenizers of one token for each character, and return the folder."""
+def build(name: str, folder: Path, transformer: Mapping[str, Any] | None = None) -> Path:
+    """Write one of MODELS with tokenizers of one token for each character, and return the folder.
+
+    `transformer` are fields of its config for a model of the family that has other sizes.
+    """
     index = read_model_index(FACTS / "models" / name)
     shared = {part: FACTS / "parts" / where for part, (where, _) in index["_parts"].items()}
     lengths = {part: settings.get("model_max_length", 512) for part, (_, settings) in index["_tokenizers"].items()}
@@ -34,6 +39,7 @@ def build(name: str, folder: Path) -> Path:
         cls: Any = component_class(*kept[part])
         if issubclass(cls, nn.Module):
             config = json.loads((at / "config.json").read_text("utf-8"))
+            config |= (transformer or {}) if part.startswith("transformer") else {}
             full_size.save(_empty(cls, config), folder / part, torch.bfloat16)
         else:
             (folder / part).mkdir(parents=True)
