@@ -76,11 +76,12 @@ def plan_model(
         for form in forms or model.forms:
             folder = Path(work) / form
             if model.facts:
-                published_folders.build(model.facts, folder, model.transformer)
+                published_folders.build(model.facts, folder, model.transformer, words=True)
             else:
                 full_size.build(model.folder, folder)
             stored_forms.store(folder, form)
-            pipe = open_pipeline(folder, device="cpu", cache_dir=Path(work) / "cache", **model.options)
+            given = published_folders.opening(model.facts, folder) if model.facts else {"path": folder}
+            pipe = open_pipeline(**given, device="cpu", cache_dir=Path(work) / "cache", **model.options)
             planned = {on.key: _figures(pipe, model, on) for on in computers}
             figures = {key: figures for key, figures in planned.items() if figures}
             found[form] = Form(rounded(stored_forms.download_bytes(folder) / GIB), figures)
