@@ -23,8 +23,8 @@ ONE_FILE = "1TB"  # a shard, which is more than a part has
 TOKENIZER = ["transformers", "PreTrainedTokenizerFast"]  # in place of theirs, which do not come with the pack
 
 
-def build(name: str, folder: Path, transformer: Mapping[str, Any] | None = None, words: bool = False) -> Path:
-    """Write one of MODELS with tokenizers of one token for each character, or each of `words`. Return the folder.
+def build(name: str, folder: Path, transformer: Mapping[str, Any] | None = None, characters: int = 1) -> Path:
+    """Write one of MODELS with tokenizers of one token for so many characters, and return the folder.
 
     `transformer` are fields of its config for a model of the family that has other sizes.
     """
@@ -32,7 +32,7 @@ def build(name: str, folder: Path, transformer: Mapping[str, Any] | None = None,
     settled = {**index["_parts"], **index.get("_processors", {})}
     shared = {part: FACTS / "parts" / where for part, (where, _) in settled.items()}
     tokenizers = {
-        part: full_size.tokenizer(settings.get("model_max_length", 512), None, True, words, MARKS.get(kind))
+        part: full_size.tokenizer(settings.get("model_max_length", 512), None, True, characters, MARKS.get(kind))
         for part, (kind, settings) in index["_tokenizers"].items()
     }
     kept = {key: value for key, value in index.items() if key == "_class_name" or not key.startswith("_")}

@@ -11,11 +11,13 @@ import os
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import ballast.commands.main
 import pytest
 from ballast.commands import doctor, plan_table
+from ballast.commands.doctor import Finding
 from ballast.commands.planned_models import (
     COMPUTERS,
     FORMS,
@@ -33,7 +35,6 @@ from ballast.commands.planned_models import (
     summary,
 )
 from ballast.memory import ram
-from ballast.memory.accelerator import Accelerator
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.files.single.published import FACTS
 from ballast.pipelines.pipeline import Pipeline
@@ -183,18 +184,27 @@ def test_times_in_words(seconds: float, said: str) -> None:
 def test_the_doctor_prints_the_rows_of_its_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(Accelerator, "is_cpu", False)
-    monkeypatch.setattr(doctor, "examine", list)
-    monkeypatch.setattr(Accelerator, "total_bytes", lambda _: int(7.8 * GIB))
+    """Where there is a card; else the page is for all."""
+
+    def card(nbytes: float) -> None:
+        monkeypatch.setattr(
+            doctor, "Accelerator", lambda _: SimpleNamespace(is_cpu=not nbytes, total_bytes=lambda: nbytes)
+        )
+
+    card(7.8 * GIB)
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("python", True, "3")])
     monkeypatch.setattr(ram, "total_bytes", lambda: int(31 * GIB))
     assert doctor.run() == 0
     said = capsys.readouterr().out
     assert "a card of 8 GB and 32 GB of RAM" in said and "not measured" in said
     assert summary(Computer(8, 32)) in said
     assert all(f"\n{name}" in said for name in MODELS)
-    monkeypatch.setattr(Accelerator, "total_bytes", lambda _: 2 * GIB)
+    card(2 * GIB)
     doctor.run()
     assert "6 GB and 16 GB of RAM, or more" in capsys.readouterr().out
+    card(0)
+    doctor.run()
+    assert "ublished models" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
