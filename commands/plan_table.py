@@ -48,16 +48,19 @@ def write(names: Sequence[str]) -> None:
     for model in models:
         if not names or model.name in names:
             rows[model.name] = plan_model(model)
+            save_rows({each.name: rows[each.name] for each in models if each.name in rows})  # a stop loses one model
             print(f"planned {model.name}", flush=True)
-    save_rows({model.name: rows[model.name] for model in models if model.name in rows})
     rewrite()
 
 
 def rewrite() -> None:
-    """Write the rows of the pages anew from the figures."""
+    """Write the rows of the pages anew from the figures. Raises ValueError for models that have none yet."""
+    models, rows = load_models(), load_rows()
+    if lacking := [model.name for model in models if model.name not in rows]:
+        raise ValueError(f"there are no figures of {', '.join(lacking)}. Plan them too: ballast plan --table.")
     for page in PAGES:
         path = _ROOT / page
-        path.write_text(fill_page(path.read_text("utf-8"), load_models(), load_rows()), encoding="utf-8")
+        path.write_text(fill_page(path.read_text("utf-8"), models, rows), encoding="utf-8")
 
 
 def plan_model(
@@ -90,7 +93,8 @@ def plan_model(
 
 
 def _figures(pipe: Pipeline, model: PublishedModel, on: Computer) -> Figures | None:
-    return figures_of(pipe.plan(**model.run, **_pictures(model), **on.budgets, rates=ASSUMED))
+    asked = {**model.run, **_pictures(model)}
+    return figures_of(pipe.plan(**asked, vram=on.vram_bytes, ram=on.ram_bytes, rates=ASSUMED))
 
 
 def _pictures(model: PublishedModel) -> dict[str, Any]:

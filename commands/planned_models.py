@@ -65,9 +65,14 @@ class Computer:
         return f"{self.vram_gb}/{self.ram_gb}"
 
     @property
-    def budgets(self) -> dict[str, int]:
-        """The budgets of a plan, in bytes: of each memory the part that a run may take."""
-        return {"vram": self.vram_gb * GIB - TAKEN_VRAM_BYTES, "ram": self.ram_gb * GIB - TAKEN_RAM_BYTES}
+    def vram_bytes(self) -> int:
+        """The part of VRAM that a run may take."""
+        return self.vram_gb * GIB - TAKEN_VRAM_BYTES
+
+    @property
+    def ram_bytes(self) -> int:
+        """The part of RAM that weights may take."""
+        return self.ram_gb * GIB - TAKEN_RAM_BYTES
 
 
 COMPUTERS = tuple(Computer(vram, ram) for vram in VRAM_GB for ram in RAM_GB)
