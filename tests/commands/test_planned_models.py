@@ -130,7 +130,7 @@ def test_rows_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
             taken.append(time.process_time() - begun)
 
     monkeypatch.setattr(Pipeline, "plan", timed)
-    assert_near(*row_of("Sana 1.6B", "Q4", [Computer(8, 16), Computer(8, 32)]))
+    assert_near(*row_of("Sana 1.6B", "fp8", [Computer(8, 16), Computer(8, 32)]))
     assert len(taken) == 2 and taken[1] < MOST_SECONDS
 
 
@@ -210,7 +210,7 @@ def test_the_doctor_prints_the_rows_of_its_machine(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--table", "SDXL"], "--table knows no SDXL. It knows AuraFlow"),
+        (["--table", "SDXL"], "--table knows no SDXL. It knows Chroma"),
         (["demo", "--table"], "Leave the model out"),
         ([], "there is no model"),
     ],
