@@ -19,7 +19,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import split_torch_state_dict_into_shards
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -215,18 +215,25 @@ def build_pyramid(folder: Path, variant: str = "768p") -> Path:
 
 
 def tokenizer(
-    max_length: int = 512, squeeze: tuple[str, int] | None = None, chat: bool = False
+    max_length: int = 512,
+    squeeze: tuple[str, int] | None = None,
+    chat: bool = False,
+    characters: int = 1,
+    marks: Mapping[str, int] | None = None,
 ) -> transformers.PreTrainedTokenizerFast:
-    """One token per printable character, and an end token after the text.
+    """One token per printable character, or unknown ones of several `characters`, and an end token after the text.
 
     `squeeze` replaces a text by so many blanks: a prompt template is measured in the tokens of the real
-    tokenizer, and would otherwise fill the whole window with its characters.
+    tokenizer, and would otherwise fill the whole window with its characters. `marks` are special tokens by their ids.
     """
     vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "<unk>", "</s>", *string.printable])}
+    vocab |= marks or {}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     if squeeze is not None:
         core.normalizer = normalizers.Replace(squeeze[0], " " * squeeze[1])
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    pieces = Regex(f"[\\s\\S]{{1,{characters}}}") if characters > 1 else ""
+    core.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
+    core.add_special_tokens(list(marks or ()))
     end = ("</s>", vocab["</s>"])
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
     wrapped = transformers.PreTrainedTokenizerFast(

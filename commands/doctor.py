@@ -16,6 +16,7 @@ from ..memory.charts.text_tables import format_table
 from ..memory.host import contract as host_contract
 from ..memory.sizes import format_bytes
 from ..pipelines.encoding.embedding_cache import default_directory
+from .planned_models import Computer, computer_of, summary
 
 _MIN_RAM_BYTES = 8 * 2**30
 
@@ -58,11 +59,24 @@ def examine() -> list[Finding]:
 
 
 def run() -> int:
-    """Print what was found. Returns 1 if something is missing."""
+    """Print what was found, and what this machine runs. Returns 1 if something is missing."""
     findings = examine()
     rows = [("ok" if finding.ok else "MISS", finding.what, finding.detail) for finding in findings]
     print(format_table(rows, heading=False))
+    accelerator = Accelerator(resolve_device())
+    if not accelerator.is_cpu:
+        print(f"\n{_will_run(computer_of(accelerator.total_bytes(), ram.total_bytes()))}")
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _will_run(on: Computer | None) -> str:
+    """Return the rows of docs/will-it-run.md for a machine, in one line where it is smaller than all of that page."""
+    if on is None:
+        return "Published models are planned for cards of 6 GB and 16 GB of RAM, or more. Run ballast plan for yours."
+    return (
+        f"Published models on a card of {on.vram_gb} GB and {on.ram_gb} GB of RAM, each in its fastest form, planned "
+        f"for a PC of that kind and not measured on this one:\n\n{summary(on)}"
+    )
 
 
 def _library(name: str, lowest: str) -> Finding:

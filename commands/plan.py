@@ -32,7 +32,7 @@ _SIZE = 1200, 420  # of the picture of one budget among several
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_arguments(parser)
-    parser.add_argument("model", type=model_path, help=MODEL_HELP)
+    parser.add_argument("model", type=model_path, nargs="?", help=MODEL_HELP)
     add_picture_arguments(parser)
     parser.add_argument("--prompt", help="what will be encoded; by default a prompt of usual length")
     parser.add_argument("--vram", help="budgets such as 8GB,12GB,24GB, 0 for all that is free; needed without a GPU")
@@ -48,11 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-weights", action="store_true", help="also say what each choice of --weights would take and gain"
     )
+    parser.add_argument(
+        "--table",
+        nargs="*",
+        metavar="NAME",
+        help="in a checkout: plan these published models, or all, for common PCs, and write docs/will-it-run.md",
+    )
     parser.add_argument("--out", type=expanded, help="also draw predicted VRAM over time to this .png")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plans, print them, and draw the picture if one is wanted. Raises ValueError for bad options."""
+    if arguments.table is not None:
+        if arguments.model:
+            raise ValueError("--table plans published models. Leave the model out.")
+        from . import plan_table  # late: only a checkout has what it needs
+
+        plan_table.write(arguments.table)
+        return 0
+    if arguments.model is None:
+        raise ValueError("there is no model. Name its folder, or the file of its transformer, or demo.")
     from ..memory.files import check_file
     from ..memory.planning.runplan import compare
     from ..pipelines.planning.choices import CHOICES, compare_weights

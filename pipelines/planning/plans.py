@@ -437,9 +437,22 @@ def _dry_run(run: Run) -> tuple[dict[str, Forecast], list[Sight]]:
     forecasts, cond = {}, run.cond
     if cond is None:
         forecasts["encode"], cond = run.encoding.dry_run()
-    sampling, sights = run.sampling, list[Sight]()
-    if run.foresee:
-        answers, sights = run.foresee(cond)
-        sampling = replace(sampling, denoise=functools.partial(sampling.denoise, answers=answers))
-    forecasts["sample"], _ = sampling.dry_run(cond)
+    if not run.foresee:
+        forecasts["sample"], _ = run.sampling.dry_run(cond)
+        return forecasts, []
+    answers, sights = run.foresee(cond)
+    denoise = functools.partial(run.sampling.denoise, answers=answers)
+    forecasts["sample"] = _known_or_dry_run(replace(run.sampling, denoise=denoise), cond)
     return forecasts, sights
+
+
+def _known_or_dry_run(sampling: Sampling, cond: Conditioning) -> Forecast:
+    """Return the forecast of sampling, which a run of the same shapes keeps under the same key."""
+    directory, key = sampling.forecaster.directory, sampling.key(cond)
+    found = forecast_cache.get(directory, key, {"sample": names_of(sampling.units)}) if key else None
+    if found:
+        return found["sample"]
+    forecast, _ = sampling.dry_run(cond)
+    if key:
+        forecast_cache.put(directory, key, {"sample": forecast})
+    return forecast

@@ -21,7 +21,10 @@ from places import ROOT
 from single_files import transformer_file
 from torch.distributed.run import get_args_parser
 
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SKILL.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^ *```(?:sh|bat)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:ballast|make|pip|ray|py) [^`]+|[.\\\w]*(?:python\w*|pip)(?:\.exe)? [^`]+)`")
 MANY = ("--ray", "--cards")  # want Ray, or cards that talk by NCCL: `test_ray` and `test_cards_command` run these

@@ -21,6 +21,7 @@ from single_files.comfy_folders import put_templates
 
 SCHEMAS = DATA / "node_schemas.json"
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+BLUEPRINTS = sorted(path.stem for path in (ROOT / "subgraphs").glob("*.json"))
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 
 
@@ -173,6 +174,36 @@ def test_workflow_runs(file: Path, host: HostServer) -> None:
     assert (found or "SaveVideo" in str(prompt)) and all(np.asarray(picture).std() > 5 for picture in found), (
         "nothing is a plain surface"
     )
+
+
+def blueprint_prompt(blueprint: dict[str, Any], host: HostServer) -> dict[str, Any]:
+    """The nodes of a blueprint's subgraph as a prompt, with the values that it comes with."""
+    (subgraph,) = blueprint["definitions"]["subgraphs"]
+    ends = ("origin_id", "origin_slot", "target_id", "target_slot")
+    inside = [link for link in subgraph["links"] if link["origin_id"] > 0 < link["target_id"]]
+    links = {link["id"]: [link["id"], *(link[end] for end in ends), link["type"]] for link in inside}
+    for slot in (slot for node in subgraph["nodes"] for slot in node["inputs"]):
+        slot["link"] = slot["link"] if slot["link"] in links else None
+    return as_prompt({"nodes": subgraph["nodes"], "links": list(links.values())}, host)
+
+
+def test_blueprints_are_listed_and_those_of_the_demo_model_run(host: HostServer) -> None:
+    listed = {
+        entry["name"]: number
+        for number, entry in host.get("/global_subgraphs").items()
+        if entry["info"]["node_pack"] == "custom_nodes.ComfyUI-Ballast"
+    }
+    assert sorted(listed) == BLUEPRINTS
+    told = {name: json.loads(host.get(f"/global_subgraphs/{number}")["data"]) for name, number in listed.items()}
+    draws = blueprint_prompt(told["Text to image in a budget"], host)
+    (decoder,) = [name for name, node in draws.items() if node["class_type"] == "BallastVAEDecode"]
+    draws["shown"] = {"class_type": "PreviewImage", "inputs": {"images": [decoder, 0]}}
+    (picture,) = pictures(host.run(draws, timeout=300), host)
+    assert picture.size == (64, 64) and np.asarray(picture).std() > 5
+    plans = blueprint_prompt(told["Plan my model"], host)
+    (planner,) = [name for name, node in plans.items() if node["class_type"] == "BallastVRAMPlan"]
+    plans[planner]["inputs"]["vram_gb"] = "4MB"
+    assert "4.00 MB" in host.run(plans)["outputs"][planner]["text"][0]
 
 
 def test_demo_draws_what_it_says_and_is_cached(host: HostServer) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import ballast
 import pytest
 from ballast.bench import full_size
+from ballast.bench.downloads import published_folders
 from ballast.pipelines.encoding.pictures import Pictures
 from ballast.pipelines.equivalence import check, released
 from ballast.pipelines.equivalence.verdicts import Verdict
 from ballast.pipelines.models.diffusers.diffusers_model import DiffusersModel
 from pictured.pictures import picture
 from selection import few
-from single_files import published_folders
 
 UPDATES = bool(os.environ.get("UPDATE_VERDICTS"))
 FOLDERS = [f"folder {name}" for name in (*full_size.FULL_SIZE, *full_size.EDIT_PARTS)]  # with encoders as on the Hub

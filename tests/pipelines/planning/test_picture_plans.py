@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ import torch
 from ballast.bench import full_size
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
+from ballast.pipelines.planning import forecast_cache
+from ballast.pipelines.planning.sampling_forecasts import Sampling
 from ballast.pipelines.planning.vae_forecasts import VaeForecasts
 from pictured import pipelines as tiny_pictured
 from pictured.clocked import klein_step_seconds
@@ -111,6 +114,28 @@ def test_references_count(folders: Folders) -> None:
     assert plain.sampling.peak_vram_bytes < small.sampling.peak_vram_bytes < large.sampling.peak_vram_bytes
     assert plain.step_seconds < small.step_seconds < large.step_seconds
     assert "encode picture" in str(small)
+
+
+def test_a_second_budget_repeats_no_dry_run_of_sampling(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told what a dry run of its own would tell."""
+    runs: list[Sampling] = []
+    dry_run = Sampling.dry_run
+
+    def counted(self: Sampling, *args: Any) -> Any:
+        runs.append(self)
+        return dry_run(self, *args)
+
+    monkeypatch.setattr(Sampling, "dry_run", counted)
+    monkeypatch.setattr(forecast_cache, "_ram", OrderedDict())
+    run: dict[str, Any] = {"width": 96, "height": 64, "steps": 4, "_auto_resize": False, "rates": ASSUMED}
+    pipe = ballast.open_pipeline(folders("kontext"), device="cpu", cache_dir=tmp_path / "kept")
+    known = [pipe.plan(**run, images=ONE, vram=vram) for vram in ("1GB", "8MB")]
+    assert len(runs) == 1 and known[0].sampling != known[1].sampling
+    monkeypatch.setattr(forecast_cache, "_ram", OrderedDict())
+    fresh = ballast.open_pipeline(folders("kontext"), device="cpu", cache_dir=tmp_path / "fresh")
+    assert fresh.plan(**run, images=ONE, vram="8MB").sampling == known[1].sampling and len(runs) == 2
 
 
 @pytest.mark.long
