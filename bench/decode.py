@@ -17,7 +17,7 @@ from ..memory.striped import Traffic
 from ..pipelines.decoding.decode import pace
 from ..pipelines.decoding.precision import full_float32
 from ..pipelines.decoding.tiling import set_tiling
-from .full_size import FLUX_VAE
+from .downloads.full_size import FLUX_VAE
 from .harness import Run
 from .measure import Meter
 from .models import weight_bytes

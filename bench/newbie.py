@@ -25,7 +25,8 @@ from ..memory.weights.unit import ManagedModel
 from ..pipelines import open_pipeline
 from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.kernels import compiles
-from . import full_size, models
+from . import models
+from .downloads import full_size
 from .harness import Run
 from .measure import Meter, resolve_device
 from .places import DEMO

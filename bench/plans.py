@@ -61,7 +61,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 def build(to: Run) -> None:
     """Write a model's configs and headers, and no weights."""
-    from . import full_size
+    from .downloads import full_size
 
     full_size.build(to.request["name"], Path(to.request["name"]))
     to.row(seconds=time.process_time())

@@ -28,8 +28,9 @@ from ..pipelines.planning.plans import TYPICAL_PROMPT
 from ..pipelines.sampling.inputs import Request
 from ..pipelines.stages.encode import encoding_of, text_of
 from ..pipelines.stages.sample import Drawing, prepare, sampling_of
-from . import full_size, report
+from . import report
 from .bounds import bound_seconds
+from .downloads import full_size
 from .harness import Run, apart
 from .stream import RING_GROUPS
 

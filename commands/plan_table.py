@@ -71,8 +71,7 @@ def plan_model(
     Raises RuntimeError for an install without the benchmarks.
     """
     try:
-        from ..bench import full_size
-        from ..bench.downloads import published_folders, stored_forms
+        from ..bench.downloads import full_size, published_folders, stored_forms
     except ImportError as error:
         raise RuntimeError("--table needs bench. Clone the repository and run it from there.") from error
     found = {}

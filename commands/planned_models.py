@@ -37,7 +37,7 @@ class PublishedModel:
     """A model and a usual run of it.
 
     `facts` names the configs that come with the pack, `transformer` fields of its config that are others, `folder` one
-    that `bench.full_size` builds. `pictures` are the names of pictures that it starts from. `workflow` is a number.
+    that `full_size` builds. `pictures` are the names of pictures that it starts from. `workflow` is a number.
     """
 
     name: str

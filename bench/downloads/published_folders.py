@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...pipelines.files.components import read_model_index
 from ...pipelines.files.single.published import FACTS
 from ...pipelines.files.trust import component_class
-from .. import full_size
+from . import full_size
 
 MODELS = sorted(folder.name for folder in (FACTS / "models").iterdir())
 MARKS = {"qwen": {"<|vision_start|>": 151652, "<|vision_end|>": 151653, "<|image_pad|>": 151655}}  # by kind

@@ -24,7 +24,8 @@ import ballast
 import psutil
 import pytest
 import torch
-from ballast.bench import full_size, report
+from ballast.bench import report
+from ballast.bench.downloads import full_size
 from ballast.memory import manager
 from ballast.memory.sizes import parse_bytes
 from gguf import GGMLQuantizationType as Type

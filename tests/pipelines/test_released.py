@@ -15,8 +15,7 @@ from typing import Any
 
 import ballast
 import pytest
-from ballast.bench import full_size
-from ballast.bench.downloads import published_folders
+from ballast.bench.downloads import full_size, published_folders
 from ballast.pipelines.encoding.pictures import Pictures
 from ballast.pipelines.equivalence import check, released
 from ballast.pipelines.equivalence.verdicts import Verdict

@@ -10,7 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
-from ballast.bench.full_size import empty
+from ballast.bench.downloads.full_size import empty
 from diffusers.models.transformers.transformer_lumina2 import Lumina2RotaryPosEmbed
 from torch import nn
 

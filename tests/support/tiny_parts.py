@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers
 import transformers
-from ballast.bench.full_size import tokenizer as tokenizer
+from ballast.bench.downloads.full_size import tokenizer as tokenizer
 from diffusers import DiffusionPipeline
 
 TEXT_TOKENS = 48

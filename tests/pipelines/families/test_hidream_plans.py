@@ -10,7 +10,7 @@ from typing import Any
 import ballast
 import pytest
 import thumbnails
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes

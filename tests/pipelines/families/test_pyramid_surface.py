@@ -18,7 +18,7 @@ import pyramid_folders
 import pytest
 import thumbnails
 import torch
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory.planning.runplan import seconds
 from ballast.memory.rates import ASSUMED
 from ballast.memory.sizes import format_bytes

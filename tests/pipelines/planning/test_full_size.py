@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from ballast import open_pipeline
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory.weights.stored import find_weights, read_header
 from safetensors import safe_open
 

@@ -11,7 +11,7 @@ from typing import Any
 import ballast
 import pytest
 import torch
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory import manager
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.planning import forecast_cache

@@ -16,7 +16,7 @@ import folder_paths
 import numpy as np
 import pytest
 import tiny
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory import manager
 from ballast.memory.charts import axes
 from ballast.memory.charts.axes import to_image

@@ -19,7 +19,7 @@ import bare_models
 import pytest
 import tiny
 import torch
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory import ManagedModel, manager
 from ballast.memory.planning.dry_run import dry_run
 from ballast.memory.planning.fit import sizes_of

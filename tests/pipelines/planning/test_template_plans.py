@@ -13,7 +13,7 @@ import thumbnails
 import tiny
 import torch
 import transformers
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory.rates import ASSUMED
 from ballast.pipelines.files.components import read_model_index
 from ballast.pipelines.files.single import published

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.memory.planning.dry_run import lay_weights
 from ballast.memory.rates import Rates
 from ballast.memory.simulated.clock import Event, Stream, current_stream

@@ -17,7 +17,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from ballast.bench import full_size
+from ballast.bench.downloads import full_size
 from ballast.pipelines.files.components import Component, read_model_index
 from ballast.pipelines.files.single import published
 from ballast.pipelines.files.single.given import GivenFiles

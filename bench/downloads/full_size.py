@@ -23,11 +23,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..pipelines.models.newbie.gemma import GEMMA_3_4B
-from ..pipelines.models.newbie.sizes import PUBLISHED
-from ..pipelines.models.newbie.transformer import NewbieTransformer2DModel
-from ..pipelines.models.pyramid_flow.flux import PyramidFluxTransformer3DModel
-from ..pipelines.models.pyramid_flow.vae import CausalVideoVAE
+from ...pipelines.models.newbie.gemma import GEMMA_3_4B
+from ...pipelines.models.newbie.sizes import PUBLISHED
+from ...pipelines.models.newbie.transformer import NewbieTransformer2DModel
+from ...pipelines.models.pyramid_flow.flux import PyramidFluxTransformer3DModel
+from ...pipelines.models.pyramid_flow.vae import CausalVideoVAE
 
 # What the published configs say and the classes do not have as defaults.
 CLIP_L = {
