@@ -13,7 +13,7 @@ import torch
 
 from ..decoding.decode import run_decoder, to_images
 from ..encoding.conditioning import Conditioning
-from ..encoding.pictures import as_stock
+from ..encoding.pictures import Frames, as_stock
 from ..encoding.prompts import Text
 from ..planning.forecasts import quietly
 from ..sampling.inputs import Inputs, Request
@@ -21,8 +21,9 @@ from ..sampling.latents import check_decodable
 from ..stock.answers import NotSeenError, opened
 from ..stock.blocks import run_blocks
 from ..stock.stand_ins import Steps
+from ..stock.tasks import VIDEOS
 from . import verdicts
-from .comparison import GUIDES, NEGATIVE, StockCallError
+from .comparison import GUIDES, NEGATIVE, StockCallError, picture_for
 from .verdicts import Modules, Verdict, compare, echoes_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _PROOF = 1  # to be raised when proofs end in another way
 _PROMPT, _SEED, _STEPS, _SIDE = "a red boat", 0, 2, 64  # pixels; or the next size that it draws
+_STRENGTH = 0.8  # by which some steps are left out
 _CHANNELS = (3, 4)  # of a picture
 _HOST = torch.device("cpu")
 log = logging.getLogger("ballast")
@@ -71,8 +73,17 @@ class _Run:
         width, height = (2 * side, side) if self.small else (None, None)
         frames = model.fewest_frames() if self.small and model.frames else None
         request = Request(width, height, _STEPS, self.scale, frames)
-        arguments = model.sample_arguments(Inputs(model), request)
+        strength = _STRENGTH if model.inputs and "strength" in model.sample_inputs else None
+        arguments = model.sample_arguments(Inputs(model, self.pictures, strength), request)
         return arguments | {"generator": torch.Generator("cpu").manual_seed(_SEED), "latents": None}
+
+    @property
+    def pictures(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The pictures that the model is given."""
+        side, names = -(-_SIDE // self.model.sizes.multiple) * self.model.sizes.multiple, self.model.inputs
+        frames = range(self.model.fewest_frames())
+        made = {name: picture_for(side, name) for name in names}
+        return {n: Frames(one.roll(at, 0) for at in frames) if n in VIDEOS else (one,) for n, one in made.items()}
 
     def whole(self, modules: Modules) -> torch.Tensor:
         """Return the pictures of its own call."""
@@ -94,7 +105,7 @@ class _Run:
     def staged(self, modules: Modules) -> torch.Tensor:
         """Return the pictures of the stages."""
         model = self.model
-        text = Text(_PROMPT, self.negative)
+        text = Text(_PROMPT, self.negative, {n: v for n, v in self.pictures.items() if n in model.encode_inputs})
         encoders = {unit.name: modules[unit.name] for unit in model.encoders}
         cond = Conditioning.of(model.encode(text, _HOST, encoders))
         see = functools.partial(_see, modules)

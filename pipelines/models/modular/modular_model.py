@@ -18,7 +18,7 @@ from torch import nn
 
 from ....memory.weights.unit import ManagedModel
 from ...encoding.conditioning import Conditioning
-from ...encoding.pictures import Pictures, as_stock
+from ...encoding.pictures import Frames, Pictures, as_stock
 from ...encoding.prompts import COUNTS, Text, no_effect
 from ...equivalence.modular_check import prove_modular
 from ...equivalence.verdicts import Verdict
@@ -36,6 +36,7 @@ from ...stock.module_call import ModuleCall
 from ...stock.postprocess import OF_ONE, TAILS
 from ...stock.signatures import check_frames, fewest_frames, passes, picture_sizes, spatial_factors
 from ...stock.stand_ins import DecodeCalledError, LateTool, LoopReachedError, StandIn, StandInVae, Steps
+from ...stock.tasks import WORDS
 from ..claims import Claims
 from ..diffusers.diffusers_model import FRAMES, frame_rate_of
 from ..diffusers.folder_parts import HOST, SEEING, Components
@@ -50,13 +51,16 @@ _GUIDES = 3.0  # a scale of guidance that guides
 _SCALE = "guidance_scale"
 _GUIDER = "guider"
 _NEGATIVE = "negative"  # how names of the state begin that a run without guidance lacks
+_STRENGTH = "strength"
 _TEXTS = ("prompt", "negative_prompt")
+IMAGE = "image"  # what blocks call the picture to start from, or to edit
+PICTURES = frozenset({IMAGE, "mask_image", "last_image", "control_image", "video"})  # inputs that select a workflow
 _STEP_COUNT = "num_inference_steps"
 
 # Inputs of blocks that the stages set themselves.
 _OURS = {
     *_TEXTS, "width", "height", _STEP_COUNT, *FRAMES, _SCALE, "generator", "latents", "output_type",
-    "num_images_per_prompt", "num_videos_per_prompt",
+    "num_images_per_prompt", "num_videos_per_prompt", *PICTURES, _STRENGTH,
 }  # fmt: skip
 
 Ask = Callable[[str], Callable[..., Any]]  # gives the call of a module by its name
@@ -81,6 +85,8 @@ class ModularModel(LoopModel):
         made = outputs_of(self.stages.encode).keys()
         taken = inputs_of(self.stages.all)
         self.sample_inputs = {n: v for n, v in inputs_of(self.stages.sample).items() if n in taken and n not in made}
+        self.edits = IMAGE in self.encode_inputs or self._reads_when_given()
+        self._tasks: dict[frozenset[str], ModularModel] = {self.inputs: self}
         self.frames = next((name for name in FRAMES if name in taken), None)
         self.is_video = self.frames is not None
         self.frame_rate = frame_rate_of(self.name)
@@ -123,6 +129,29 @@ class ModularModel(LoopModel):
     @property
     def _there(self) -> set[str]:
         return set(self.components)
+
+    def _reads_when_given(self) -> bool:
+        """Return whether the encoding blocks read a picture that they can do without."""
+        if IMAGE not in {param.name for param in self.blocks.inputs}:
+            return False
+        stages = stages_of(self.blocks, {*_TEXTS[:1], *self.inputs, IMAGE}, self.components)
+        return IMAGE in inputs_of(stages.encode)
+
+    def task(self, inputs: frozenset[str]) -> ModularModel:
+        """Return the model of the workflow that these pictures select, compared with its own call.
+
+        Raises ValueError, in one line, where there is none.
+        """
+        if inputs not in self._tasks:
+            made = ModularModel(self.source, self.folder_parts, inputs)
+            taken = {*made.encode_inputs, *made.sample_inputs}
+            if untaken := ", ".join(WORDS.get(name, name) for name in sorted(inputs - taken)):
+                raise ValueError(f"{self.title} takes no {untaken}: its blocks have no use for it. Leave it out.")
+            if made.encoders != self.encoders:
+                raise ValueError(f"{self.title} encodes with other modules where it is given pictures. Leave them out.")
+            prove_modular(made)
+            self._tasks[inputs] = made
+        return self._tasks[inputs]
 
     # Equivalence
 
@@ -267,14 +296,24 @@ class ModularModel(LoopModel):
             **self.words_of(text),
         }
 
+    def pictures_read(self, pictures: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the pictures that the encoding blocks read, as options. ValueError if they read none, or need one."""
+        if not self.edits:
+            return super().pictures_read(pictures)
+        if not pictures and IMAGE in self.encode_inputs:
+            raise ValueError(f"{self.title} reads a picture with its prompt. Give images.")
+        return {IMAGE: tuple(pictures)} if pictures else {}
+
     def encode(self, text: Text, device: torch.device, modules: Modules) -> Embeddings:
         """Return what the encoding blocks leave in the state, with guidance."""
+        if IMAGE in text.options and IMAGE not in self.inputs:
+            return self.task(self.inputs | {IMAGE}).encode(text, device, modules)
         pipe = self.pipeline(device, modules, reads=True)
         if self.guiders and not self._is_guided(pipe):
             self.set_guidance(pipe, _GUIDES)  # else nothing of the negative prompt is encoded
-        given = {**text.options, **{k: v for k, v in self.words_of(text).items() if v is not None}}
+        given = {**as_stock(text.options), **{k: v for k, v in self.words_of(text).items() if v is not None}}
         state = self.initial_state(given)
-        before = {name: value for name, value in state.values.items() if name not in given}
+        before = {name: value for name, value in state.values.items() if name not in given or name in PICTURES}
         run_blocks(self.stages.encode, pipe, state)
         made = carried(state.values, before)
         made.info = {**made.info, "prompts": str(1 if isinstance(text.prompt, str) else len(text.prompt))}
@@ -283,10 +322,26 @@ class ModularModel(LoopModel):
     # Image conditioning
 
     def inputs_of(self, pictures: Pictures) -> Inputs:
-        """Return the inputs of a run without pictures. Raises ValueError, in one line, for any."""
-        if pictures:
-            raise ValueError(f"{self.title} is a modular pipeline, which takes no pictures here yet. Leave them out.")
-        return Inputs(self)
+        """Return the pictures as inputs of the blocks that they select. Raises ValueError, in one line, for others."""
+        if self.edits and pictures.image:
+            raise ValueError(
+                f"{self.title} reads its pictures with the prompt. Give them to encode, and none to sample."
+            )
+        given: dict[str, tuple[torch.Tensor, ...]] = {
+            IMAGE: pictures.image or pictures.references,
+            "mask_image": pictures.mask,
+            "last_image": pictures.last_image,
+            "control_image": pictures.control,
+            "video": Frames(pictures.video),
+        }
+        given = {name: each for name, each in given.items() if each}
+        for name, each in given.items():
+            if len(each) > 1 and not isinstance(each, Frames) and not (name == IMAGE and pictures.references):
+                raise ValueError(f"{self.title} takes one {WORDS.get(name, name)} at a time. Give one.")
+        model = self.task(frozenset(given)) if given else self
+        if pictures.strength is not None and _STRENGTH not in model.sample_inputs:
+            raise ValueError(f"{self.title} takes no strength with these pictures. Leave it out.")
+        return Inputs(model, given, pictures.strength)
 
     def encode_images(self, cond: Conditioning, arguments: Mapping[str, Any], see: See) -> Answers:  # type: ignore[override]
         """Run the blocks until they sample, on the CPU. What they ask of modules that see a picture, `see` answers."""
@@ -310,15 +365,17 @@ class ModularModel(LoopModel):
 
     def passes(self, arguments: Mapping[str, Any]) -> int:
         """Return how many steps a run with these arguments takes."""
-        return passes({}, arguments)
+        return passes({}, {_STRENGTH: self.sample_inputs.get(_STRENGTH), **arguments})
 
     def sample_arguments(self, inputs: Inputs, request: Request) -> dict[str, Any]:
         """Check arguments of `sample` and return those of its blocks."""
         taken, options = self.sample_inputs, request.options
-        known = taken.keys() - _OURS
-        check_stage(self.title, options, set(self.encode_options()) - known)
-        check_known(self.title, options, known)
+        if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - inputs.pictures.keys())):
+            raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
+        check_stage(self.title, options, self.encode_options())
+        check_known(self.title, options, taken.keys() - _OURS - self.encode_inputs.keys() - self._after_loop)
         arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures}
+        arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:
             if not self.guiders and _SCALE not in taken:
                 raise ValueError(f"{self.title} takes no guidance.")
@@ -336,6 +393,13 @@ class ModularModel(LoopModel):
             check_frames(self.pipeline(HOST, {}), self.title, request.frames)
             arguments[self.frames] = request.frames
         return arguments
+
+    @property
+    def _after_loop(self) -> set[str]:
+        """The inputs of blocks from the one that decodes on. What they do with these in the end, no stage would do."""
+        loop = {unit.name for unit in self.denoisers}
+        last = max(place for place, block in enumerate(self.stages.sample) if loop & asked([block]))
+        return set(inputs_of(self.stages.sample[last + 1 :]))
 
     def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
@@ -450,6 +514,25 @@ def open_modular(folder: Path, dtype: str | torch.dtype, claims: Claims) -> Modu
         units,
         {},
     )
-    model = ModularModel(source, parts)
-    prove_modular(model)
-    return model
+    first: Exception | None = None
+    for inputs in _ways(source.blocks):
+        try:
+            model = ModularModel(source, parts, inputs)
+            prove_modular(model)
+        except (ValueError, FileNotFoundError) as error:
+            first = first or error
+        else:
+            return model
+    assert first is not None
+    raise first
+
+
+def _ways(blocks: Any) -> list[frozenset[str]]:
+    """Return the pictures that blocks may need to run at all: those of a workflow, the fewest first, or none."""
+    ways: list[frozenset[str]] = []
+    for triggers in (blocks._workflow_map or {}).values():
+        named = triggers[0] if isinstance(triggers, tuple) else triggers
+        ways.append(PICTURES & set(named))
+    if not ways:
+        ways = [PICTURES & set(blocks.required_inputs)]
+    return sorted(dict.fromkeys(ways), key=len)
