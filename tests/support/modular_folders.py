@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 from diffusers import ModularPipeline
 
@@ -58,7 +59,9 @@ def stock(
         return decode(z, *args, **kwargs)
 
     pipe.vae.decode = recorded
-    made = pipe(**inputs, generator=torch.Generator("cpu").manual_seed(0), output_type="pt")
+    made = pipe(generator=torch.Generator("cpu").manual_seed(0), **{"output_type": "pt"} | inputs)
     pictures = made.get("videos") if made.get("videos") is not None else made.get("images")
     (latents,) = seen
+    if isinstance(pictures, list):
+        pictures = torch.stack([torch.from_numpy(np.array(one)) / 255 for one in pictures]).movedim(-1, -3)
     return latents, pictures.float().movedim(-3, -1)

@@ -114,7 +114,8 @@ class ModularModel(LoopModel):
             for spec in block.expected_components
             if spec.default_creation_method == "from_pretrained"
         ]
-        if missing := sorted({each for each in wanted if source.missing.get(each) or each in _NEEDED} - self._there):
+        needed = {each for each in wanted if source.missing.get(each) or each.startswith(_NEEDED)}
+        if missing := sorted(needed - self._there):
             where = next((source.missing[each] for each in missing if source.missing.get(each)), "")
             raise FileNotFoundError(
                 f"{self.folder} has no {missing[0]}/, which {name} runs with. "
@@ -483,7 +484,7 @@ class ModularModel(LoopModel):
 
 
 _ENCODE = ("text_encoder", "other")  # roles of units that encode
-_NEEDED = ("vae", "transformer", "scheduler")
+_NEEDED = ("vae", "transformer", "unet", "scheduler")  # how names of components begin that no blocks go without
 
 
 def _reach(*args: Any, **kwargs: Any) -> NoReturn:
