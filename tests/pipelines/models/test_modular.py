@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ballast
 import diffusers
-import made_up_blocks
-import modular_folders
 import pytest
-import tiny
 import torch
 from adapters import lora_files
-from ballast.memory import manager
-from modular_folders import CLASSES, as_modular
+from ballast.pipelines.files.recognition import is_modular_folder
+from modular import made_up_blocks, modular_folders
+from modular.modular_folders import FAMILIES, Family, as_modular
+from pictured import pipelines as pictured
+from places import ROOT
 
 Folders = Callable[[str], Path]
-STEPS, PROMPT, NEGATIVE = 2, "a red boat", "blurry, grey"
-FAST = ("flux", "qwenimage", "wan")
+STEPS, PROMPT, NEGATIVE = 3, "a red boat", "blurry, grey"
+FAST = ("flux", "flux_image", "wan")
+LONG = ("klein", "ltx_image", "qwen", "qwen_inpaint", "sd3", "zimage")
 BUDGET = "1GB"
 
 
@@ -34,11 +35,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("modular_folders")
 
     def folder(name: str) -> Path:
-        return root / name if (root / name).is_dir() else as_modular(tiny_folders(name), root / name, CLASSES[name])
+        return root / name if (root / name).is_dir() else modular_folders.save(name, root / name)
 
     return folder
 
@@ -47,15 +48,10 @@ def folders(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> 
 class Case:
     """One run of a family, in words of Ballast and of the pipeline's own call."""
 
-    name: str
+    family: Family
     folder: Path
     pipe: Any
     guidance: float | None = None
-
-    @property
-    def size(self) -> dict[str, Any]:
-        width, height = (64, 32) if self.name == "zimage" else tiny.FAMILIES[self.name].size
-        return {"width": width, "height": height}
 
     @property
     def negative(self) -> str | None:
@@ -63,55 +59,100 @@ class Case:
 
     @property
     def run(self) -> dict[str, Any]:
-        frames = tiny.FAMILIES[self.name].frames
-        return {**self.size, "steps": STEPS, "frames": frames, "guidance": self.guidance}
+        shown = {word: one for word, one in self.family.given().items() if word != "images"}
+        run = {**self.family.sides(), "steps": STEPS, "frames": self.family.frames, **shown}
+        return run if self.guidance is None else run | {"guidance": self.guidance}
+
+    def encode(self, prompt: Any = PROMPT) -> Any:
+        return self.pipe.encode(prompt, self.negative, images=self.family.given().get("images"))
 
     def stock(self, prompt: Any = PROMPT, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        frames = tiny.FAMILIES[self.name].frames
-        given = {**self.size, "num_inference_steps": STEPS, "prompt": prompt, **more}
-        given |= {"num_frames": frames} if frames else {}
+        family = self.family
+        given = {**family.sides(), **family.stock_pictures(), "num_inference_steps": STEPS, "prompt": prompt, **more}
+        given |= {"num_frames": family.frames} if family.frames else {}
         given |= {"guidance_scale": self.guidance} if self.pipe.distilled and self.guidance else {}
         given |= {"negative_prompt": self.negative} if self.negative else {}
+        given |= {"output_type": family.output}
         return modular_folders.stock(self.folder, None if self.pipe.distilled else self.guidance, **given)
 
 
 def opened(name: str, folders: Folders, cache: Path, guidance: float | None = None, **how: Any) -> Case:
     pipe = ballast.open_pipeline(folders(name), cache_dir=cache, **({"device": "sim"} | how))
-    return Case(name, folders(name), pipe, guidance)
+    return Case(FAMILIES[name], folders(name), pipe, guidance)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in CLASSES]
-)
+def marked(name: str) -> Any:
+    mark = pytest.mark.long if name in LONG else pytest.mark.soak
+    return name if name in FAST else pytest.param(name, marks=mark)
+
+
+@pytest.mark.parametrize("name", list(map(marked, FAMILIES)))
 def test_stages_equal_its_own_call(name: str, folders: Folders, cache: Path, sim: ModuleType) -> None:
     """Resident and streamed: equal latents and pictures, nothing left, and the peaks that were planned."""
-    case = opened(name, folders, cache)
-    latents, pictures = case.stock()
-    cond = case.pipe.encode(PROMPT, case.negative)
-    assert sim.stats().allocated_bytes == 0
-    made = {}
-    for strategy in ("resident", "leafwise"):
-        plan = case.pipe.plan(cond=cond, vram=BUDGET, strategy=strategy, **case.run)
-        sim.reset_stats()
-        made[strategy] = case.pipe.sample(cond, strategy=strategy, **case.run)
-        assert 0.95 * plan.sampling.peak_vram_bytes <= sim.stats().peak_bytes <= plan.sampling.peak_vram_bytes
+    with pictured.without_videos():
+        case = opened(name, folders, cache, 4.0 if FAMILIES[name].guides else None)
+        latents, pictures = case.stock()
+        cond = case.encode()
         assert sim.stats().allocated_bytes == 0
-    decoded = case.pipe.decode(made["leafwise"])
-    assert sim.stats().allocated_bytes == 0
-    for mine in made.values():
-        torch.testing.assert_close(mine, latents.float(), atol=1e-5, rtol=0)
-    torch.testing.assert_close(decoded, pictures, atol=1e-5, rtol=0)
+        made = {}
+        for strategy in ("resident", "leafwise"):
+            made[strategy] = case.pipe.sample(cond, strategy=strategy, **case.run)
+            assert sim.stats().allocated_bytes == 0
+        decoded = case.pipe.decode(made["leafwise"])
+        assert sim.stats().allocated_bytes == 0
+        for mine in made.values():
+            torch.testing.assert_close(mine, latents.float(), atol=1e-5, rtol=0)
+        rounding = 0.5 / 255 + 1e-5 if case.family.output == "pil" else 1e-5
+        torch.testing.assert_close(decoded, pictures, atol=rounding, rtol=0)
+        plan = case.pipe.plan(cond=cond, vram=BUDGET, strategy="leafwise", **case.run)
+        assert ("encode picture" in [stage.name for stage in plan.stages]) == bool(case.family.pictures)
+        if not case.family.pictures:  # else the stage of the picture may be the largest
+            sim.reset_stats()
+            case.pipe.sample(cond, strategy="leafwise", **case.run)
+            assert 0.95 * plan.sampling.peak_vram_bytes <= sim.stats().peak_bytes <= plan.sampling.peak_vram_bytes
+
+
+def test_a_picture_changes_the_result(folders: Folders, cache: Path) -> None:
+    """Its strength counts; a run without it is another workflow of the same pipeline."""
+    case = opened("flux_image", folders, cache, device="cpu")
+    cond, run = case.encode(), case.run
+    started, stronger = case.pipe.sample(cond, **run), case.pipe.sample(cond, strength=0.9, **run)
+    latents, _ = case.stock(strength=0.9)
+    torch.testing.assert_close(stronger, latents.float(), atol=1e-5, rtol=0)
+    plain = case.pipe.sample(cond, **{name: value for name, value in run.items() if name != "image"})
+    assert not torch.equal(started, stronger) and not torch.equal(started, plain)
 
 
 @pytest.mark.parametrize(
-    ("name", "guidance"), [("flux", 7.0), ("qwenimage", 1.0), pytest.param("sd3", 2.0, marks=pytest.mark.long)]
+    ("given", "reason"),
+    [
+        ({"image": 2}, "takes one image at a time"),
+        ({"image": 1, "mask": 1}, "takes no mask"),
+        ({"control": 1}, "takes no control"),
+        ({"image": 1, "last_image": 1}, "takes no last_image"),
+    ],
+)
+def test_pictures_that_no_block_takes_are_refused(
+    given: dict[str, int], reason: str, folders: Folders, cache: Path
+) -> None:
+    case = opened("flux_image", folders, cache, device="cpu")
+    shown = {
+        word: torch.rand((count, 32, 48) if word == "mask" else (count, 32, 48, 3)) for word, count in given.items()
+    }
+    with pytest.raises(ValueError, match=reason) as refused:
+        case.pipe.sample(case.encode(), **case.run | {"image": None} | shown)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance"), [("flux", 7.0), ("qwen", 1.0), pytest.param("sd3", 2.0, marks=pytest.mark.long)]
 )
 def test_guidance_is_that_of_its_own_call(name: str, guidance: float, folders: Folders, cache: Path) -> None:
     case = opened(name, folders, cache, guidance, device="cpu")
     latents, _ = case.stock()
-    usual, _ = Case(name, case.folder, case.pipe).stock()
+    usual, _ = replace(case, guidance=None).stock()
     assert not torch.equal(latents, usual)
-    mine = case.pipe.sample(case.pipe.encode(PROMPT, case.negative), **case.run)
+    mine = case.pipe.sample(case.encode(), **case.run)
     torch.testing.assert_close(mine, latents.float(), atol=1e-5, rtol=0)
 
 
@@ -121,36 +162,36 @@ def test_a_run_whose_own_call_fails_is_refused(folders: Folders, cache: Path) ->
     with pytest.raises(UnboundLocalError):
         case.stock()
     with pytest.raises(ValueError, match="fail without"):
-        case.pipe.sample(case.pipe.encode(PROMPT, NEGATIVE), **case.run)
+        case.pipe.sample(case.encode(), **case.run)
 
 
-def test_several_prompts_and_seeds(folders: Folders, cache: Path, sim: ModuleType) -> None:
+def test_several_prompts_and_seeds(folders: Folders, cache: Path) -> None:
     """A list of prompts is that of its own call; `run` and `batch` draw what each seed draws alone."""
-    case = opened("flux", folders, cache)
+    case = opened("flux", folders, cache, device="cpu")
     prompts = [PROMPT, "two small cats"]
     latents, _ = case.stock(list(prompts))
-    cond = case.pipe.encode(prompts)
+    cond = case.encode(prompts)
     torch.testing.assert_close(case.pipe.sample(cond, **case.run), latents.float(), atol=1e-5, rtol=0)
-    alone = [case.pipe.sample(case.pipe.encode(p), seed=seed, **case.run) for seed, p in enumerate(prompts)]
+    alone = [case.pipe.sample(case.encode(p), seed=seed, **case.run) for seed, p in enumerate(prompts)]
     for picture, one in zip(case.pipe.run(prompts, seeds=[0, 1], **case.run), alone, strict=True):
         torch.testing.assert_close(picture, case.pipe.decode(one), atol=1e-5, rtol=0)
-    both = case.pipe.sample(case.pipe.encode(PROMPT), batch=2, **case.run)
+    both = case.pipe.sample(case.encode(), batch=2, **case.run)
     assert torch.equal(both[:1], alone[0]) and not torch.equal(both[1], both[0])
 
 
 def test_once_and_lockstep_keep_the_bits(folders: Folders, cache: Path, sim: ModuleType) -> None:
-    case = opened("qwenimage", folders, cache, 4.0)
-    cond = case.pipe.encode(PROMPT, NEGATIVE)
+    case = opened("qwen", folders, cache, 4.0)
+    cond = case.encode()
     usual = case.pipe.sample(cond, **case.run)
     for way in ({"once": True}, {"lockstep": True}):
         assert torch.equal(case.pipe.sample(cond, strategy="leafwise", **case.run, **way), usual)
 
 
-@pytest.mark.parametrize("weights", ["exact12", "int8"])
+@pytest.mark.parametrize("weights", ["exact12", pytest.param("int8", marks=pytest.mark.long)])
 def test_converted_weights(weights: str, folders: Folders, cache: Path, sim: ModuleType) -> None:
     """Without loss the bits are the same; in 8 bits they differ a little."""
     runs = [opened("flux", folders, cache, dtype="bf16", weights=way) for way in ("auto", weights)]
-    plain, other = (case.pipe.sample(case.pipe.encode(PROMPT), **case.run) for case in runs)
+    plain, other = (case.pipe.sample(case.encode(), **case.run) for case in runs)
     assert torch.equal(plain, other) == (weights == "exact12")
     assert (plain - other).abs().max() < 0.1
     assert sim.stats().allocated_bytes == 0
@@ -166,7 +207,7 @@ def test_lora_is_that_of_diffusers(folders: Folders, cache: Path, sim: ModuleTyp
         stock.set_adapters(["one"], [0.7])
 
     latents, _ = case.stock(prepare=load)
-    cond = case.pipe.encode(PROMPT)
+    cond = case.encode()
     plain = case.pipe.sample(cond, **case.run)
     case.pipe.set_loras([(path, 0.7)])
     mine = case.pipe.sample(cond, strategy="leafwise", **case.run)
@@ -253,7 +294,7 @@ def changed(folder: Path, **entries: Any) -> Path:
 def test_bad_indices(
     entries: dict[str, Any], error: type[Exception], words: str, tiny_folders: Folders, tmp_path: Path
 ) -> None:
-    folder = changed(as_modular(tiny_folders("flux"), tmp_path / "flux", CLASSES["flux"]), **entries)
+    folder = changed(as_modular(tiny_folders("flux"), tmp_path / "flux", "FluxModularPipeline"), **entries)
     with pytest.raises(error, match=re.escape(words)) as refused:
         ballast.open_pipeline(folder, device="cpu")
     assert "\n" not in str(refused.value)
@@ -261,7 +302,7 @@ def test_bad_indices(
 
 def test_what_is_not_offered_is_refused(folders: Folders, cache: Path) -> None:
     case = opened("flux", folders, cache, device="cpu")
-    cond = case.pipe.encode(PROMPT)
+    cond = case.encode()
     for given in ({"noise": torch.zeros(1, 6, 16)}, {"scheduler": "unipc"}, {"width": 50}):
         with pytest.raises((TypeError, ValueError)) as refused:
             case.pipe.sample(cond, **case.run | given)
@@ -269,14 +310,15 @@ def test_what_is_not_offered_is_refused(folders: Folders, cache: Path) -> None:
 
 
 def test_a_folder_of_both_kinds_opens_as_its_class(tiny_folders: Folders, tmp_path: Path) -> None:
-    folder = as_modular(tiny_folders("flux"), tmp_path / "flux", CLASSES["flux"])
+    folder = as_modular(tiny_folders("flux"), tmp_path / "flux", "FluxModularPipeline")
     index = (tiny_folders("flux") / "model_index.json").read_text(encoding="utf-8")
     (folder / "model_index.json").write_text(index, encoding="utf-8")
-    assert ballast.open_pipeline(folder, device="cpu").name == "FluxPipeline"
+    assert not is_modular_folder(folder)
+    (folder / "model_index.json").unlink()
+    assert is_modular_folder(folder)
 
 
-def test_units_are_shared_with_the_class(tiny_folders: Folders, folders: Folders, cache: Path, tmp_path: Path) -> None:
-    """The files tell a unit, not the pipeline that runs it."""
-    first, second = (opened("flux", folders, cache, device="cpu").pipe for _ in range(2))
-    assert first.denoisers == second.denoisers
-    assert manager("cpu") is first.manager
+@pytest.mark.parametrize("page", ["docs/pipelines.md", "docs/zh/pipelines.md"])
+def test_the_docs_have_every_workflow_that_is_tested(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if "ModularPipeline` | `" in line] == modular_folders.rows()
