@@ -84,6 +84,6 @@ def _classes(path: Path, index: Mapping[str, Any]) -> tuple[Any, Any]:
         )
     for chosen in (index.get("_blocks_class_name"), cls.default_blocks_name):
         blocks: Any = named_class(diffusers, chosen)
-        if blocks is not None and issubclass(blocks, diffusers.ModularPipelineBlocks) and blocks.block_classes:
+        if blocks is not None and issubclass(blocks, diffusers.SequentialPipelineBlocks) and blocks.block_classes:
             return cls, blocks()
     raise ValueError(f"{path} names no blocks of diffusers {diffusers.__version__}. A newer diffusers may have them.")

@@ -95,9 +95,9 @@ class ModularModel(LoopModel):
         self.takes_negative = "negative_prompt" in self.encode_inputs
         self.guiders = sorted(name for name in asked(self.stages.sample) if name.startswith(_GUIDER))
         self.distilled = not self.guiders and _SCALE in self.sample_inputs
-        units = parts.units
+        units, asking = parts.units, asked(self.stages.sample[: self._decoding])
         self.encoders = [u for u in units.values() if u.name in self.stages.encoders and u.role in _ENCODE]
-        sampling = asked(self.stages.sample) - {u.name for u in self.encoders} - {"vae", *SEEING}
+        sampling = asking - {unit.name for unit in self.encoders} - {"vae", *SEEING}
         self.denoisers = [unit for unit in units.values() if unit.name in sampling]
         self.decoder, self.decoder_config = units["vae"], dict(parts.components["vae"].config)
         for block in self.stages.all:
@@ -121,15 +121,33 @@ class ModularModel(LoopModel):
                 f"{self.folder} has no {missing[0]}/, which {name} runs with. "
                 f"{f'Its index has it in {where}: download' if where else 'Download'} it into that folder."
             )
-        if not stages.encode or not set(wanted) & self._there & {u for u, c in self.components.items() if c.is_module}:
+        modules = {each for each, component in self.components.items() if component.is_module}
+        if not modules & stages.encoders:
             raise ValueError(f"{name} has no blocks that encode a prompt, and cannot be staged. Use diffusers itself.")
         if "vae" not in asked(stages.sample):
             raise ValueError(f"{name} decodes with no vae, and cannot be staged. Run it with diffusers itself.")
+        if not any(self._is_denoiser(each) for each in asked(stages.sample)):
+            raise ValueError(f"{name} has no blocks that denoise, and cannot be staged. Run it with diffusers itself.")
         return stages
 
     @property
     def _there(self) -> set[str]:
         return set(self.components)
+
+    def _is_denoiser(self, name: str) -> bool:
+        return name in self.components and self.components[name].role == "transformer"
+
+    @property
+    def _decoding(self) -> int:
+        """The place among the blocks that sample of the one that decodes: the first with a VAE after the loop."""
+        blocks = self.stages.sample
+        last = max(n for n, block in enumerate(blocks) if any(map(self._is_denoiser, asked([block]))))
+        return next((n for n in range(last + 1, len(blocks)) if "vae" in asked([blocks[n]])), len(blocks))
+
+    @property
+    def _triggers(self) -> set[str]:
+        """The inputs that select other blocks than those that run."""
+        return set(self.blocks._get_trigger_inputs())
 
     def _reads_when_given(self) -> bool:
         """Return whether the encoding blocks read a picture that they can do without."""
@@ -148,11 +166,20 @@ class ModularModel(LoopModel):
             taken = {*made.encode_inputs, *made.sample_inputs}
             if untaken := ", ".join(WORDS.get(name, name) for name in sorted(inputs - taken)):
                 raise ValueError(f"{self.title} takes no {untaken}: its blocks have no use for it. Leave it out.")
-            if made.encoders != self.encoders:
-                raise ValueError(f"{self.title} encodes with other modules where it is given pictures. Leave them out.")
+            self._check_encoding(made)
             prove_modular(made)
             self._tasks[inputs] = made
         return self._tasks[inputs]
+
+    def _check_encoding(self, made: ModularModel) -> None:
+        """Raise ValueError where a workflow encodes its prompt otherwise than `encode`, which knows one picture."""
+        reads, with_image = PICTURES & made.encode_inputs.keys(), self.inputs | {IMAGE}
+        same = made.encoders == self.encoders and reads <= {IMAGE}
+        if same and not (reads and made.inputs == with_image):
+            texts = self.task(with_image) if reads else self
+            same = list(map(type, texts.stages.encode)) == list(map(type, made.stages.encode))
+        if not same:
+            raise ValueError(f"{self.title} encodes its prompt otherwise with these pictures. Leave them out.")
 
     # Equivalence
 
@@ -172,12 +199,7 @@ class ModularModel(LoopModel):
     @property
     def all_units(self) -> list[ManagedModel]:
         """The units that its own call runs."""
-        return [*self.encoders, *self.denoisers, self.decoder, *self._seeing]
-
-    @property
-    def _seeing(self) -> list[ManagedModel]:
-        names = asked(self.stages.sample)
-        return [self.folder_parts.units[name] for name in SEEING if name in names & self.folder_parts.units.keys()]
+        return [unit for unit in self.folder_parts.units.values() if unit.name in asked(self.stages.all)]
 
     def batch_differs(self, texts: Any, own: Collection[str]) -> str:
         """Return that no batch is compared: pictures are drawn one after the other."""
@@ -276,7 +298,7 @@ class ModularModel(LoopModel):
 
     def encode_options(self) -> Collection[str]:
         """Return the names of the options that `encode` takes: the other inputs of the encoding blocks."""
-        return self.encode_inputs.keys() - _OURS
+        return self.encode_inputs.keys() - _OURS - self._triggers
 
     def encoding_facts(self, text: Text) -> dict[str, Any]:
         """Return everything that decides the embeddings; under "files" the digests of all files among it."""
@@ -374,7 +396,8 @@ class ModularModel(LoopModel):
         if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - inputs.pictures.keys())):
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         check_stage(self.title, options, self.encode_options())
-        check_known(self.title, options, taken.keys() - _OURS - self.encode_inputs.keys() - self._after_loop)
+        known = taken.keys() - _OURS - self._triggers - self.encode_inputs.keys()
+        check_known(self.title, options, known - inputs_of(self.stages.sample[self._decoding :]).keys())
         arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures}
         arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:
@@ -395,26 +418,13 @@ class ModularModel(LoopModel):
             arguments[self.frames] = request.frames
         return arguments
 
-    @property
-    def _after_loop(self) -> set[str]:
-        """The inputs of blocks from the one that decodes on. What they do with these in the end, no stage would do."""
-        loop = {unit.name for unit in self.denoisers}
-        last = max(place for place, block in enumerate(self.stages.sample) if loop & asked([block]))
-        return set(inputs_of(self.stages.sample[last + 1 :]))
-
     def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
-        if not self.guiders:
+        if not self.guiders or self.guides(guidance):
             return ""
-        pipe = self.pipeline(HOST, {})
-        self.set_guidance(pipe, guidance)
-        if self._is_guided(pipe):
-            return ""
-        return (
-            no_effect(1.0, False)
-            if guidance is not None
-            else f"The negative prompt has no effect: guidance is off by default. {COUNTS}"
-        )
+        if guidance is None:
+            return f"The negative prompt has no effect: guidance is off by default. {COUNTS}"
+        return no_effect(guidance, False)
 
     def check_count(self, count: int) -> None:
         """Raise ValueError, in one line, for more results of one run than this model tells apart."""

@@ -300,10 +300,13 @@ def test_bad_indices(
     assert "\n" not in str(refused.value)
 
 
+_OTHER = ({"image_latents": torch.zeros(1)}, {"output_type": "np"})  # selects other blocks; has no effect
+
+
 def test_what_is_not_offered_is_refused(folders: Folders, cache: Path) -> None:
     case = opened("flux", folders, cache, device="cpu")
     cond = case.encode()
-    for given in ({"noise": torch.zeros(1, 6, 16)}, {"scheduler": "unipc"}, {"width": 50}):
+    for given in ({"noise": torch.zeros(1, 6, 16)}, {"scheduler": "unipc"}, {"width": 50}, *_OTHER):
         with pytest.raises((TypeError, ValueError)) as refused:
             case.pipe.sample(cond, **case.run | given)
         assert "\n" not in str(refused.value)
