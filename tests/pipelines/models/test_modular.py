@@ -250,6 +250,19 @@ def test_a_new_family_opens(made_up: Callable[..., Path], cache: Path, sim: Modu
         pipe.sample(cond, guidance=3.0)
 
 
+@pytest.mark.parametrize("guidance", [None, 1.0, 5.0])
+def test_a_new_family_is_guided_as_its_own_call(
+    guidance: float | None, made_up: Callable[..., Path], cache: Path
+) -> None:
+    """What only a guided run encodes does not reach one without guidance."""
+    folder = made_up("GuidedBlocks")
+    pipe = ballast.open_pipeline(folder, device="cpu", cache_dir=cache)
+    run = {"width": 48, "height": 32}
+    latents, _ = modular_folders.stock(folder, guidance, prompt=PROMPT, negative_prompt=NEGATIVE, **run)
+    mine = pipe.sample(pipe.encode(PROMPT, NEGATIVE), guidance=guidance, **run)
+    torch.testing.assert_close(mine, latents, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("blocks", "reason"),
     [

@@ -8,6 +8,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import ModularPipeline, ModularPipelineBlocks, SequentialPipelineBlocks
+from diffusers.configuration_utils import FrozenDict
+from diffusers.guiders import ClassifierFreeGuidance
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec, InputParam, OutputParam
 
@@ -33,7 +35,7 @@ class Block(ModularPipelineBlocks):
 
     @property
     def intermediate_outputs(self) -> list[OutputParam]:
-        return [OutputParam(name) for name in self.gives]
+        return [OutputParam(name, kwargs_type=BRUSHES if name == "mask" else None) for name in self.gives]
 
     def __call__(self, components: Any, state: Any) -> Any:
         values = self.get_block_state(state)
@@ -45,6 +47,7 @@ class Block(ModularPipelineBlocks):
         raise NotImplementedError
 
 
+BRUSHES = "brushes"  # the kind of inputs that the mask is passed on as
 TEXT = (
     ComponentSpec("text_encoder", transformers.T5EncoderModel),
     ComponentSpec("tokenizer", transformers.PreTrainedTokenizerFast),
@@ -86,20 +89,27 @@ class Dip(Block):
 
 class Paint(Block):
     asks = DENOISER
-    takes = (*map(InputParam, ("words", "mask", "latents")), InputParam("num_inference_steps", default=3))
+    takes = (
+        *map(InputParam, ("words", "latents")),
+        InputParam("num_inference_steps", default=3),
+        InputParam(kwargs_type=BRUSHES),
+    )
     gives = ("latents",)
+
+    def predict(self, components: Any, values: Any, words: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        made = components.transformer(
+            values.latents,
+            encoder_hidden_states=words,
+            encoder_attention_mask=values.brushes["mask"],
+            timestep=time.expand(len(values.latents)),
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        ).sample
+        return made.chunk(2, 1)[0]
 
     def work(self, components: Any, values: Any) -> None:
         components.scheduler.set_timesteps(values.num_inference_steps, device=values.latents.device)
         for time in components.scheduler.timesteps:
-            made = components.transformer(
-                values.latents,
-                encoder_hidden_states=values.words,
-                encoder_attention_mask=values.mask,
-                timestep=time.expand(len(values.latents)),
-                added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-            ).sample
-            guess = made.chunk(2, 1)[0]
+            guess = self.predict(components, values, values.words, time)
             values.latents = components.scheduler.step(guess, time, values.latents, return_dict=False)[0]
 
 
@@ -110,6 +120,41 @@ class Show(Block):
     def work(self, components: Any, values: Any) -> None:
         pixels = components.vae.decode(values.latents / components.vae.config.scaling_factor, return_dict=False)[0]
         values.images = components.image_processor.postprocess(pixels, output_type=values.output_type)
+
+
+GUIDER = ComponentSpec(
+    "guider",
+    ClassifierFreeGuidance,
+    config=FrozenDict({"guidance_scale": 3.0}),
+    default_creation_method="from_config",
+)
+
+
+class ReadTwice(Read):
+    """Reads the negative prompt, too, where it guides."""
+
+    asks, gives = (*TEXT, GUIDER), (*Read.gives, "negative_words")
+    takes = (*Read.takes, InputParam("negative_prompt"))
+
+    def work(self, components: Any, values: Any) -> None:
+        prompt, values.prompt = values.prompt, values.negative_prompt or ""
+        super().work(components, values)
+        guides, values.prompt = components.guider.num_conditions > 1, prompt
+        values.negative_words = values.words if guides else None
+        super().work(components, values)
+
+
+class PaintGuided(Paint):
+    """Takes it that there are words of the negative prompt for guidance."""
+
+    asks, takes = (*DENOISER, GUIDER), (*Paint.takes, InputParam("negative_words"))
+
+    def predict(self, components: Any, values: Any, words: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        guess = super().predict(components, values, words, time)
+        if values.negative_words is None:
+            return guess
+        other = super().predict(components, values, values.negative_words, time)
+        return other + (components.guider.guidance_scale + 1) * (guess - other)
 
 
 class ShowDarker(Show):
@@ -143,6 +188,10 @@ class MadeUpBlocks(SequentialPipelineBlocks):
     model_name = "made-up"
     block_classes = [Read, Dip, Paint, Show]
     block_names = ["read", "dip", "paint", "show"]
+
+
+class GuidedBlocks(MadeUpBlocks):
+    block_classes = [ReadTwice, Dip, PaintGuided, Show]
 
 
 class DarkBlocks(MadeUpBlocks):
