@@ -49,6 +49,7 @@ from .modular_folder import ModularFolder, read_modular
 _STEPS = 28  # where the blocks have no number of their own
 _GUIDES = 3.0  # a scale of guidance that guides
 _SCALE = "guidance_scale"
+_LATENTS = "latents"  # what blocks call that which is decoded
 _GUIDER = "guider"
 _NEGATIVE = "negative"  # how names of the state begin that a run without guidance lacks
 _STRENGTH = "strength"
@@ -145,9 +146,17 @@ class ModularModel(LoopModel):
         return next((n for n in range(last + 1, len(blocks)) if "vae" in asked([blocks[n]])), len(blocks))
 
     @property
-    def _triggers(self) -> set[str]:
-        """The inputs that select other blocks than those that run."""
-        return set(self.blocks._get_trigger_inputs())
+    def _fixed(self) -> set[str]:
+        """The inputs that are no options: they select other blocks, or decide what becomes of decoded pictures.
+
+        No stage would do that: Qwen-Image's `padding_mask_crop` pastes what was painted into the whole picture.
+        """
+        sampling, decoding = self.stages.sample[: self._decoding], self.stages.sample[self._decoding :]
+        found = {*self.blocks._get_trigger_inputs(), *inputs_of(decoding)}
+        told = inputs_of(decoding).keys() - {_LATENTS}
+        for block in self.stages.encode + sampling:
+            found |= inputs_of([block]).keys() if told & outputs_of([block]).keys() else set()
+        return found
 
     def _reads_when_given(self) -> bool:
         """Return whether the encoding blocks read a picture that they can do without."""
@@ -298,7 +307,7 @@ class ModularModel(LoopModel):
 
     def encode_options(self) -> Collection[str]:
         """Return the names of the options that `encode` takes: the other inputs of the encoding blocks."""
-        return self.encode_inputs.keys() - _OURS - self._triggers
+        return self.encode_inputs.keys() - _OURS - self._fixed
 
     def encoding_facts(self, text: Text) -> dict[str, Any]:
         """Return everything that decides the embeddings; under "files" the digests of all files among it."""
@@ -396,8 +405,7 @@ class ModularModel(LoopModel):
         if missing := ", ".join(WORDS.get(name, name) for name in sorted(self.inputs - inputs.pictures.keys())):
             raise ValueError(f"{self.title} starts from more than text. Give it: {missing}.")
         check_stage(self.title, options, self.encode_options())
-        known = taken.keys() - _OURS - self._triggers - self.encode_inputs.keys()
-        check_known(self.title, options, known - inputs_of(self.stages.sample[self._decoding :]).keys())
+        check_known(self.title, options, taken.keys() - _OURS - self._fixed - self.encode_inputs.keys())
         arguments: dict[str, Any] = {_STEP_COUNT: request.steps, **options, **inputs.pictures}
         arguments |= {} if inputs.strength is None else {_STRENGTH: inputs.strength}
         if request.guidance is not None:

@@ -325,6 +325,13 @@ def test_what_is_not_offered_is_refused(folders: Folders, cache: Path) -> None:
         assert "\n" not in str(refused.value)
 
 
+def test_options_that_change_decoded_pictures_are_refused(folders: Folders, cache: Path) -> None:
+    """With a crop, its blocks paste the result into the picture after the VAE."""
+    case = opened("qwen_inpaint", folders, cache, device="cpu")
+    with pytest.raises(TypeError, match="has no argument padding_mask_crop"):
+        case.pipe.sample(case.encode(), padding_mask_crop=8, **case.run)
+
+
 def test_a_folder_of_both_kinds_opens_as_its_class(tiny_folders: Folders, tmp_path: Path) -> None:
     folder = as_modular(tiny_folders("flux"), tmp_path / "flux", "FluxModularPipeline")
     index = (tiny_folders("flux") / "model_index.json").read_text(encoding="utf-8")
