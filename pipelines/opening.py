@@ -62,7 +62,7 @@ def open_pipeline(
     image_encoder: str | Path | None = None,
     **family: Any,
 ) -> Pipeline:
-    """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
+    """Open a folder of diffusers, modular ones too, NewBie's, or a single file of a transformer. Reads headers only.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
