@@ -13,12 +13,14 @@ from ..collector import paused_collector
 from ..memory.files import placed
 from .encoding.embedding_cache import shared_cache
 from .files.components import read_model_index
+from .files.recognition import is_modular_folder
 from .files.single.given import GivenFiles
 from .files.single.published import KINDS
 from .lora.use import Given as Loras
 from .models.claims import Claims
 from .models.diffusers.diffusers_model import open_diffusers
 from .models.hidream import open_hidream
+from .models.modular import open_modular
 from .models.newbie import NewbieModel, is_newbie
 from .models.pyramid_flow import PyramidFlowModel, is_pyramid
 from .options import ForeignOptionError, plain_defaults
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 # Models with quirks of their own; every other one is driven by its class of diffusers.
 MODELS: dict[str, Callable[..., Model]] = {
     "HiDreamImagePipeline": open_hidream,
+    "ModularPipeline": open_modular,
     "NewbiePipeline": NewbieModel,
     "PyramidFlow": PyramidFlowModel,
 }
@@ -59,7 +62,7 @@ def open_pipeline(
     image_encoder: str | Path | None = None,
     **family: Any,
 ) -> Pipeline:
-    """Open a diffusers pipeline folder, NewBie's, or a single file of a transformer. Reads headers, no weights.
+    """Open a folder of diffusers, modular ones too, NewBie's, or a single file of a transformer. Reads headers only.
 
     `device` is any torch device, "auto" for the first GPU, or "sim" for the simulated one. `vram` and `ram` are budgets
     in bytes or as "6GB"; None means what is free, less a reserve. `dtype` "auto" keeps the type of the files. With
@@ -158,6 +161,8 @@ def _family(path: Path) -> str:
         return "NewbiePipeline"
     if is_pyramid(path):
         return "PyramidFlow"
+    if is_modular_folder(path):
+        return "ModularPipeline"
     return read_model_index(path)["_class_name"]
 
 

@@ -8,6 +8,7 @@ stand-in.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,6 +250,7 @@ class _DryModule:
         self.name, self.book = name, book
         self.calls: dict[Any, _Call] = {}
         self.structure = _Structure(module, method, book.card, stand_ins)
+        self.__signature__ = inspect.signature(self.structure.forward)  # blocks hand on the arguments that it takes
         vars(module)[method] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,6 +280,7 @@ class _KnownModule:
 
     def __init__(self, unit: ManagedModel, known: KnownCalls, book: _Book) -> None:
         self.unit, self.known, self.book = unit, known, book
+        self.__signature__ = inspect.signature(unit.module.forward)
         self.structure: _Structure | None = None
         self.left: Allocation | None = None
 

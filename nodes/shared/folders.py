@@ -10,7 +10,7 @@ import comfy.utils
 import folder_paths
 
 from ...memory.files import model_roots, read_json
-from ...pipelines.files.recognition import is_newbie_folder, is_pyramid_folder
+from ...pipelines.files.recognition import MODULAR_INDEX, is_newbie_folder, is_pyramid_folder
 
 DEMO = "demo: shapes"
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "demo" / "shapes"
@@ -30,7 +30,8 @@ def find_pipelines() -> dict[str, Path]:
     """Return names to choose from, with their folders: the demo model, then all in the host's `models/diffusers`."""
 
     def is_pipeline(path: Path, files: list[str]) -> bool:
-        return "model_index.json" in files or is_newbie_folder(path) or is_pyramid_folder(path)
+        named = "model_index.json" in files or MODULAR_INDEX in files
+        return named or is_newbie_folder(path) or is_pyramid_folder(path)
 
     return {DEMO: _DEMO_FOLDER} | _folders("diffusers", is_pipeline)
 

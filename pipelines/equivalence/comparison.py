@@ -296,11 +296,11 @@ def drawn(
 
 
 def _pictures(side: int, name: str, frames: int, call: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    one = _picture(side, name)
+    one = picture_for(side, name)
     return Frames(one.roll(at, 0) for at in range(frames)) if takes_frames(name, call) else (one,)
 
 
-def _picture(side: int, name: str) -> torch.Tensor:
+def picture_for(side: int, name: str) -> torch.Tensor:
     """Return a picture that is not square and has no two equal neighbours, or a mask that is half set."""
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(2 * side), indexing="ij")
     if "mask" in name:

@@ -38,7 +38,7 @@ class Verdict:
     `dimensions` are those of the latents that the VAE decodes. `own_size` says that it draws another size than it is
     asked for, such as that of its picture. `tail` names what it does with what its VAE decodes, and `looks` says that
     its VAE encodes something even where it starts from no picture. `needs` are options of `encode` without which the
-    stock call fails, and `stock_failed` says that it did.
+    stock call fails, or the guider of blocks that fail without guidance, and `stock_failed` says that it did.
     """
 
     differs: str = ""

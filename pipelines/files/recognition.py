@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...memory.files import read_json
 
+MODULAR_INDEX = "modular_model_index.json"  # of a modular pipeline of diffusers
 PYRAMID_VARIANTS = ("768p", "384p", "image")
 PYRAMID_TRANSFORMER, PYRAMID_VAE = "diffusion_transformer_", "causal_video_vae"
 
@@ -23,6 +24,11 @@ def is_pyramid_folder(path: Path) -> bool:
     """Return whether a folder holds Pyramid-Flow, by its folders' names."""
     transformers = (path / f"{PYRAMID_TRANSFORMER}{variant}" for variant in PYRAMID_VARIANTS)
     return (path / PYRAMID_VAE).is_dir() and any(folder.is_dir() for folder in transformers)
+
+
+def is_modular_folder(path: Path) -> bool:
+    """Return whether a folder holds a modular pipeline alone. One that names a class as well is run by the class."""
+    return (path / MODULAR_INDEX).is_file() and not (path / "model_index.json").is_file()
 
 
 def title_of(path: Path) -> str:

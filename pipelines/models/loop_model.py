@@ -1,4 +1,4 @@
-"""LoopModel: a model that no pipeline of diffusers runs, so that its stages and its loop are ours."""
+"""LoopModel: a model that no pipeline class of diffusers runs, so that its stages are ours."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .model import Embeddings, Model, Modules, OnStep, See
 
 
 class LoopModel(ABC):
-    """A model with a loop of ours. Each one sets the attributes, and adds how it encodes and denoises."""
+    """A model with stages of ours. Each one sets the attributes, and adds how it encodes and denoises."""
 
     name: str
     titles: Mapping[str, str]
     default_steps: int
-    default_guidance: float
+    default_guidance: float | None
     knows = ""
     is_video = False
     frame_rate = 24
@@ -49,7 +49,7 @@ class LoopModel(ABC):
     cond_dims: Dims = MappingProxyType({})
     stand_ins: Mapping[tuple[str, str], Any] = MappingProxyType({})
     forecast_caveat = ""
-    pipeline_class = None
+    pipeline_class: Any = None
 
     denoisers: list[ManagedModel]
     encoders: list[ManagedModel]
@@ -171,7 +171,7 @@ class LoopModel(ABC):
     def unguided(self, guidance: float | None, options: Mapping[str, Any]) -> str:
         """Return why the negative prompt has no effect, in a sentence; empty where it has one."""
         scale = self.default_guidance if guidance is None else guidance
-        return no_effect(scale, guidance is None) if scale <= 1 else ""
+        return no_effect(scale, guidance is None) if scale is not None and scale <= 1 else ""
 
     def scale_notes(self, guidance: float | None, true_cfg: float | None) -> list[str]:
         """Return no notes."""

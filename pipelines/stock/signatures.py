@@ -150,9 +150,17 @@ def _names(nodes: Iterable[ast.AST]) -> Counter[str]:
     return found
 
 
-def picture_sizes(pipe: Any, components: Mapping[str, Component]) -> PictureSizes:
-    """Return the sizes that a pipeline draws, by its own checks and the transformer's tables."""
-    patch, latent = _patch_size(components), _attribute(pipe, _SPATIAL, 8)
+def spatial_factors(pipe: Any) -> list[int]:
+    """Return the factors by which a pipeline says that its VAE shrinks pictures; its processor's is among some."""
+    return [int(value) for name in _SPATIAL if (value := getattr(pipe, name, None))]
+
+
+def picture_sizes(pipe: Any, components: Mapping[str, Component], latent: int | None = None) -> PictureSizes:
+    """Return the sizes that a pipeline draws, by its own checks and the transformer's tables.
+
+    `latent` are the pixels on a side of one of its VAE's latents.
+    """
+    patch, latent = _patch_size(components), latent or _attribute(pipe, _SPATIAL, 8)
     transformer = components.get("transformer")
     tokens = transformer and most_tokens(transformer.cls, transformer.config)
     most = tokens and (tokens[0] * patch * latent, tokens[1] * patch * latent)

@@ -138,7 +138,7 @@ class DiffusersModel:
         self.encode_prompt: Mapping[str, inspect.Parameter] = inspect.signature(encode).parameters
         call = inspect.signature(text_class.__call__).parameters
         self.is_video = not call.keys().isdisjoint({*FRAMES, *VIDEOS})
-        self.frame_rate = next((rate for name, rate in _FRAME_RATES.items() if self.name.startswith(name)), 24)
+        self.frame_rate = frame_rate_of(self.name)
         steps = call.get("num_inference_steps")
         self.default_steps = steps.default if steps and isinstance(steps.default, int) else _STEPS
         self.edits = edits(text_class)
@@ -802,6 +802,11 @@ class DiffusersModel:
     def decode_sample(self, latents: torch.Tensor) -> torch.Tensor:
         """Return all latents: a dry run decodes the whole."""
         return latents
+
+
+def frame_rate_of(name: str) -> int:
+    """Return the frames a second of a pipeline class, by its name."""
+    return next((rate for start, rate in _FRAME_RATES.items() if name.startswith(start)), 24)
 
 
 def _plain(prompt: Prompt | None) -> str | list[str] | None:

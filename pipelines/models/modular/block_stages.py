@@ -1,0 +1,70 @@
+"""Which blocks of a modular pipeline encode the prompt, and which come after. Told by the components they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...files.components import Component
+
+
+@dataclass(frozen=True)
+class BlockStages:
+    """The blocks of one workflow in their order: those that encode the prompt, and the others up to the decoder."""
+
+    encode: tuple[Any, ...]
+    sample: tuple[Any, ...]
+
+    @property
+    def encoders(self) -> set[str]:
+        """The components that the encoding blocks ask for."""
+        return asked(self.encode)
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """All blocks."""
+        return self.encode + self.sample
+
+
+def stages_of(blocks: Any, given: Collection[str], components: Mapping[str, Component]) -> BlockStages:
+    """Return the stages of the workflow that diffusers selects for the `given` inputs.
+
+    Encoding ends with the last block that asks for a text encoder, a tokenizer or a processor of texts.
+    """
+    defaults = {param.name: param.default for param in blocks.inputs if param.default is not None}
+    chosen = blocks.get_execution_blocks(**defaults | dict.fromkeys(given, True))
+    leaves = tuple(chosen.sub_blocks.values()) if chosen is not None and chosen.sub_blocks else (chosen,)
+    texts = {name for name, component in components.items() if _reads_text(component)}
+    last = max((place for place, block in enumerate(leaves) if texts & asked([block])), default=-1)
+    return BlockStages(leaves[: last + 1], leaves[last + 1 :])
+
+
+def asked(blocks: Collection[Any]) -> set[str]:
+    """Return the names of the components that blocks ask for."""
+    return {spec.name for block in blocks for spec in block.expected_components}
+
+
+def inputs_of(blocks: Collection[Any]) -> dict[str, Any]:
+    """Return the inputs that blocks take from outside, with their defaults: none that one before them makes."""
+    found: dict[str, Any] = {}
+    made: set[str] = set()
+    for block in blocks:
+        for param in block.inputs:
+            if param.name and param.name not in made:
+                found.setdefault(param.name, param.default)
+        made |= {param.name for param in block.intermediate_outputs}
+    return found
+
+
+def outputs_of(blocks: Collection[Any]) -> dict[str, str | None]:
+    """Return what blocks add to the state, with the kind of inputs that it counts as."""
+    return {param.name: param.kwargs_type for block in blocks for param in block.intermediate_outputs}
+
+
+def _reads_text(component: Component) -> bool:
+    import transformers
+
+    return component.role == "text_encoder" or issubclass(
+        component.cls, transformers.PreTrainedTokenizerBase | transformers.ProcessorMixin
+    )
