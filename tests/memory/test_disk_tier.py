@@ -270,6 +270,8 @@ def test_windows_are_not_filled_anew_before_their_copy_is_done(
         def synchronize(self) -> None:
             flush()
 
+        wait_aside = synchronize  # of readers
+
     def copy(self: queues.Queues, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
         with lock:
             queued.append((target, source))
