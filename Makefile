@@ -14,8 +14,7 @@ endif
 PYTEST := $(BIN)/python -m pytest -n 2 --max-worker-restart=0
 
 # Tests that run once more on cards that make copies as late as CUDA and XPU may.
-LATE := tests/memory/engine/test_stream.py tests/memory/engine/test_apply.py tests/memory/engine/test_pinned_windows.py \
-	tests/memory/engine/test_encoded_turns.py tests/memory/codecs/test_rows.py tests/pipelines/lora/test_lora_widths.py
+LATE := tests/memory/engine/test_stream.py tests/memory/engine/test_pinned_windows.py tests/memory/codecs/test_rows.py
 
 .PHONY: demo test check soak gpu lint contracts clean always
 
@@ -28,7 +27,7 @@ test: lint
 check: .venv/test-ready
 	BALLAST_SOAK=1 $(PYTEST) tests -m "long and not soak" --dist loadfile
 	for copies in cuda xpu; do BALLAST_COPIES=$$copies $(PYTEST) $(LATE) -m "not eager" \
-		-k "not (hidream or zimage) and (not bound_says or 3-1 or 0.2-1)" || exit 1; done
+		-k "not (bound_says or 3-1 or 0.2-1)" || exit 1; done
 	BALLAST_COPIES=xpu $(PYTEST) tests/memory/engine/test_arriving.py -k "books_whatever or first_step"
 
 # All families, budgets and walks: more than an hour.
